@@ -31,7 +31,7 @@ from typing import Any
 import torch
 from measure import silenced
 from peft import LoraConfig, get_peft_model
-from plan_runs import EVALUATION, LORA, Mark, Run
+from plan_runs import EVALUATION, LORA, Mark, Progress, Run
 from ranks import on_ranks, quiet
 from torch import nn
 from transformers import (
@@ -63,9 +63,9 @@ TIMEOUT_S = 120.0
 STEPS = 3
 
 
-def t5(scale: int = 1) -> PreTrainedModel:
+def t5(scale: int = 1, dropout: float = 0.1) -> PreTrainedModel:
     """Return a T5, 5 million parameters times ``scale`` squared."""
-    shape = {"d_model": 192 * scale, "d_kv": 48, "d_ff": 512 * scale, "num_heads": 4 * scale}
+    shape = {"d_model": 192 * scale, "d_kv": 48, "d_ff": 512 * scale, "num_heads": 4 * scale, "dropout_rate": dropout}
     return T5ForConditionalGeneration(T5Config(**shape, num_layers=3, vocab_size=4000, decoder_start_token_id=0))
 
 
@@ -103,13 +103,14 @@ def mixtral() -> PreTrainedModel:
 MODELS: dict[str, Callable[[], PreTrainedModel]] = {
     "t5": t5,
     "t5-large": partial(t5, 2),
+    "t5-no-dropout": partial(t5, dropout=0.0),
     "bart": bart,
     "gpt2": gpt2,
     "llama": llama,
     "qwen": qwen,
     "mixtral": mixtral,
 }
-SEQ2SEQ = ("t5", "t5-large", "bart")
+SEQ2SEQ = ("t5", "t5-large", "t5-no-dropout", "bart")
 OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
     "adamw": lambda model: torch.optim.AdamW(_trainable(model), lr=1e-4, fused=True),
     "adamw_8bit": lambda model: optim.AdamW8bit(_trainable(model), lr=1e-4),
@@ -134,6 +135,7 @@ class Configuration:
     precision: str = "fp32"
     optimizer: str = "adamw"
     batch: tuple[int, int] = (4, 64)  # rows and tokens a row; an encoder-decoder's targets have half as many
+    padded: bool = False  # the last row is a quarter shorter, so that there is a mask
     ranks_each: int | None = None
     reentrant: bool = False  # checkpointing of the older kind
     frozen: str | None = None  # with LoRA: how the frozen model is kept; None: no adapter
@@ -144,6 +146,7 @@ class Configuration:
         """Set the name."""
         parts = [self.model, f"{self.ranks}r", self.strategy.lower(), self.precision, self.optimizer]
         parts += [f"{self.batch[0]}x{self.batch[1]}", *(["checkpointing"] if self.checkpointing else [])]
+        parts += [*(["padded"] if self.padded else [])]
         parts += [*(["reentrant"] if self.reentrant else []), *([f"lora {self.frozen}"] if self.frozen else [])]
         parts += [] if self.tables == "gather" else [f"tables {self.tables}"]
         object.__setattr__(self, "name", " ".join(parts))
@@ -169,7 +172,10 @@ class Configuration:
         generator = torch.Generator().manual_seed(1)
         ids = torch.randint(3, 4000, (rows, tokens), generator=generator)
         labels = ids[:, : tokens // 2].clone() if self.model in SEQ2SEQ else ids
-        return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels, "use_cache": False}
+        mask = torch.ones_like(ids)
+        if self.padded:
+            mask[-1, -(tokens // 4) :] = 0
+        return {"input_ids": ids, "attention_mask": mask, "labels": labels, "use_cache": False}
 
     @property
     def options(self) -> dict[str, Any]:
@@ -206,9 +212,9 @@ class Configuration:
         """Plan the time of its step."""
         return time_step(rehearse(self.rehearsed, 0, self.ranks).work, rates)
 
-    def rates(self, comm: Comm) -> Rates:
+    def rates(self, comm: Comm, progress: Progress) -> Rates:
         """Measure the machine with its steps; every rank."""
-        return measure_rates(self.rehearsed, comm, comm.size)
+        return measure_rates(self.rehearsed, comm, comm.size, progress)
 
     def mean_step(self, comm: Comm) -> Callable[[], None]:
         """Return its step; every rank."""
@@ -266,6 +272,8 @@ def _models() -> list[Configuration]:
     found += [Configuration(model, optimizer=name) for model in small for name in OPTIMIZERS]
     found += [Configuration(model, ranks=ranks) for model in small for ranks in (1, 3, 4)]
     found += [Configuration(model, batch=shape) for model in small for shape in ((1, 32), (8, 96), (2, 200))]
+    for shape, models in (((2, 200), (*small, "t5-no-dropout")), ((2, 704), ("t5", "t5-no-dropout", "llama"))):
+        found += [Configuration(m, batch=shape, padded=True, precision=p) for m in models for p in ("fp32", "bf16")]
     found += [Configuration("t5-large", checkpointing=on, optimizer=o) for on in (False, True) for o in OPTIMIZERS]
     found += [Configuration(model, ranks=3, optimizer="muon", precision="bf16") for model in ("t5", "llama")]
     found += [Configuration("t5-large", ranks=ranks, tables="home") for ranks in (1, 2, 3)]

@@ -4,7 +4,7 @@
 
 Makes two network and process namespaces on this machine (Linux, root, ``ip`` and ``tc``) with a link between them that
 lets through ``--rate`` each way, and removes them at the end. In each runs one rank, which cannot read the other's
-memory. For each configuration the ranks measure rates over the link, rank 0 plans, and real steps are timed, as in
+memory. For each configuration the ranks measure rates over the link and real steps in turns, and rank 0 plans, as in
 ``plan_time.py``. Nothing else should run meanwhile.
 """
 
@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from namespaces import on_two_machines
 from plan import Configuration
-from plan_time import figures, measured, rates
+from plan_time import figures, measured
 from ranks import quiet
 
 from fullshard.comm import init_from_env, shutdown
@@ -39,8 +39,8 @@ def compare(out: Path, rate: str) -> None:
     comm = init_from_env()
     rows = []
     for one in CHOSEN:
-        found = rates(comm, one)
-        seconds = comm.all_gather_object(measured(comm, one))
+        found, own = measured(comm, one)
+        seconds = comm.all_gather_object(own)
         if comm.rank == 0:
             rows.append({"name": one.name, **figures(one.timing(found), seconds)})
             print(f"{rows[-1]['error']:+.1%} of {1e3 * rows[-1]['measured_s']:.0f} ms {one.name}", file=sys.stderr)

@@ -27,6 +27,9 @@ from fullshard.train.setup.prepare import prepare
 Mark = Callable[[str], None]
 """Says that a phase begins."""
 
+Progress = Callable[[int, int], None]
+"""Called before each step that is measured, with their numbers."""
+
 EVALUATION = "evaluation"
 """The phase of a plan's evaluation of the loss."""
 
@@ -120,9 +123,9 @@ class Run:
         assert timing is not None, "the rates give one"
         return timing
 
-    def rates(self, comm: Comm) -> Rates:
+    def rates(self, comm: Comm, progress: Progress) -> Rates:
         """Measure the machine with its step of mean size; every rank."""
-        return measure_rates(self.config, prepare(self.config), comm, comm.size)
+        return measure_rates(self.config, prepare(self.config), comm, comm.size, progress)
 
     def mean_step(self, comm: Comm) -> Callable[[], None]:
         """Return its step of mean size; every rank."""

@@ -2,10 +2,11 @@
 
     python benchmarks/plan_time.py [--fresh] [--only WORD] [--every N] [--out PATH]
 
-Of the configurations of ``plan.py`` those of one and two ranks. For each: the ranks measure the machine's rates, as
-``fullshard bench`` does (:func:`fullshard.planner.measure_rates`: steps without the other ranks' values, collectives
-apart); the plan is made in this process; then real steps are timed on new ranks, and their median is compared. Errors
-are signed shares of the measured time: below zero, the plan was too fast. Nothing else should run meanwhile.
+Of the configurations of ``plan.py`` those of one and two ranks. For each the ranks measure the machine's rates, as
+``fullshard bench`` does (:func:`fullshard.planner.measure_rates`: steps without time for the other ranks' values,
+collectives apart), from which this process plans. Real steps of the sharded model take turns with the measured ones,
+since the machine gets faster and slower by the minute, and their median is compared. Errors are signed shares of the
+measured time: below zero, the plan was too fast. Nothing else should run meanwhile.
 
 Figures go into the rows of ``plan.py``'s results. Those that are there already are kept; --fresh starts over.
 """
@@ -28,35 +29,32 @@ from fullshard.planner import Rates, Timing
 
 TIMEOUT_S = 300.0
 WARM_UP = 3
-STEPS = 15
 
 
-def rates(comm: Comm, one: Configuration | Run) -> Rates:
-    """Measure the machine; every rank."""
-    with silenced():
-        return one.rates(comm)
+def measured(comm: Comm, one: Configuration | Run) -> tuple[Rates, list[float]]:
+    """Measure the machine's rates, and the seconds of real steps between the measured ones; every rank."""
+    seconds: list[float] = []
 
+    def real_step(done: int, _total: int) -> None:
+        if done % 2:  # one for each pair of measured steps
+            return
+        comm.barrier()
+        started = time.perf_counter()
+        step()
+        seconds.append(time.perf_counter() - started)
 
-def measured(comm: Comm, one: Configuration | Run) -> list[float]:
-    """Return the seconds of real steps; every rank."""
     with silenced():
         step = one.mean_step(comm)
         for _ in range(WARM_UP):
             step()
-        seconds = []
-        for _ in range(STEPS):
-            comm.barrier()
-            started = time.perf_counter()
-            step()
-            seconds.append(time.perf_counter() - started)
-    return seconds
+        return one.rates(comm, real_step), seconds
 
 
 def compared(one: Configuration | Run) -> dict[str, float]:
-    """Measure rates, plan and measure steps; return what was planned and measured."""
+    """Measure rates and steps, and plan; return what was planned and measured."""
     one.prepare()
-    found = on_ranks(one.ranks, rates, one, timeout_s=TIMEOUT_S)[0]
-    return figures(one.timing(found), on_ranks(one.ranks, measured, one, timeout_s=TIMEOUT_S))
+    ranks = on_ranks(one.ranks, measured, one, timeout_s=TIMEOUT_S)
+    return figures(one.timing(ranks[0][0]), [seconds for _, seconds in ranks])
 
 
 def figures(timing: Timing, ranks: list[list[float]]) -> dict[str, float]:

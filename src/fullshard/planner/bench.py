@@ -18,7 +18,7 @@ from fullshard.planner.trial import Trial, try_steps
 BUDGET_S = 30.0
 """Seconds of steps to measure, as far as ``_ROUNDS`` allows."""
 
-_ROUNDS = (3, 9)
+_ROUNDS = (3, 15)
 """Fewest and most pairs of steps: one watched, which takes about twice as long as the other."""
 
 

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import functools
 import math
-import mmap
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -25,31 +24,17 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
 )
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_map_only, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from fullshard.engine.step.torch_private import in_backward
 from fullshard.errors import ModelError
+from fullshard.planner.forms import CONSTANTS_LIKE, Form, Shapes, is_small, temporary_bytes, tensors_in, written_by
 from fullshard.planner.limit import check_time
 from fullshard.planner.meter import Meter
 from fullshard.planner.work import IN_PLACE
 
-KNOWN_NUMEL = 1 << 18
-"""Elements up to which whole numbers (token ids, masks, checksums) keep their values: programs branch on them."""
-
-LARGE_BYTES = 1 << 30
-"""Size from which on a tensor has address space only, in bytes."""
-
 _OPERATORS_A_CHECK = 64
 """Operators from one look at the clock to the next: some milliseconds."""
-
-_NORESERVE = 0x4000
-"""Linux's ``MAP_NORESERVE``, which Python's mmap does not name before 3.13."""
-
-_CONSTANTS = {"aten::ones", "aten::zeros", "aten::full", "aten::arange", "aten::scalar_tensor"}
-_CONSTANTS_LIKE = {"aten::ones_like", "aten::zeros_like", "aten::full_like"}
-_CONSTANTS_LIKE |= {"aten::new_ones", "aten::new_zeros", "aten::new_full"}
-_CONSTANT_NUMEL = 1 << 16
-"""Elements up to which floats from these operators keep their values: masks of ones are made of them."""
 
 _GROUPED = torch.ops.aten._grouped_mm.default
 """The products of experts. Torch knows their shape for bf16 only, but computes every dtype."""
@@ -61,49 +46,7 @@ _SHAPE_ONLY = {"aten::set_", "aten::resize_", "aten::lift_fresh"}
 """Operators that change or return their argument without reading it, apart from views, which take no memory."""
 
 
-class _Form(NamedTuple):
-    """A tensor without its memory."""
-
-    size: torch.Size
-    stride: tuple[int, ...]
-    offset: int
-    dtype: torch.dtype
-    device: torch.device
-    nbytes: int  # of its storage
-
-    @classmethod
-    def of(cls, tensor: torch.Tensor) -> _Form:
-        storage = tensor.untyped_storage().nbytes()
-        offset = int(tensor.storage_offset())
-        return cls(tensor.size(), tensor.stride(), offset, tensor.dtype, tensor.device, storage)
-
-    def empty(self) -> torch.Tensor:
-        """Return a tensor without memory; a large one in address space that the system does not promise memory for."""
-        if self.device.type == "meta" or self.nbytes < LARGE_BYTES:
-            return torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=self.device)
-        # Not torch's allocator: Linux refuses a single allocation above the memory of the machine.
-        space = mmap.mmap(-1, self.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE)
-        return torch.frombuffer(space, dtype=self.dtype).as_strided(self.size, self.stride)
-
-    def view_of(self, owner: torch.Tensor) -> torch.Tensor:
-        """Return ``owner`` itself, or its view of this form."""
-        if owner.size() == self.size and owner.stride() == self.stride:
-            return owner
-        return torch.as_strided(owner, self.size, self.stride, self.offset + owner.storage_offset())
-
-
-@dataclass(frozen=True)
-class _Shapes:
-    """The outputs of an operator without their memory, and what depends on its inputs' forms alone."""
-
-    leaves: list[Any]  # forms and other values
-    owners: list[int | None]  # for each, the index of the input whose memory it shares
-    spec: TreeSpec  # how they are nested
-    small: bool  # whether it is computed where what it reads is known
-    cast_bytes: int  # of inputs that it casts first
-
-
-_KNOWN_SHAPES: dict[Any, _Shapes] = {}
+_KNOWN_SHAPES: dict[Any, Shapes] = {}
 """Outputs of operators; one for all plans of the process, as those of a search differ in few operators."""
 _MOST_SHAPES = 20_000
 """Operators that are remembered, some 2 kB each; a step of a large model has a few thousand different ones."""
@@ -113,7 +56,8 @@ class HollowMode(TorchDispatchMode):
     """Context in which operators compute shapes instead of values.
 
     Whole numbers that follow from known ones are computed, up to 262,144 elements a tensor, so that a model may look at
-    its masks and the engine at its checksums. Everything else is hollow: a float's value is never known.
+    its masks and the engine at its checksums. A single number that is drawn uniformly is 0.5, its mean, so that layers
+    run that are dropped with a smaller probability. Everything else is hollow: a float's value is never known.
 
     Attributes:
         on_operator: Called with each operator, its arguments and its result.
@@ -132,6 +76,7 @@ class HollowMode(TorchDispatchMode):
         self.operators = 0
         self._fake = FakeTensorMode(allow_non_fake_inputs=False)
         self._unshared: tuple[int, int, int] | None = None
+        self._in_attention = False
 
     @staticmethod
     def ignore(func: Any, args: Any, kwargs: Any, result: Any) -> None:
@@ -169,6 +114,7 @@ class HollowMode(TorchDispatchMode):
         torch.get_rng_state = counted_state
         self._replaced.callback(setattr, torch, "get_rng_state", state)
         self._replace_reads()
+        self._follow_attention()
         super().__enter__()
         try:
             self._count_references()
@@ -188,6 +134,20 @@ class HollowMode(TorchDispatchMode):
 
         torch.Tensor.tolist = read_list  # type: ignore[method-assign]
         self._replaced.callback(delattr, torch.Tensor, "tolist")
+
+    def _follow_attention(self) -> None:
+        """Learn when attention runs, which adds its mask in place: see :meth:`_masked_in_place`."""
+        attention: Any = F.scaled_dot_product_attention
+
+        def followed(*args: Any, **kwargs: Any) -> torch.Tensor:
+            self._in_attention = True
+            try:
+                return attention(*args, **kwargs)
+            finally:
+                self._in_attention = False
+
+        F.scaled_dot_product_attention = followed  # type: ignore[assignment]
+        self._replaced.callback(setattr, F, "scaled_dot_product_attention", attention)
 
     def _assume(self, func: Any) -> float:
         """Return the assumed value for a read of an unknown one."""
@@ -217,15 +177,18 @@ class HollowMode(TorchDispatchMode):
         if not self.operators % _OPERATORS_A_CHECK:
             check_time()
         with torch._C.DisableTorchFunctionSubclass():
-            if in_backward() and not torch.is_grad_enabled():
+            taken = None
+            if self._in_attention and func is torch.ops.aten.add.Tensor:
+                taken = self._masked_in_place(*args)
+            elif in_backward() and not torch.is_grad_enabled():
                 taken = self._summed_in_place(*args, **(kwargs or {})) if func is torch.ops.aten.add.Tensor else None
-                if taken is not None:
-                    self.on_operator(func, args, kwargs or {}, taken)
-                    return taken
                 func = IN_PLACE.get(func, func)
+            if taken is not None:
+                self.on_operator(func, args, kwargs or {}, taken)
+                return taken
             result = self._run(func, args, kwargs or {})
             if self.on_host is not None:
-                self._place(func, _tensors((*args, *(kwargs or {}).values())), result)
+                self._place(func, tensors_in((*args, *(kwargs or {}).values())), result)
             self.on_operator(func, args, kwargs or {}, result)
             return result
 
@@ -233,7 +196,7 @@ class HollowMode(TorchDispatchMode):
         """Count a result as the host's if it is; and during a copy to the device, the host memory that it takes."""
         assert self.on_host is not None, "asked before"
         if self.on_host(given):
-            for tensor in _tensors((result,)):
+            for tensor in tensors_in((result,)):
                 if not tensor.is_meta:
                     self.meter.to_host(tensor)
         elif func is torch.ops.aten.copy_.default and self.meter.is_on_host(given[-1]):
@@ -257,14 +220,26 @@ class HollowMode(TorchDispatchMode):
                 return tensor
         return None
 
+    def _masked_in_place(self, scores: torch.Tensor, mask: torch.Tensor) -> torch.Tensor | None:
+        """Return attention's scores after its mask is added in place; None if it would make others.
+
+        Torch's plain attention adds in place, except while a dispatch mode is on, as here.
+        """
+        if torch.promote_types(scores.dtype, mask.dtype) != scores.dtype:
+            return None
+        self.meter.see(mask)
+        self.meter.see(scores, hollow=True)
+        self.meter.pulse(temporary_bytes(torch.ops.aten.add_.Tensor, [scores, mask]))
+        return scores.view_as(scores)
+
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        given = _tensors((*args, *kwargs.values()))
+        given = tensors_in((*args, *kwargs.values()))
         for tensor in given:
             self.meter.see(tensor)
         way = _way_of(func)
         if way is not None:
             return way(self, func, args, kwargs)
-        read = [] if func._schema.name in _CONSTANTS_LIKE else given
+        read = [] if func._schema.name in CONSTANTS_LIKE else given
         known = not any(map(self.meter.is_hollow, read))
         if func is torch.ops.aten._local_scalar_dense.default and not known:
             return self._assume(func)
@@ -273,7 +248,7 @@ class HollowMode(TorchDispatchMode):
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             if known:
                 return self._computed(func, args, kwargs)
-            if func is torch.ops.aten.index.Tensor and not any(map(self.meter.is_hollow, _tensors(args[1]))):
+            if func is torch.ops.aten.index.Tensor and not any(map(self.meter.is_hollow, tensors_in(args[1]))):
                 return self._run(func, (args[0], self._places(args[1])), kwargs)
             raise _unknown(func) from error
         except UnsupportedOperatorException as error:
@@ -283,10 +258,10 @@ class HollowMode(TorchDispatchMode):
             ) from error
         if known and shapes.small:
             return self._computed(func, args, kwargs)
-        for tensor in _written(func, args, kwargs):
+        for tensor in written_by(func, args, kwargs):
             self.meter.see(tensor, hollow=True)
         result = self._hollow(shapes, given)
-        self.meter.pulse(shapes.cast_bytes)
+        self.meter.pulse(shapes.temporary_bytes)
         return result
 
     def _composed(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -307,16 +282,22 @@ class HollowMode(TorchDispatchMode):
             found += self._computed(torch.nonzero, (index,), {}).unbind(1) if is_mask else [index]
         return found
 
+    def _drawn(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Return the mean for a single uniform number."""
+        if math.prod(args[0]) == 1:
+            return self._computed(torch.full, (args[0], 0.5), {"dtype": kwargs.get("dtype")})
+        return self._hollow(self._shapes_of(func, args, kwargs, []), [])
+
     def _viewed(self, func: Any, args: Any, kwargs: Any) -> Any:
         return func(*args, **kwargs)
 
     def _computed(self, func: Any, args: Any, kwargs: Any) -> Any:
         result = func(*args, **kwargs)
-        for tensor in _tensors((result,)):
+        for tensor in tensors_in((result,)):
             self.meter.see(tensor)
         return result
 
-    def _shapes_of(self, func: Any, args: Any, kwargs: Any, given: list[torch.Tensor]) -> _Shapes:
+    def _shapes_of(self, func: Any, args: Any, kwargs: Any, given: list[torch.Tensor]) -> Shapes:
         """Return the outputs of an operator; for blocks of one kind, torch is asked once."""
         key = _key(func, args, kwargs, given)
         try:
@@ -329,7 +310,7 @@ class HollowMode(TorchDispatchMode):
             known = _KNOWN_SHAPES[key] = self._fake_shapes(func, args, kwargs, given)
         return known
 
-    def _fake_shapes(self, func: Any, args: Any, kwargs: Any, given: list[torch.Tensor]) -> _Shapes:
+    def _fake_shapes(self, func: Any, args: Any, kwargs: Any, given: list[torch.Tensor]) -> Shapes:
         """Return the outputs of an operator on fake inputs."""
         made: dict[int, FakeTensor] = {}
 
@@ -348,15 +329,15 @@ class HollowMode(TorchDispatchMode):
             result = result.to(given[0].dtype)
         found, spec = tree_flatten(result)
         owners = [inputs.get(t.untyped_storage()._cdata) if isinstance(t, torch.Tensor) else None for t in found]
-        leaves = [_Form.of(one) if isinstance(one, torch.Tensor) else one for one in found]
-        read = [] if func._schema.name in _CONSTANTS_LIKE else given
-        return _Shapes(leaves, owners, spec, _is_small(func, leaves, read), _cast_bytes(func, given))
+        leaves = [Form.of(one) if isinstance(one, torch.Tensor) else one for one in found]
+        read = [] if func._schema.name in CONSTANTS_LIKE else given
+        return Shapes(leaves, owners, spec, is_small(func, leaves, read), temporary_bytes(func, given))
 
-    def _hollow(self, shapes: _Shapes, given: list[torch.Tensor]) -> Any:
+    def _hollow(self, shapes: Shapes, given: list[torch.Tensor]) -> Any:
         """Return tensors of these shapes; where one shares an input's memory, that input or a view of it."""
         outputs = []
         for leaf, owner in zip(shapes.leaves, shapes.owners, strict=True):
-            if not isinstance(leaf, _Form):
+            if not isinstance(leaf, Form):
                 outputs.append(leaf)
             elif owner is None:
                 made = leaf.empty()
@@ -387,43 +368,6 @@ def _key(func: Any, args: Any, kwargs: Any, given: list[torch.Tensor]) -> Any:
     return func, torch.get_default_dtype(), part(args), *((name, part(kwargs[name])) for name in kwargs)
 
 
-def _is_small(func: Any, leaves: list[Any], given: list[torch.Tensor]) -> bool:
-    """Return whether an operator that reads ``given`` is to be computed: few elements, no weights or activations."""
-    made = [leaf for leaf in leaves if isinstance(leaf, _Form)]
-    numels = [math.prod(form.size) for form in made]
-    if max((*numels, *(tensor.numel() for tensor in given)), default=0) > KNOWN_NUMEL:
-        return False
-    if any(form.device.type == "meta" for form in made) or any(tensor.is_meta for tensor in given):
-        return False
-    # Bytes are codes of quantised weights, whose buffers the engine fills and frees like those of numbers.
-    if given or not any(form.dtype.is_floating_point or form.dtype == torch.uint8 for form in made):
-        return True
-    constants = func._schema.name in _CONSTANTS | _CONSTANTS_LIKE
-    return constants and all(numel <= _CONSTANT_NUMEL for numel in numels)
-
-
-def _tensors(values: Iterable[Any]) -> list[torch.Tensor]:
-    """Return the tensors among an operator's arguments or results. Called for each; pytree took a third of the time."""
-    found: list[torch.Tensor] = []
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            found.append(value)
-        elif isinstance(value, (list, tuple)):
-            found += _tensors(value)
-    return found
-
-
-def _cast_bytes(func: Any, given: list[torch.Tensor]) -> int:
-    """Return the bytes of inputs that a pointwise operator casts first: on the CPU it computes on one dtype."""
-    if torch.Tag.pointwise not in func.tags:
-        return 0
-    numbers = [tensor for tensor in given if tensor.dtype != torch.bool and tensor.dim()]
-    if len({tensor.dtype for tensor in numbers}) < 2:
-        return 0
-    common = functools.reduce(torch.promote_types, (tensor.dtype for tensor in numbers))
-    return sum(tensor.numel() * common.itemsize for tensor in numbers if tensor.dtype != common)
-
-
 def _references(tensor: torch.Tensor) -> tuple[int, int, int]:
     """Return the numbers of references to a tensor, to its Python object and to its storage."""
     storage: Any = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)  # type: ignore[attr-defined]
@@ -439,6 +383,8 @@ def _is_dense(tensor: torch.Tensor) -> bool:
 def _way_of(func: Any) -> Callable[[HollowMode, Any, Any, Any], Any] | None:
     """Return how an operator is run that reads and writes no element, or that calls others; None for all else."""
     name = func._schema.name
+    if func is torch.ops.aten.rand.default:
+        return HollowMode._drawn
     if name in _COMPOSED:
         return HollowMode._composed
     if name in _SHAPE_ONLY:
@@ -446,18 +392,6 @@ def _way_of(func: Any) -> Callable[[HollowMode, Any, Any, Any], Any] | None:
     aliased = [one.alias_info for one in func._schema.returns if one.alias_info is not None]
     is_view = bool(aliased) and not any(one.is_write for one in aliased)
     return HollowMode._viewed if is_view or torch.Tag.inplace_view in func.tags else None
-
-
-def _written(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
-    """Return the tensors that an operator writes to."""
-    return _tensors(args[index] if index < len(args) else kwargs.get(name) for index, name in _written_places(func))
-
-
-@functools.cache
-def _written_places(func: Any) -> list[tuple[int, str]]:
-    """Return place and name of the arguments that an operator writes to."""
-    places = enumerate(func._schema.arguments)
-    return [(index, one.name) for index, one in places if one.alias_info is not None and one.alias_info.is_write]
 
 
 def _unknown(func: Any) -> ModelError:

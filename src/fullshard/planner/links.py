@@ -34,31 +34,46 @@ def measure_collectives(comm: Comm, wanted: Iterable[Issued]) -> dict[str, list[
         wanted: Collectives of a step; only kinds and bytes are used.
     """
     sizes = sorted({(one.kind if one.kind in KINDS else KINDS[0], one.sent_bytes) for one in wanted})
-    computation = _Computation(comm)
+    computation, buffer = _Computation(comm), _Buffer(comm, max((sent for _, sent in sizes), default=0))
+    tries = [_Tries(comm, buffer.collective(kind, sent), computation) for kind, sent in sizes]
+    for number in range(_ROUNDS):  # of all sizes, so that what disturbs the machine for a while is not all of one
+        for one in tries:
+            one.repeat(number)
     found: dict[str, list[tuple[int, float, float]]] = {}
-    for kind, sent in sizes:
-        found.setdefault(kind, []).append((sent, *_measured(comm, _collective(comm, kind, sent), computation)))
+    for (kind, sent), one in zip(sizes, tries, strict=True):
+        found.setdefault(kind, []).append((sent, *one.result()))
     return found
 
 
-def _measured(comm: Comm, issue: Callable[[], Work], computation: _Computation) -> tuple[float, float]:
-    def alone() -> None:
-        _finish(issue())
+class _Tries:
+    """Times of one collective, of a computation, and of both together."""
 
-    def behind() -> None:
-        work = issue()
-        computation.run(products)
+    def __init__(self, comm: Comm, issue: Callable[[], Work], computation: _Computation) -> None:
+        self._comm, self._issue, self._computation = comm, issue, computation
+        first = _slowest(comm, [_seconds(comm, self._alone) for _ in range(3)])
+        self._rounds = _ROUNDS if first < _SLOW_S else _ROUNDS // 3
+        self._products = max(ceil(2 * first / computation.product_s), 1)
+        self._seconds: list[list[float]] = [[], [], []]
+
+    def repeat(self, number: int) -> None:
+        """Take each time once more, unless there are enough."""
+        if number < self._rounds:
+            works = self._alone, self._behind, lambda: self._computation.run(self._products)
+            for kept, work in zip(self._seconds, works, strict=True):
+                kept.append(_seconds(self._comm, work))
+
+    def result(self) -> tuple[float, float]:
+        """Return the time alone, and what computation does not hide of it."""
+        by_itself, with_computation, only_computation = (_slowest(self._comm, kept) for kept in self._seconds)
+        return by_itself, min(max(with_computation - only_computation, 0.0), by_itself)
+
+    def _alone(self) -> None:
+        _finish(self._issue())
+
+    def _behind(self) -> None:
+        work = self._issue()
+        self._computation.run(self._products)
         _finish(work)
-
-    first = _slowest(comm, [_seconds(comm, alone) for _ in range(3)])
-    rounds = _ROUNDS if first < _SLOW_S else _ROUNDS // 3
-    products = max(ceil(2 * first / computation.product_s), 1)
-    seconds: list[list[float]] = [[], [], []]
-    for _ in range(rounds):
-        for kept, work in zip(seconds, (alone, behind, lambda: computation.run(products)), strict=True):
-            kept.append(_seconds(comm, work))
-    by_itself, with_computation, only_computation = (_slowest(comm, kept) for kept in seconds)
-    return by_itself, min(max(with_computation - only_computation, 0.0), by_itself)
 
 
 class _Computation:
@@ -75,16 +90,27 @@ class _Computation:
             torch.mm(self._matrix, self._matrix)
 
 
-def _collective(comm: Comm, kind: str, sent_bytes: int) -> Callable[[], Work]:
-    others = comm.size - 1
-    if kind == "all_reduce":
-        summed = torch.zeros(max(sent_bytes * comm.size // (2 * others) // 4, 1), device=comm.device)
-        return lambda: comm.all_reduce(summed)
-    each = max(sent_bytes // others // 4, 1)
-    full, shard = (torch.zeros(elements, device=comm.device) for elements in (comm.size * each, each))
-    if kind == "all_gather":
-        return lambda: comm.all_gather(full, shard)
-    return lambda: comm.reduce_scatter(shard, full)
+class _Buffer:
+    """What the collectives send and receive; one for all sizes."""
+
+    def __init__(self, comm: Comm, most_bytes: int) -> None:
+        self._comm = comm
+        each = self._elements(most_bytes)
+        self._full, self._shard = (torch.zeros(count, device=comm.device) for count in (comm.size * each, each))
+
+    def collective(self, kind: str, sent_bytes: int) -> Callable[[], Work]:
+        """Return a function that starts a collective of which each rank sends so many bytes."""
+        comm, each = self._comm, self._elements(sent_bytes)
+        full, shard = self._full[: comm.size * each], self._shard[:each]
+        if kind == "all_reduce":
+            summed = full[: max(comm.size * each // 2, 1)]  # each rank sends its sums too
+            return lambda: comm.all_reduce(summed)
+        if kind == "all_gather":
+            return lambda: comm.all_gather(full, shard)
+        return lambda: comm.reduce_scatter(shard, full)
+
+    def _elements(self, sent_bytes: int) -> int:
+        return max(sent_bytes // (self._comm.size - 1) // 4, 1)
 
 
 def _finish(work: Work) -> None:

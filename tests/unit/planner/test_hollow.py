@@ -87,8 +87,22 @@ def attention_with_a_trained_bias():
     return torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=bias)
 
 
+def attention_that_casts_its_mask():
+    """In bf16 the scores are fp32, and the mask is added to them in place from a cast of it."""
+    query, key, value = torch.empty(3, 2, 4, 64, 8, dtype=torch.bfloat16).unbind()
+    bias = torch.empty(2, 4, 64, 64, dtype=torch.bfloat16, requires_grad=True)
+    return torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=bias)
+
+
+def a_transposed_gradient_of_an_embedding():
+    """Its kernel copies the gradient into rows in order."""
+    table = torch.empty(32, 64, requires_grad=True)
+    found = torch.nn.functional.embedding(torch.zeros(2, 64, dtype=torch.long), table)
+    found.backward(torch.empty(64, 2, 64).permute(1, 2, 0))
+
+
 PROGRAMS = [views, freed, resized, two_dtypes, used_twice, held_gradients, checkpointed, product_in_4_bits]
-PROGRAMS += [attention_with_a_trained_bias]
+PROGRAMS += [attention_with_a_trained_bias, attention_that_casts_its_mask, a_transposed_gradient_of_an_embedding]
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
@@ -131,6 +145,15 @@ def test_floats_are_unknown_and_whole_numbers_are_known():
         numbers.copy_(torch.empty(3).exp())
         with pytest.raises(ModelError, match="reads a number"):
             numbers.sum().item()
+
+
+def test_a_single_drawn_number_is_a_half():
+    """Models drop layers by it."""
+    with HollowMode(Meter()):
+        assert not torch.rand([]) < 0.05
+        assert torch.rand(1, dtype=torch.float64) < 0.95
+        with pytest.raises(ModelError, match="reads a number"):
+            bool(torch.rand(2)[0] < 0.05)
 
 
 def test_many_whole_numbers_are_not_computed():
