@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from itertools import zip_longest
 
 from fullshard.comm import Comm, hides_messages
 from fullshard.comm.device import device_of
@@ -13,7 +12,8 @@ from fullshard.errors import ConfigError
 from fullshard.planner.links import measure_collectives
 from fullshard.planner.rates import Rates
 from fullshard.planner.rehearsal import Rehearsed
-from fullshard.planner.trial import Trial, try_steps
+from fullshard.planner.trial import Span, Trial, try_steps
+from fullshard.planner.work import Awaited, Issued
 
 BUDGET_S = 30.0
 """Seconds of steps to measure, as far as ``_ROUNDS`` allows."""
@@ -92,9 +92,32 @@ def _typical(ranks: Iterable[list[float]]) -> float:
 
 
 def _slowest_over_mean(trials: list[Trial]) -> float:
-    """Return how much longer a step takes if ranks wait for the slowest at each collective, which varies by rank."""
+    """Return how much longer a step takes because ranks wait at collectives until all others have issued them."""
     shares = []
     for spans in zip(*(trial.spans for trial in trials), strict=True):  # of one step, each rank's
-        waits = list(zip_longest(*spans, fillvalue=0.0))
-        shares.append(sum(map(max, waits)) / sum(map(statistics.mean, waits)))
+        shares.append(_end(spans) / statistics.mean(sum(seconds for seconds, _ in one) for one in spans))
     return statistics.median(shares)
+
+
+def _end(ranks: Sequence[Sequence[Span]]) -> float:
+    """Return when the last rank ends a step that all begin at 0."""
+    clocks, going = [0.0] * len(ranks), True
+    issued: list[float] = []  # by number, which collectives have in common on all ranks
+    ahead = [iter(spans) for spans in ranks]
+    while going:
+        found = [_advance(spans, issued, clock) for spans, clock in zip(ahead, clocks, strict=True)]
+        clocks = [clock for clock, _ in found]
+        going = any(more for _, more in found)
+        issued.append(max(clocks))
+    return max(clocks)
+
+
+def _advance(spans: Iterator[Span], issued: Sequence[float], clock: float) -> tuple[float, bool]:
+    """Return when a rank issues the next collective, or ends its step, and whether it issued one."""
+    for seconds, event in spans:
+        clock += seconds
+        if isinstance(event, Issued):
+            return clock, True
+        if isinstance(event, Awaited):
+            clock = max(clock, issued[event.number])
+    return clock, False

@@ -18,10 +18,13 @@ from fullshard.comm.protocol import ReduceOp
 from fullshard.comm.stopwatch import Stopwatch, stopwatch_of
 from fullshard.planner.ranks import Ledger, PlannedComm
 from fullshard.planner.rehearsal import Rehearsed
-from fullshard.planner.work import Awaited, Issued, Operator, Work
+from fullshard.planner.work import Awaited, Computed, Issued, Operator, Work
 
 WARM_UP = 3
 """Steps before measuring: the first make the optimizer's state and learn the order of units."""
+
+Span = tuple[float, Issued | Awaited | None]
+"""Seconds of operators, and what follows them."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +36,8 @@ class Trial:
         issue_s: Seconds until each was issued; the step's own if operations are not queued.
         operators: Operators and the seconds of each, in the median of the watched steps.
         calls: How often each was called in a step.
-        spans: For each step that was watched, the seconds of its operators from one wait for a collective to the next.
+        spans: Of each step that was watched, in order: seconds of operators, and which collective is then issued or
+            awaited; None at the end.
         issued: The step's collectives.
     """
 
@@ -41,7 +45,7 @@ class Trial:
     issue_s: list[float]
     operators: dict[str, tuple[Operator, float]]
     calls: dict[str, int]
-    spans: list[list[float]]
+    spans: list[list[Span]]
     issued: list[Issued]
 
 
@@ -118,16 +122,16 @@ class _Watching(TorchDispatchMode):
     Attributes:
         work: The operators that ran.
         seconds: Of each call, by key; after :meth:`read`.
-        spans: Seconds of the operators between two waits for collectives; after :meth:`read`.
+        spans: See :class:`Trial`; after :meth:`read`.
     """
 
     def __init__(self, clock: Stopwatch) -> None:
         super().__init__()
         self.work = Work(lambda: "")
         self.seconds: dict[str, list[float]] = {}
-        self.spans = [0.0]
+        self.spans: list[Span] = []
         self._clock = clock
-        self._marks: list[tuple[str, bool, Any, Any]] = []
+        self._marks: list[tuple[Any, Any]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -135,19 +139,24 @@ class _Watching(TorchDispatchMode):
             begin = self._clock.mark()
             result = func(*args, **kwargs)
             end = self._clock.mark()
-            waited = bool(self.work.events) and isinstance(self.work.events[-1], Awaited)
-            self._marks.append((self.work.compute(func, args, kwargs, result), waited, begin, end))
+            self._marks.append((begin, end))
+            self.work.compute(func, args, kwargs, result)
             return result
 
     def read(self) -> None:
         """Read the times."""
         self._clock.finish()
-        for key, waited, begin, end in self._marks:
-            took = self._clock.seconds(begin, end)
-            if waited:
-                self.spans.append(0.0)
-            self.spans[-1] += took
-            self.seconds.setdefault(key, []).append(took)
+        operators = iter(self._marks)
+        since = 0.0
+        for event in self.work.events:
+            if isinstance(event, Computed):
+                took = self._clock.seconds(*next(operators))
+                self.seconds.setdefault(event.operator, []).append(took)
+                since += took
+            else:
+                self.spans.append((since, event))
+                since = 0.0
+        self.spans.append((since, None))
 
 
 class _Echo:

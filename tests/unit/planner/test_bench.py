@@ -10,7 +10,7 @@ from fullshard.errors import ConfigError
 from fullshard.planner import Rehearsed, measure_rates, rehearse, time_step
 from fullshard.planner.bench import rates_of
 from fullshard.planner.trial import Trial, try_steps
-from fullshard.planner.work import Computed, Issued, Operator
+from fullshard.planner.work import Awaited, Computed, Issued, Operator
 from fullshard.testing import run_ranks
 from support.planned import batch, build, make_model
 
@@ -93,12 +93,23 @@ def trial(steps_s, seconds, spans):
     return Trial(steps_s, steps_s, {operator.key: (operator, seconds)}, {operator.key: 4}, spans, [])
 
 
+def issued(number):
+    return Issued(number, "all_gather", 8, range(2))
+
+
 def test_rates_are_means_over_ranks_and_their_waits_for_the_slowest():
-    one = trial([10.0, 10.0, 12.0], 1.0, [[1.0, 3.0]])
-    other = trial([12.0, 12.0, 12.0], 2.0, [[3.0, 1.0]])
+    one = trial([10.0, 10.0, 12.0], 1.0, [[(1.0, issued(0)), (0.0, Awaited(0)), (3.0, None)]])
+    other = trial([12.0, 12.0, 12.0], 2.0, [[(3.0, issued(0)), (0.0, Awaited(0)), (1.0, None)]])
     found = rates_of([one, other], {})
     (_, seconds), *_ = found.operators.values()
-    slower = (3.0 + 3.0) / (2.0 + 2.0)  # the slowest between two waits, over the mean
+    slower = (3.0 + 3.0) / 4.0
     assert seconds == 1.5 * slower
     assert found.host_s == (11.0 - 4 * 1.5) / 4 * slower
     assert rates_of([one, other], {}, queues=True).host_s == 11.0 / 4 * slower
+
+
+def test_a_rank_waits_until_the_others_have_issued_a_collective_not_for_their_wait():
+    one = trial([4.0], 1.0, [[(0.0, issued(0)), (3.0, Awaited(0)), (1.0, None)]])
+    other = trial([4.0], 1.0, [[(0.0, issued(0)), (1.0, Awaited(0)), (3.0, None)]])
+    (_, seconds), *_ = rates_of([one, other], {}).operators.values()
+    assert seconds == 1.0
