@@ -285,7 +285,7 @@ class HollowMode(TorchDispatchMode):
     def _drawn(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Return the mean for a single uniform number."""
         if math.prod(args[0]) == 1:
-            return self._computed(torch.full, (args[0], 0.5), {"dtype": kwargs.get("dtype")})
+            return self._computed(torch.full, (args[0], 0.5), {key: kwargs.get(key) for key in ("dtype", "device")})
         return self._hollow(self._shapes_of(func, args, kwargs, []), [])
 
     def _viewed(self, func: Any, args: Any, kwargs: Any) -> Any:
