@@ -21,6 +21,11 @@ LARGE_BYTES = 1 << 30
 _NORESERVE = 0x4000
 """Linux's ``MAP_NORESERVE``, which Python's mmap does not name before 3.13."""
 
+_LOSSES = {"aten::mse_loss": 2, "aten::smooth_l1_loss": 2, "aten::binary_cross_entropy": 1, "aten::huber_loss": 1}
+"""Losses, and how many tensors of all elements their kernel makes before the sum or mean."""
+_LOSSES_KEPT = _LOSSES.keys() - {"aten::huber_loss"}
+"""Those whose sum or mean keeps the storage of one of them."""
+
 _CONSTANTS = {"aten::ones", "aten::zeros", "aten::full", "aten::arange", "aten::scalar_tensor"}
 CONSTANTS_LIKE = {"aten::ones_like", "aten::zeros_like", "aten::full_like"}
 CONSTANTS_LIKE |= {"aten::new_ones", "aten::new_zeros", "aten::new_full"}
@@ -69,6 +74,7 @@ class Shapes:
     spec: TreeSpec  # how they are nested
     small: bool  # whether it is computed where what it reads is known
     temporary_bytes: int  # that its kernel holds beside them
+    kept_bytes: int  # of the storage of its only output, where that is larger than its elements; else 0
 
 
 def tensors_in(values: Iterable[Any]) -> list[torch.Tensor]:
@@ -100,10 +106,15 @@ def is_small(func: Any, leaves: list[Any], given: list[torch.Tensor]) -> bool:
 def temporary_bytes(func: Any, given: list[torch.Tensor]) -> int:
     """Return the bytes that a kernel for the CPU holds beside inputs and outputs, as far as they grow with these.
 
-    A pointwise operator computes on one dtype, and an embedding's gradient is added from rows in order.
+    A pointwise operator computes on one dtype, an embedding's gradient is added from rows in order, a mean in 16 bits
+    is one of float32, and logsumexp subtracts the maximum first.
     """
     if func is torch.ops.aten.embedding_dense_backward.default:
         return 0 if given[0].is_contiguous() else given[0].numel() * given[0].itemsize
+    if func._schema.name == "aten::mean":
+        return given[0].numel() * 4 if given[0].itemsize == 2 else 0
+    if func._schema.name == "aten::logsumexp":
+        return given[0].numel() * given[0].itemsize
     if torch.Tag.pointwise not in func.tags:
         return 0
     numbers = [tensor for tensor in given if tensor.dtype != torch.bool and tensor.dim()]
@@ -111,6 +122,19 @@ def temporary_bytes(func: Any, given: list[torch.Tensor]) -> int:
         return 0
     common = functools.reduce(torch.promote_types, (tensor.dtype for tensor in numbers))
     return sum(tensor.numel() * common.itemsize for tensor in numbers if tensor.dtype != common)
+
+
+def loss_bytes(func: Any, given: list[torch.Tensor], leaves: list[Any]) -> tuple[int, int]:
+    """Return the bytes of a reduced loss's storage that its kernel makes for all elements, and of what it holds beside.
+
+    In 16 bits the latter is that of a mean; a sum would take less.
+    """
+    made = _LOSSES.get(func._schema.name)
+    if made is None or leaves[0].size:
+        return 0, 0
+    numel, itemsize = torch.broadcast_shapes(*(tensor.shape for tensor in given)).numel(), leaves[0].dtype.itemsize
+    kept = numel * itemsize if func._schema.name in _LOSSES_KEPT else 0
+    return kept, numel * (made * itemsize + 4 * (itemsize == 2)) - kept
 
 
 def written_by(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:

@@ -28,7 +28,16 @@ from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from fullshard.engine.step.torch_private import in_backward
 from fullshard.errors import ModelError
-from fullshard.planner.forms import CONSTANTS_LIKE, Form, Shapes, is_small, temporary_bytes, tensors_in, written_by
+from fullshard.planner.forms import (
+    CONSTANTS_LIKE,
+    Form,
+    Shapes,
+    is_small,
+    loss_bytes,
+    temporary_bytes,
+    tensors_in,
+    written_by,
+)
 from fullshard.planner.limit import check_time
 from fullshard.planner.meter import Meter
 from fullshard.planner.work import IN_PLACE
@@ -39,7 +48,7 @@ _OPERATORS_A_CHECK = 64
 _GROUPED = torch.ops.aten._grouped_mm.default
 """The products of experts. Torch knows their shape for bf16 only, but computes every dtype."""
 
-_COMPOSED = {"bitsandbytes::gemm_4bit", "aten::_safe_softmax"}
+_COMPOSED = {"bitsandbytes::gemm_4bit", "aten::_safe_softmax", "aten::binary_cross_entropy_with_logits"}
 """Operators whose kernel for the CPU calls others, and holds their results: by name, since packages may be missing."""
 
 _SHAPE_ONLY = {"aten::set_", "aten::resize_", "aten::lift_fresh"}
@@ -331,7 +340,9 @@ class HollowMode(TorchDispatchMode):
         owners = [inputs.get(t.untyped_storage()._cdata) if isinstance(t, torch.Tensor) else None for t in found]
         leaves = [Form.of(one) if isinstance(one, torch.Tensor) else one for one in found]
         read = [] if func._schema.name in CONSTANTS_LIKE else given
-        return Shapes(leaves, owners, spec, is_small(func, leaves, read), temporary_bytes(func, given))
+        kept, beside = loss_bytes(func, given, leaves)
+        small = is_small(func, leaves, read)
+        return Shapes(leaves, owners, spec, small, temporary_bytes(func, given) + beside, kept)
 
     def _hollow(self, shapes: Shapes, given: list[torch.Tensor]) -> Any:
         """Return tensors of these shapes; where one shares an input's memory, that input or a view of it."""
@@ -342,6 +353,8 @@ class HollowMode(TorchDispatchMode):
             elif owner is None:
                 made = leaf.empty()
                 self.meter.see(made, hollow=True)
+                if shapes.kept_bytes:
+                    self.meter.resized(made.untyped_storage(), shapes.kept_bytes)
                 outputs.append(made)
             else:
                 outputs.append(leaf.view_of(given[owner]))

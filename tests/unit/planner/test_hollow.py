@@ -101,12 +101,26 @@ def a_transposed_gradient_of_an_embedding():
     found.backward(torch.empty(64, 2, 64).permute(1, 2, 0))
 
 
+def a_sum_of_exponentials():
+    torch.empty(ROWS).logsumexp(-1)
+
+
+def a_loss_of_logits_from_parts():
+    x = torch.empty(ROWS, dtype=torch.bfloat16)
+    torch.nn.functional.binary_cross_entropy_with_logits(x, x)
+
+
+def a_mean_in_16_bits():
+    torch.empty(ROWS, dtype=torch.bfloat16, requires_grad=True).mul(2).mean().backward()
+
+
 PROGRAMS = [views, freed, resized, two_dtypes, used_twice, held_gradients, checkpointed, product_in_4_bits]
 PROGRAMS += [attention_with_a_trained_bias, attention_that_casts_its_mask, a_transposed_gradient_of_an_embedding]
+PROGRAMS += [a_sum_of_exponentials, a_loss_of_logits_from_parts, a_mean_in_16_bits]
 
 
-@pytest.mark.parametrize("program", PROGRAMS)
-def test_the_peak_is_the_allocators(program):
+def assert_same_peak(program):
+    """Compare the planned peak of a program with the allocator's."""
     torch.manual_seed(0)
     with MemoryMeter(torch.device("cpu")) as measured:
         program()
@@ -115,6 +129,23 @@ def test_the_peak_is_the_allocators(program):
         program()
     assert max(meter.peaks.values()) == pytest.approx(measured.peak_bytes - measured.start_bytes, abs=256)
     assert meter.live < 256
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_the_peak_is_the_allocators(program):
+    assert_same_peak(program)
+
+
+@pytest.mark.parametrize("after", [0, 5], ids=["in the loss", "after it"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["mse_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy"])
+def test_a_loss_holds_its_elements_as_its_kernel_does(name, dtype, after):
+    def program():
+        x, y = torch.rand(ROWS, dtype=dtype), torch.rand(ROWS, dtype=dtype)
+        loss = getattr(torch.nn.functional, name)(x, y)
+        return loss, [torch.empty(ROWS, dtype=dtype) for _ in range(after)]
+
+    assert_same_peak(program)
 
 
 def test_of_a_weight_dequantised_in_parts_two_have_the_peak_of_all(monkeypatch):

@@ -102,6 +102,13 @@ def _result(run: Run) -> list[str]:
     return [*warning, _table(["metric", "model", "95 % interval", "baseline", "held-out rows"], rows), text]
 
 
+def _opening(run: Run) -> str:
+    """Return the code of the system's turns that the training conversations begin with; empty if they differ."""
+    name = run.start.sets[0].name if run.start.sets else ""
+    turns = (run.start.system_turns.get(name) or ()) if run.texts else ()
+    return "".join(f'{{"role": "{turn["role"]}", "content": {_quoted(turn["content"])}}}, ' for turn in turns)
+
+
 def _use(run: Run) -> str:
     name, data, template = run.model_class, run.reading, run.reading["template"]
     loaded = [f"model = {name}.from_pretrained(path)"]
@@ -117,7 +124,7 @@ def _use(run: Run) -> str:
     )
     read = f'inputs = tokenizer({prompt}, truncation=True, max_length={data["max_source_length"]}, return_tensors="pt")'
     if run.start.causal and data["separator"] is None:
-        chat = f'[{{"role": "user", "content": {prompt}}}], add_generation_prompt=True'
+        chat = f'[{_opening(run)}{{"role": "user", "content": {prompt}}}], add_generation_prompt=True'
         read = f'inputs = tokenizer.apply_chat_template({chat}, return_dict=True, return_tensors="pt")'
     written = "ids[0, inputs.input_ids.shape[1] :]" if run.start.causal else "ids[0]"
     lines = [

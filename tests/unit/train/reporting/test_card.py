@@ -192,8 +192,12 @@ def test_a_model_with_a_chat_template_is_asked_by_it(tmp_path, monkeypatch):
     assert 'tokenizer.apply_chat_template([{"role": "user", "content": "q: " + text}]' in card.text
     facts = recorded_facts(Path(out), "ada/mine", merged=False, texts=True)
     assert "text = input()" not in card_text(facts)
-    talks = dataclasses.replace(facts, start=dataclasses.replace(facts.start, conversations=True))
+    opening = {"": [{"role": "system", "content": 'You are a "bank".'}]}
+    start = dataclasses.replace(facts.start, conversations=True, system_turns=opening)
+    talks = dataclasses.replace(facts, start=start)
     assert "text = input()" in card_text(talks), "the recorded source is several turns, not the user's one"
+    assert r'[{"role": "system", "content": "You are a \"bank\"."}, {"role": "user", ' in card_text(talks)
+    assert "bank" not in card_text(dataclasses.replace(talks, texts=False)), "the system's turn is text of rows too"
     printed = run_its_code(card, out, monkeypatch)
     assert printed
     assert printed == summary.predictions[0].prediction
