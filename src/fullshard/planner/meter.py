@@ -14,10 +14,11 @@ PHASES = ("before_first_step", "forward", "backward", "optimizer")
 
 
 class _Held:
-    """A live storage: its bytes, whether its values are unknown, and whether it is the host's."""
+    """A live storage: its bytes, its owner, whether its values are unknown, and whether it is the host's."""
 
-    def __init__(self, nbytes: int, ref: weakref.ref[torch.UntypedStorage]) -> None:
+    def __init__(self, nbytes: int, owner: str | None, ref: weakref.ref[torch.UntypedStorage]) -> None:
         self.nbytes = nbytes
+        self.owner = owner
         self.hollow = self.on_host = False
         self.ref = ref
 
@@ -32,7 +33,9 @@ class Meter:
         host_live: The same in host memory.
         host_peak: Highest ``host_live`` so far.
         peaks: Highest ``live`` of each phase since :meth:`restart`.
+        owned: Live bytes by the owners of storages, as far as these have one.
         phase: Returns the phase that a change belongs to.
+        owner: Returns the owner of a new storage, or None.
         on_peak: Called when ``live`` exceeds everything since :meth:`restart`.
         on_change: Called after each change of ``live``.
     """
@@ -41,6 +44,8 @@ class Meter:
         """Start with nothing alive, before the first step."""
         self.live = self.host_live = self.host_peak = 0
         self.peaks: dict[str, int] = {}
+        self.owned: dict[str, int] = {}
+        self.owner: Callable[[], str | None] = lambda: None
         self.phase: Callable[[], str] = lambda: PHASES[0]
         self.on_peak: Callable[[], None] = lambda: None
         self.on_change: Callable[[], None] = lambda: None
@@ -66,8 +71,9 @@ class Meter:
         key = storage._cdata
         held = self._held.get(key)
         if held is None:
-            held = self._held[key] = _Held(storage.nbytes(), weakref.ref(storage, partial(self._gone, key)))
-            self._change(held.nbytes)
+            ref = weakref.ref(storage, partial(self._gone, key))
+            held = self._held[key] = _Held(storage.nbytes(), self.owner(), ref)
+            self._change(held.nbytes, owner=held.owner)
         held.hollow = held.hollow or hollow
 
     def to_host(self, tensor: torch.Tensor) -> None:
@@ -75,8 +81,8 @@ class Meter:
         self.see(tensor)
         held = self._held[tensor.untyped_storage()._cdata]
         if not held.on_host:
-            self._change(-held.nbytes)
-            held.on_host = True
+            self._change(-held.nbytes, owner=held.owner)
+            held.on_host, held.owner = True, None
             self._change(held.nbytes, on_host=True)
 
     def is_on_host(self, tensor: torch.Tensor) -> bool:
@@ -96,7 +102,7 @@ class Meter:
         held = self._held.get(storage._cdata)
         if held is not None:
             before, held.nbytes = held.nbytes, nbytes
-            self._change(held.nbytes - before, on_host=held.on_host)
+            self._change(held.nbytes - before, on_host=held.on_host, owner=held.owner)
 
     def size_of(self, storage: torch.UntypedStorage, otherwise: int) -> int:
         """Return the counted bytes of a storage, or ``otherwise`` if it has not been seen."""
@@ -112,13 +118,15 @@ class Meter:
     def _gone(self, key: int, _ref: Any) -> None:
         held = self._held.pop(key, None)
         if held is not None:
-            self._change(-held.nbytes, on_host=held.on_host)
+            self._change(-held.nbytes, on_host=held.on_host, owner=held.owner)
 
-    def _change(self, nbytes: int, *, on_host: bool = False) -> None:
+    def _change(self, nbytes: int, *, on_host: bool = False, owner: str | None = None) -> None:
         if on_host:
             self.host_live += nbytes
             self.host_peak = max(self.host_peak, self.host_live)
             return
+        if owner is not None:
+            self.owned[owner] = self.owned.get(owner, 0) + nbytes
         phase = self.phase()
         before, self.live = self.live, self.live + nbytes
         self.peaks[phase] = max(self.peaks.get(phase, 0), before, self.live)

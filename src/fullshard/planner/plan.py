@@ -18,6 +18,7 @@ from fullshard.comm.machine_axes import axes_of
 from fullshard.engine import fully_shard
 from fullshard.engine.registry import runtime_of
 from fullshard.errors import ConfigError
+from fullshard.planner.blocks import OUTSIDE, REST
 from fullshard.planner.hardware import Hardware, hardware
 from fullshard.planner.hollow import HollowMode
 from fullshard.planner.meter import Meter
@@ -46,6 +47,12 @@ LABELS = {
     "activations_and_temporaries": "activations and temporaries",
 }
 """Display names of the parts of a plan's peak."""
+
+_BLOCK_LABELS = {OUTSIDE: "loss, rest of forward", REST: "backward and temporaries"}
+"""Display names of activations that no block made."""
+
+_LONGEST_BLOCK = 24
+"""Last characters of a block's name that are shown."""
 
 PHASE_LABELS = {
     "before_first_step": "peak before the first step",
@@ -82,6 +89,8 @@ class Plan:
         parts: The same bytes by kind: ``shards``, ``optimizer_state``, ``gathered_units``,
             ``gradient_buffers`` (unsharded gradients that wait to be reduced), ``gradient_shards``,
             ``buffers_and_batch`` (everything else that is held between steps) and ``activations_and_temporaries``.
+        activations: What ``activations_and_temporaries`` consist of: what the forward of each block made, by the
+            block's name with ``*`` for numbers; ``other_forward``, such as the loss; ``backward_and_temporaries``.
         phase_peaks: Most bytes alive at once ``before_first_step`` (while the model is built and sharded), and in a
             step's ``forward``, ``backward`` and ``optimizer``. Of a run file also in ``evaluation`` (of the loss),
             ``generation`` (of text), ``saving`` (a checkpoint and the full model) and ``resuming``.
@@ -101,6 +110,7 @@ class Plan:
     parameters: int
     peak_bytes: int
     parts: Mapping[str, int]
+    activations: Mapping[str, int]
     phase_peaks: Mapping[str, int]
     account: Mapping[str, int]
     sent_bytes: Mapping[str, int]
@@ -169,7 +179,7 @@ class Plan:
     def __str__(self) -> str:
         """Return the plan as a table."""
         sizes = [(LABELS[part], self.parts[part]) for part in PARTS]
-        sizes += [("peak of a step", self.peak_bytes)]
+        sizes += [*self._blocks(), ("peak of a step", self.peak_bytes)]
         lines = [f"rank {self.rank} of {self.world_size}, which holds {self.parameters:,} elements of parameters", ""]
         lines += [f"{label:<28}{format_bytes(size):>12}" for label, size in sizes]
         lines += [
@@ -181,6 +191,18 @@ class Plan:
         lines += ["", *self._times()] if self.timing is not None else []
         sent = (f"{kind} {count} x, {format_bytes(self.sent_bytes[kind])}" for kind, count in self.collectives.items())
         return "\n".join([*lines, "", f"sent a step: {'; '.join(sent) or 'nothing'}"])
+
+    def _blocks(self) -> list[tuple[str, int]]:
+        """Return the lines about activations: those of at least 1 %, the largest first, and all others together."""
+        least = self.parts["activations_and_temporaries"] / 100
+        shown = sorted((one for one in self.activations.items() if one[1] > least), key=lambda one: -one[1])
+        if len(shown) < 2:
+            return []
+        others = self.parts["activations_and_temporaries"] - sum(nbytes for _, nbytes in shown)
+        lines = [(_BLOCK_LABELS.get(name, name), nbytes) for name, nbytes in shown]
+        lines += [("others", others)] if others else []
+        short = (name if len(name) <= _LONGEST_BLOCK else f"…{name[1 - _LONGEST_BLOCK :]}" for name, _ in lines)
+        return [(f"  {name}", nbytes) for name, (_, nbytes) in zip(short, lines, strict=True)]
 
     def _on_gpu(self) -> list[str]:
         """Return the lines about a GPU's memory."""
@@ -331,6 +353,7 @@ def planned(
         parameters=found.elements,
         peak_bytes=sum(found.parts.values()),
         parts=found.parts,
+        activations=found.activations,
         phase_peaks=found.peaks,
         account=found.account,
         sent_bytes={kind: sent for kind, (_, sent) in found.sent.items()},

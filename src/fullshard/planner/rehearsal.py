@@ -17,6 +17,7 @@ from fullshard.comm import Comm, Work as CommWork
 from fullshard.engine.registry import runtime_of
 from fullshard.engine.step.recorder import Kind, SilentRecorder, Transfer
 from fullshard.engine.step.torch_private import in_backward
+from fullshard.planner.blocks import REST, Blocks
 from fullshard.planner.course import Course, CourseRecorder
 from fullshard.planner.hollow import HollowMode
 from fullshard.planner.host import set_apart
@@ -61,6 +62,7 @@ class Rehearsal:
 
     peaks: dict[str, int]  # highest live bytes, by phase
     parts: dict[str, int]  # live bytes by kind at the highest moment of a step
+    activations: dict[str, int]  # the last of these by block, see :class:`Blocks`
     account: dict[str, int]  # peaks of the engine's own buffers since the model was sharded
     sent: dict[str, tuple[int, int]]  # collectives of a step and the bytes they send, by kind
     elements: int  # elements of parameters that this rank holds, without padding
@@ -128,6 +130,7 @@ def rehearse(
     return Rehearsal(
         peaks=peaks,
         parts=watch.parts,
+        activations=watch.activations(),
         account=account,
         sent=sent,
         elements=sum(stop - start for start, stop in watch.ranges()),
@@ -174,6 +177,7 @@ class _Watch(SilentRecorder):
         self.course: Course | None = None
         self._drawn = CourseRecorder(lambda: mode.operators) if draws else None
         self.parts: dict[str, int] = dict.fromkeys(PARTS, 0)
+        self._owned: dict[str, int] = {}
         self._runtime = runtime_of(made.model)
         self.account = self._runtime.account
         self._optimizer = made.optimizer
@@ -187,6 +191,7 @@ class _Watch(SilentRecorder):
         self._runtime.watch(self)
         made.model.register_forward_pre_hook(self._forward_begins, prepend=True)
         made.model.register_forward_hook(self._forward_ends)
+        meter.owner = Blocks(made.model, lambda: self.phase() == "forward").owner
         meter.restart(self.phase, self._note)
 
     def _forward_begins(self, _model: object, _args: object) -> None:
@@ -257,6 +262,11 @@ class _Watch(SilentRecorder):
         """Yield the elements that this rank holds of each parameter, as bounds."""
         return (param.meta.element_range for _, param in self._runtime.all_params())
 
+    def activations(self) -> dict[str, int]:
+        """Return what the activations and temporaries of the fullest moment consist of."""
+        made = {name: nbytes for name, nbytes in self._owned.items() if nbytes}
+        return {**made, REST: self.parts["activations_and_temporaries"] - sum(made.values())}
+
     def _gradients_now(self) -> dict[str, int]:
         return {unit.name: unit.gradient_bytes() for unit in self._runtime.units}
 
@@ -286,6 +296,7 @@ class _Watch(SilentRecorder):
 
     def _note(self) -> None:
         self.parts = self._parts_now()
+        self._owned = self._meter.owned.copy()
         self._is_fullest = True
 
 

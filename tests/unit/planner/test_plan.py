@@ -250,10 +250,10 @@ def test_nothing_is_left_behind():
 
 
 def test_a_device_needs_one_percent_more_than_the_peak():
-    plan = Plan(1, 0, 1, 1000, {}, {"before_first_step": 900, "forward": 1000}, {}, {}, {})
+    plan = Plan(1, 0, 1, 1000, {}, {}, {"before_first_step": 900, "forward": 1000}, {}, {}, {})
     assert (plan.fits(1009), plan.fits(1010)) == (False, True)
     for phase in ("before_first_step", "evaluation"):
-        assert Plan(1, 0, 1, 1000, {}, {phase: 2000, "forward": 1000}, {}, {}, {}).needed_bytes == 2020
+        assert Plan(1, 0, 1, 1000, {}, {}, {phase: 2000, "forward": 1000}, {}, {}, {}).needed_bytes == 2020
 
 
 def test_a_model_on_the_meta_device_is_planned_as_one_with_memory():

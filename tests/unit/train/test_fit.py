@@ -36,7 +36,7 @@ def of_formula(config, _data, world_size, gpu, *, roughly=None):
     timing = Timing(seconds, seconds, 0.0, 0.0, 0.0, 0)
     peaks = {"backward": size}
     return RunPlan(
-        world_size, 0, 1, size, parts, peaks, **none, device=gpu, timing=timing, steps=1, step_tokens=1
+        world_size, 0, 1, size, parts, {}, peaks, **none, device=gpu, timing=timing, steps=1, step_tokens=1
     )  # fmt: skip
 
 
