@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import mmap
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -25,6 +25,16 @@ _LOSSES = {"aten::mse_loss": 2, "aten::smooth_l1_loss": 2, "aten::binary_cross_e
 """Losses, and how many tensors of all elements their kernel makes before the sum or mean."""
 _LOSSES_KEPT = _LOSSES.keys() - {"aten::huber_loss"}
 """Those whose sum or mean keeps the storage of one of them."""
+
+_REDUCTIONS = {f"aten::{name}" for name in ("sum", "prod", "mean", "cumsum", "cumprod", "linalg_vector_norm")}
+"""Operators that first copy their input to the dtype that they compute in."""
+
+_SCATTERED = {f"aten::{name}" for name in ("scatter", "scatter_add", "scatter_reduce")}
+_SCATTERED |= {f"{name}_" for name in _SCATTERED}
+"""Operators that compute in float32 what is in 16 bits, all of it."""
+
+_PRODUCTS = {"aten::mm", "aten::addmm"}
+"""Operators that copy a matrix whose elements are neither row by row nor column by column, such as expanded ones."""
 
 _CONSTANTS = {"aten::ones", "aten::zeros", "aten::full", "aten::arange", "aten::scalar_tensor"}
 CONSTANTS_LIKE = {"aten::ones_like", "aten::zeros_like", "aten::full_like"}
@@ -103,18 +113,24 @@ def is_small(func: Any, leaves: list[Any], given: list[torch.Tensor]) -> bool:
     return constants and all(numel <= _CONSTANT_NUMEL for numel in numels)
 
 
-def temporary_bytes(func: Any, given: list[torch.Tensor]) -> int:
+def temporary_bytes(func: Any, given: list[torch.Tensor], leaves: Sequence[Any] = ()) -> int:
     """Return the bytes that a kernel for the CPU holds beside inputs and outputs, as far as they grow with these.
 
-    A pointwise operator computes on one dtype, an embedding's gradient is added from rows in order, a mean in 16 bits
-    is one of float32, and logsumexp subtracts the maximum first.
+    Beside the kinds above: a pointwise operator computes on one dtype, an embedding's gradient is added from rows in
+    order, and logsumexp subtracts the maximum first.
     """
+    name = func._schema.name
     if func is torch.ops.aten.embedding_dense_backward.default:
         return 0 if given[0].is_contiguous() else given[0].numel() * given[0].itemsize
-    if func._schema.name == "aten::mean":
-        return given[0].numel() * 4 if given[0].itemsize == 2 else 0
-    if func._schema.name == "aten::logsumexp":
+    if name == "aten::logsumexp":
         return given[0].numel() * given[0].itemsize
+    if name in _REDUCTIONS and leaves:
+        computed = torch.float32 if name == "aten::mean" and leaves[0].dtype.itemsize == 2 else leaves[0].dtype
+        return 0 if given[0].dtype == computed else given[0].numel() * computed.itemsize
+    if name in _SCATTERED:
+        return 4 * given[0].numel() if given[0].itemsize == 2 else 0
+    if name in _PRODUCTS:
+        return sum(one.numel() * one.itemsize for one in given[-2:] if not _has_rows(one))
     if torch.Tag.pointwise not in func.tags:
         return 0
     numbers = [tensor for tensor in given if tensor.dtype != torch.bool and tensor.dim()]
@@ -122,6 +138,12 @@ def temporary_bytes(func: Any, given: list[torch.Tensor]) -> int:
         return 0
     common = functools.reduce(torch.promote_types, (tensor.dtype for tensor in numbers))
     return sum(tensor.numel() * common.itemsize for tensor in numbers if tensor.dtype != common)
+
+
+def _has_rows(matrix: torch.Tensor) -> bool:
+    """Return whether the elements of each row or each column of a matrix are side by side, as BLAS needs it."""
+    (rows, columns), (down, right) = matrix.shape, matrix.stride()
+    return (right == 1 and down >= max(1, columns)) or (down == 1 and right >= max(1, rows))
 
 
 def loss_bytes(func: Any, given: list[torch.Tensor], leaves: list[Any]) -> tuple[int, int]:

@@ -266,10 +266,11 @@ class HollowMode(TorchDispatchMode):
                 "Plan the model without the module that calls it."
             ) from error
         if known and shapes.small:
-            return self._computed(func, args, kwargs)
-        for tensor in written_by(func, args, kwargs):
-            self.meter.see(tensor, hollow=True)
-        result = self._hollow(shapes, given)
+            result = self._computed(func, args, kwargs)
+        else:
+            for tensor in written_by(func, args, kwargs):
+                self.meter.see(tensor, hollow=True)
+            result = self._hollow(shapes, given)
         self.meter.pulse(shapes.temporary_bytes)
         return result
 
@@ -342,7 +343,7 @@ class HollowMode(TorchDispatchMode):
         read = [] if func._schema.name in CONSTANTS_LIKE else given
         kept, beside = loss_bytes(func, given, leaves)
         small = is_small(func, leaves, read)
-        return Shapes(leaves, owners, spec, small, temporary_bytes(func, given) + beside, kept)
+        return Shapes(leaves, owners, spec, small, temporary_bytes(func, given, leaves) + beside, kept)
 
     def _hollow(self, shapes: Shapes, given: list[torch.Tensor]) -> Any:
         """Return tensors of these shapes; where one shares an input's memory, that input or a view of it."""

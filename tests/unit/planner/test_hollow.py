@@ -105,6 +105,21 @@ def a_sum_of_exponentials():
     torch.empty(ROWS).logsumexp(-1)
 
 
+def a_sum_in_another_dtype():
+    (torch.empty(ROWS) > 0).sum(-1)
+
+
+def rows_of_a_gradient_in_16_bits():
+    x = torch.empty(ROWS, dtype=torch.bfloat16, requires_grad=True)
+    x.gather(-1, torch.zeros(ROWS[0], 3, dtype=torch.long)).sum().backward()
+    x.topk(2)[0].exp().sum().backward()
+
+
+def products_of_expanded_matrices():
+    x, weight = torch.empty(ROWS, requires_grad=True), torch.empty(ROWS[1], 80, requires_grad=True)
+    (x @ weight).sum().backward()
+
+
 def a_loss_of_logits_from_parts():
     x = torch.empty(ROWS, dtype=torch.bfloat16)
     torch.nn.functional.binary_cross_entropy_with_logits(x, x)
@@ -116,6 +131,7 @@ def a_mean_in_16_bits():
 
 PROGRAMS = [views, freed, resized, two_dtypes, used_twice, held_gradients, checkpointed, product_in_4_bits]
 PROGRAMS += [attention_with_a_trained_bias, attention_that_casts_its_mask, a_transposed_gradient_of_an_embedding]
+PROGRAMS += [a_sum_in_another_dtype, rows_of_a_gradient_in_16_bits, products_of_expanded_matrices]
 PROGRAMS += [a_sum_of_exponentials, a_loss_of_logits_from_parts, a_mean_in_16_bits]
 
 
