@@ -24,14 +24,14 @@ _NORESERVE = 0x4000
 _LOSSES = {"aten::mse_loss": 2, "aten::smooth_l1_loss": 2, "aten::binary_cross_entropy": 1, "aten::huber_loss": 1}
 """Losses, and how many tensors of all elements their kernel makes before the sum or mean."""
 _LOSSES_KEPT = _LOSSES.keys() - {"aten::huber_loss"}
-"""Those whose sum or mean keeps the storage of one of them."""
+"""Those whose sum or mean keeps the storage of one of these tensors."""
 
 _REDUCTIONS = {f"aten::{name}" for name in ("sum", "prod", "mean", "cumsum", "cumprod", "linalg_vector_norm")}
 """Operators that first copy their input to the dtype that they compute in."""
 
 _SCATTERED = {f"aten::{name}" for name in ("scatter", "scatter_add", "scatter_reduce")}
 _SCATTERED |= {f"{name}_" for name in _SCATTERED}
-"""Operators that compute in float32 what is in 16 bits, all of it."""
+"""Operators that copy the tensor that they write to into float32 if it is in 16 bits."""
 
 _PRODUCTS = {"aten::mm", "aten::addmm"}
 """Operators that copy a matrix whose elements are neither row by row nor column by column, such as expanded ones."""

@@ -62,7 +62,7 @@ class Rehearsal:
 
     peaks: dict[str, int]  # highest live bytes, by phase
     parts: dict[str, int]  # live bytes by kind at the highest moment of a step
-    activations: dict[str, int]  # the last of these by block, see :class:`Blocks`
+    activations: dict[str, int]  # ``activations_and_temporaries`` of these by block, see :class:`Blocks`
     account: dict[str, int]  # peaks of the engine's own buffers since the model was sharded
     sent: dict[str, tuple[int, int]]  # collectives of a step and the bytes they send, by kind
     elements: int  # elements of parameters that this rank holds, without padding
