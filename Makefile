@@ -59,7 +59,7 @@ faults: $(STAMP)
 mutants: $(STAMP)
 	$(BIN)/python benchmarks/mutants.py
 
-# What only a GPU can tell, with the machine's own python3. STAGE=doctor,tests chooses; DRY=1: tiny shapes on the CPU.
+# What only a GPU can tell, with the machine's own python3. STAGE=first: eight minutes; STAGE=doctor,tests chooses; DRY=1: tiny shapes on the CPU.
 gpu:
 	PYTHONPATH=src $(PYTHON) -m benchmarks.gpu $(if $(DRY),--dry) $(if $(STAGE),--stage $(STAGE)) $(if $(OUT_DIR),--out $(OUT_DIR))
 

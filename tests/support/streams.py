@@ -418,6 +418,9 @@ class CheckedDevice:
         self.checker.release(storage)
         self.inner.release(storage)
 
+    def trim(self):
+        self.inner.trim()
+
     def on_side_stream(self, name, work):
         clocks, side = self.checker.clocks, f"{name} stream"
         before = clocks.current

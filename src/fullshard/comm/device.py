@@ -58,6 +58,10 @@ class Device(Protocol):
         """Return a new flat buffer with undefined content, on the compute stream, as with :meth:`allocate`."""
         ...
 
+    def trim(self) -> None:
+        """Return memory that the allocator keeps and nothing uses to the device; waits for it."""
+        ...
+
     def on_side_stream(self, name: str, work: Callable[[], None]) -> Work:
         """Run ``work`` on the side stream ``name``, after everything issued to the compute stream so far.
 
@@ -164,6 +168,9 @@ class CpuDevice:
             _ask_for_huge_pages(buffer.data_ptr(), buffer.nbytes)
         return buffer
 
+    def trim(self) -> None:
+        """See :meth:`Device.trim`: nothing."""
+
     def on_side_stream(self, name: str, work: Callable[[], None]) -> Work:
         """See :meth:`Device.on_side_stream`: runs when waited for, so that no collective is waited for earlier."""
         return _DeferredWork(work)
@@ -263,6 +270,10 @@ class CudaDevice:
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """See :meth:`Device.empty`."""
         return torch.empty(numel, dtype=dtype, device=self.device)
+
+    def trim(self) -> None:
+        """See :meth:`Device.trim`."""
+        torch.cuda.empty_cache()
 
     def on_side_stream(self, name: str, work: Callable[[], None]) -> _SideWork:
         """See :meth:`Device.on_side_stream`."""

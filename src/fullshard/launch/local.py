@@ -46,6 +46,9 @@ STOP_SECONDS = 10.0
 AGAIN_SECONDS = 1.5
 """Time until a second SIGTERM: a training rank takes the first one as a request to save a checkpoint."""
 
+_ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+"""Settings of torch's allocator; torch reads the first name, and the older ones if it is missing."""
+
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 _LAUNCHER_VARIABLE = "FULLSHARD_LAUNCHER_PID"
@@ -266,6 +269,9 @@ def default_variables(nproc: int) -> dict[str, str]:
         "KINETO_LOG_LEVEL": "6",
         "TORCH_CPP_LOG_LEVEL": "ERROR",
     }
+    if not any(name in os.environ for name in _ALLOCATOR_VARIABLES):
+        # Batches of many lengths leave gaps between fixed segments of CUDA's allocator.
+        defaults[_ALLOCATOR_VARIABLES[0]] = "expandable_segments:True"
     return {name: value for name, value in defaults.items() if name not in os.environ}
 
 

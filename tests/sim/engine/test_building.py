@@ -1,11 +1,14 @@
 """Sharding from CPU and from the meta device, the unit table, and the fused weight gradients."""
 
+import weakref
+
 import pytest
 import torch
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, T5ForConditionalGeneration
 
 from fullshard import full_tensors, fully_shard, units, unsharded
+from fullshard.comm.device import CpuDevice
 from fullshard.errors import WrapError
 from fullshard.testing import run_ranks
 from support.models import TinyLM, batches, causal_loss, lm_loss, seq2seq_loss, t5, tiny_t5_config
@@ -78,6 +81,15 @@ def test_meta_attention_takes_torchs_own_first_values():
     limit = (6 / (16 + 48)) ** 0.5  # xavier_uniform_
     assert torch.equal(one, two)
     assert limit * 0.9 < one.abs().max().item() <= limit
+
+
+def test_the_allocator_is_trimmed_once_the_full_parameters_are_freed(monkeypatch):
+    model = TinyLM()
+    full = [weakref.ref(param.untyped_storage()) for param in model.parameters()]
+    left = []
+    monkeypatch.setattr(CpuDevice, "trim", lambda _: left.append(sum(storage() is not None for storage in full)))
+    run_ranks(1, lambda comm: fully_shard(model, comm))
+    assert left == [0]
 
 
 def test_the_table_has_a_line_for_each_run_of_alike_units():

@@ -81,6 +81,15 @@ def test_what_the_user_set_is_kept(tmp_path, monkeypatch):
     assert launch(script(tmp_path, f"sys.exit(not ({kept}))"), nproc=1) is None
 
 
+@pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"])
+def test_ranks_have_expandable_segments_unless_the_user_set_an_allocator_option(name, monkeypatch):
+    for one in local._ALLOCATOR_VARIABLES:
+        monkeypatch.delenv(one, raising=False)
+    assert local.default_variables(1)["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
+    monkeypatch.setenv(name, "max_split_size_mb:512")
+    assert not set(local._ALLOCATOR_VARIABLES) & local.default_variables(1).keys()
+
+
 def test_the_earliest_failure_is_shown_whoever_ends_first(tmp_path):
     """Rank 2 fails because rank 0 did, but ends before it."""
     command = script(
