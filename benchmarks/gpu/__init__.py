@@ -4,6 +4,7 @@ Needs torch, transformers and ``PYTHONPATH=src``; no network, no installed packa
 imported by their own names, as they import each other.
 """
 
+import os
 import sys
 from pathlib import Path
 
@@ -12,3 +13,6 @@ _ABOVE = str(ROOT / "benchmarks")
 
 if _ABOVE not in sys.path:
     sys.path.append(_ABOVE)
+
+# As fullshard's launchers do, for every engine; before torch is imported, which reads it.
+os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")

@@ -4,7 +4,8 @@
     PYTHONPATH=src python3 -m benchmarks.gpu --dry              # every stage on the CPU, with tiny shapes
     PYTHONPATH=src python3 -m benchmarks.gpu --report           # from DIR/*.json
 
-A stage writes DIR/NAME.json after every case and skips the cases that are in it. Exits with 1 if a case failed.
+A stage writes DIR/NAME.json after every case and skips the cases that are in it. ``--stage first`` takes the cases that
+decide most from several stages, within one budget. Exits with 1 if a case failed.
 """
 
 import argparse
@@ -12,13 +13,24 @@ import importlib
 import os
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 
 from benchmarks.gpu import ROOT, report
 from benchmarks.gpu.record import Case, Record, run_cases
 
-STAGES = ("doctor", "tests", "step", "memory", "headlines", "overlap", "plan")
+STAGES = ("doctor", "kernels", "step", "memory", "tests", "headlines", "overlap", "plan")
+FIRST = "first"
+_MODELS = ("t5-large, full, 1", "t5-3b, full, checkpointed, 1", "llama-3-8b, LoRA, checkpointed, 1")
+FIRST_CASES = (
+    ("kernels", ("",)),
+    ("step", _MODELS),
+    ("memory", _MODELS),
+    # What has run least: rates and plans, quantised layers and the program, tables at home.
+    ("tests", ("test_bench_gpu", "test_train_gpu", "test_staged_gpu", "")),
+)
+"""Stages of ``first`` in their order, and parts of names of cases: those with the first part, then the second, …"""
 BUDGET_S = 450.0
 OUT, DRY_OUT = Path("runs/gpu"), Path("runs/gpu-dry")
 
@@ -39,15 +51,19 @@ def main() -> int:
     if not args.dry and not machine.cuda:
         print("There is no CUDA device: use --dry.", file=sys.stderr)
         return 2
-    for stage in args.stage:
+    together = args.stage == (FIRST,)
+    end = time.monotonic() + args.seconds
+    for stage, parts in _first(dry=args.dry) if together else [(stage, ("",)) for stage in args.stage]:
 
         def tell(text: str, stage: str = stage) -> None:
             print(f"[{time.time() - started:6.1f} s] {stage}: {text}", flush=True)
 
         record = Record(folder, stage, dry=args.dry, machine=machine.facts)
         module: ModuleType = importlib.import_module(f"benchmarks.gpu.{stage}")
-        chosen: list[Case] = [case for case in module.cases(machine) if args.only in case.name]
-        run_cases(record, chosen, budget_s=args.seconds, again=args.again, tell=tell)
+        cases: list[Case] = [case for case in module.cases(machine) if args.only in case.name]
+        chosen = list(dict.fromkeys(case for part in parts for case in cases if part in case.name))
+        budget_s = end - time.monotonic() if together else args.seconds
+        run_cases(record, chosen, budget_s=budget_s, again=args.again, tell=tell)
         failed += [f"{stage}: {case.name}" for case in chosen if record.status(case.name) == "failed"]
         tell(f"{record.path} is written")
     if failed:
@@ -55,24 +71,34 @@ def main() -> int:
     return 1 if failed else 0
 
 
+def _first(*, dry: bool) -> Sequence[tuple[str, tuple[str, ...]]]:
+    """Return the stages of ``first`` and parts of names of cases; in a dry run all cases, whose names are others."""
+    return [(stage, ("",) if dry else parts) for stage, parts in FIRST_CASES]
+
+
 def _arguments() -> argparse.Namespace:
     lines = (__doc__ or "").splitlines()
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=lines[0], epilog=lines[-1])
-    parser.add_argument("--stage", type=_stages, default=STAGES, help=f"some of {','.join(STAGES)} (default: all)")
+    named = f"{FIRST}, or some of {','.join(STAGES)} (default: all)"
+    parser.add_argument("--stage", type=_stages, default=STAGES, help=named)
     parser.add_argument("--out", type=Path, help=f"folder of the results (default: {OUT}, dry: {DRY_OUT})")
     parser.add_argument("--dry", action="store_true", help="tiny shapes on the CPU: does every line run?")
     parser.add_argument("--again", action="store_true", help="repeat finished cases")
     parser.add_argument("--only", default="", help="only cases whose name contains this text")
-    parser.add_argument("--seconds", type=float, default=BUDGET_S, help="a stage's budget (default: %(default)s)")
+    parser.add_argument(
+        "--seconds", type=float, default=BUDGET_S, help="budget of a stage, or of all of first (default: %(default)s)"
+    )
     parser.add_argument("--report", action="store_true", help="write benchmarks/results/gpu.json and the page")
     return parser.parse_args()
 
 
 def _stages(text: str) -> tuple[str, ...]:
     chosen = tuple(text.split(","))
-    unknown = [name for name in chosen if name not in STAGES]
+    unknown = [name for name in chosen if name not in STAGES and chosen != (FIRST,)]
     if unknown:
-        raise argparse.ArgumentTypeError(f"no stage {', '.join(unknown)}; there are {', '.join(STAGES)}")
+        raise argparse.ArgumentTypeError(
+            f"no stage {', '.join(unknown)}; there are {', '.join(STAGES)}, or {FIRST} alone"
+        )
     return chosen
 
 

@@ -12,6 +12,7 @@ BEGIN = "<!-- written by python -m benchmarks.gpu --report: do not edit -->"
 END = "<!-- end of what is written -->"
 STAGES = {
     "doctor": "versions, devices, links, how ranks join",
+    "kernels": "what a step computes, by kind of kernel; attention and loss alone",
     "tests": "the tests marked gpu",
     "step": "time of a step, next to FSDP2 and FSDP1",
     "memory": "peaks, waits, kernels, each engine alone",
@@ -68,6 +69,7 @@ def part(results: Results) -> str:
     """Return what has run where, as Markdown."""
     sections = [_stages(results), _tests(results.get("tests", {}))]
     tables: tuple[tuple[str, Callable[[dict[str, Any]], list[str]]], ...] = (
+        ("kernels", _kernels),
         ("step", _steps),
         ("memory", _memory),
         ("headlines", _headlines),
@@ -136,18 +138,34 @@ def _steps(figures: dict[str, Any]) -> list[str]:
     return lines
 
 
+def _kernels(figures: dict[str, Any]) -> list[str]:
+    lines = ["Milliseconds of a step's kernels by kind, then attention and loss alone (median, peak).", ""]
+    lines += ["| | ms | kernels or GB |", "|---|---|---|"]
+    for name, found in figures.items():
+        for kind, milliseconds in found.get("kernel_ms", {}).items():
+            lines.append(f"| {name}: {kind} | {milliseconds:.1f} | {found['kernels'][kind]} |")
+        for way, figure in found.get("ways", {}).items():
+            if "error" in figure:
+                lines.append(f"| {name}: {way} | - | {figure['error'][:60].replace('|', '/')} |")
+            else:
+                lines.append(f"| {name}: {way} | {figure['median_s'] * 1e3:.2f} | {figure['peak_bytes'] / 1e9:.2f} |")
+    return lines
+
+
 def _memory(figures: dict[str, Any]) -> list[str]:
     names = [*ENGINES.values()]
     lines = [
-        "Peak of the allocator in a step in GB; then, for each engine in this order, waits of the CPU for the GPU in a",
-        "step, kernels launched, and allocations that had to be tried again.",
+        "Peak of a step in GB, allocated and reserved by the allocator; then, for each engine in this order, waits of",
+        "the CPU for the GPU in a step, kernels launched, and allocations that had to be tried again.",
         "",
     ]
     lines += [f"| | {' | '.join(names)} | waits | kernels | retries |", "|---" * (len(ENGINES) + 4) + "|"]
     for name, found in figures.items():
         engines = [found.get("engines", {}).get(engine, {}) for engine in ENGINES]
-        peaks = (one.get("peak_bytes") for one in engines)
-        row = _row(name, (peak and peak / 1e9 for peak in peaks), "{:.2f}")
+        peaks = (
+            one and f"{one['peak_bytes'] / 1e9:.2f}, {one.get('reserved_peak_bytes', 0) / 1e9:.2f}" for one in engines
+        )
+        row = _row(name, (peak or None for peak in peaks), "{}")
         counts = (
             " / ".join(str(one.get(key, "-")) for one in engines) for key in ("host_waits", "kernels", "alloc_retries")
         )

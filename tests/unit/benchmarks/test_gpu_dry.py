@@ -33,7 +33,7 @@ def dry(stage, folder):
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("stage", ["doctor", "tests", "step", "memory", "headlines", "overlap", "plan"])
+@pytest.mark.parametrize("stage", ["doctor", "kernels", "tests", "step", "memory", "headlines", "overlap", "plan"])
 def test_a_stage_runs_dry(stage, tmp_path):
     figures = dry(stage, tmp_path)
     assert figures
@@ -41,6 +41,9 @@ def test_a_stage_runs_dry(stage, tmp_path):
         outcomes = [test["outcome"] for found in figures.values() for test in found["tests"].values()]
         assert len(outcomes) > 40
         assert set(outcomes) == {"skipped"}
+    if stage == "kernels":
+        assert all("error" not in way for found in figures.values() for way in found.get("ways", {}).values())
+        assert all(found["operators"] > 100 for found in figures.values() if "operators" in found)
     if stage in ("step", "memory"):
         for name, found in figures.items():
             assert found["engines"].keys() == ENGINES, name
