@@ -23,6 +23,7 @@ from benchmarks.gpu.races import prepare, settled
 from benchmarks.gpu.record import Case
 from benchmarks.gpu.shapes import SHAPES, TINY, Method, Shape
 from fullshard.comm import Comm
+from fullshard.comm.memory import LOGITS_AT_ONCE
 from fullshard.models import loss as losses
 
 KINDS = {
@@ -38,7 +39,7 @@ KINDS = {
 }
 """Words by which a kernel belongs to a kind; the first kind with a word in its name counts it."""
 TOP = 12
-CHUNKS = (23, 25, 27, 29)
+CHUNKS = (23, 25, 26, 27, 29)
 """Logits in a chunk of the fused loss that are tried, as powers of two."""
 
 
@@ -164,7 +165,7 @@ def _losses(dry: bool, devices: int) -> dict[str, Any]:
         return losses.summed_loss(head(rows)[None], labels[None])
 
     def in_chunks() -> torch.Tensor:
-        with fused.loss_context(labels[None], losses.PLAIN):
+        with fused.loss_context(labels[None], losses.PLAIN, targets=count):
             return fused(rows[None])
 
     def step(way: Callable[[], torch.Tensor]) -> None:
@@ -172,9 +173,9 @@ def _losses(dry: bool, devices: int) -> dict[str, Any]:
         way().backward()
 
     found = {"all logits": _timed(partial(step, logits), cuda=bool(devices))}
-    usual = losses._CHUNK_NUMEL
+    usual = LOGITS_AT_ONCE["cuda"]
     for power in CHUNKS:
-        losses._CHUNK_NUMEL = 1 << power
+        LOGITS_AT_ONCE["cuda"] = 1 << power
         found[f"fused, 2^{power} logits"] = _timed(partial(step, in_chunks), cuda=bool(devices))
-    losses._CHUNK_NUMEL = usual
+    LOGITS_AT_ONCE["cuda"] = usual
     return {"ways": found}

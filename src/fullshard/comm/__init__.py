@@ -14,6 +14,8 @@ from fullshard.comm.memory import (
     MemoryMeter as MemoryMeter,
     allocated_bytes as allocated_bytes,
     device_memory_bytes as device_memory_bytes,
+    logits_at_once as logits_at_once,
+    planned_memory as planned_memory,
 )
 from fullshard.comm.mesh import (
     Mesh as Mesh,

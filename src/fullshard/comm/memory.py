@@ -6,6 +6,9 @@ import gc
 import os
 import time
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from types import TracebackType
 from typing import Any
 
@@ -34,8 +37,36 @@ def live_tensor_bytes() -> int:
     return sum(storages.values())
 
 
+LOGITS_AT_ONCE = {"cpu": 1 << 23, "cuda": 1 << 26}
+"""The most logits that a loss computes at once. Each chunk reads the head three times: of 128,256 words a GPU takes 523
+tokens, more than the 295 from which an H100's bf16 products no longer wait for its memory."""
+
+_PLANNED: ContextVar[int | None] = ContextVar("planned memory", default=None)
+
+
+@contextmanager
+def planned_memory(nbytes: int | None) -> Iterator[None]:
+    """Context of a plan for a GPU of ``nbytes``, whose tensors are on the CPU; None: a plan for CPU ranks."""
+    token = _PLANNED.set(nbytes)
+    try:
+        yield
+    finally:
+        _PLANNED.reset(token)
+
+
+def logits_at_once(device: torch.device) -> int:
+    """Return the most logits that a loss computes at once on ``device``, or on the planned one."""
+    return LOGITS_AT_ONCE["cuda" if device.type == "cuda" or _PLANNED.get() is not None else "cpu"]
+
+
 def device_memory_bytes(device: torch.device) -> int:
-    """Return the memory available to a rank on ``device``: the device's, or its share of a shared one or the host's."""
+    """Return the memory available to a rank on ``device``: the device's, or its share of a shared one or the host's.
+
+    Inside :func:`planned_memory` it is the planned device's.
+    """
+    planned = _PLANNED.get()
+    if planned is not None:
+        return planned
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory // SHARED.ranks
     host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from fullshard.comm import logits_at_once
 from fullshard.errors import ModelError
 from fullshard.models.adapters import base_of
 from fullshard.shards import table_of
@@ -26,9 +27,6 @@ if TYPE_CHECKING:
 
 IGNORED = -100
 """Label of positions without a target."""
-
-_CHUNK_NUMEL = 1 << 23
-"""Most elements of logits computed at once: 32 MB in float32."""
 
 
 @dataclass(frozen=True)
@@ -125,6 +123,7 @@ def model_loss(
     *,
     expected_gradient: float | Tensor = 1.0,
     weights_BT: Tensor | None = None,
+    targets: int | None = None,
 ) -> Tensor:
     """Return the loss of one forward, summed over targets; computed by the head if it is fused.
 
@@ -136,6 +135,7 @@ def model_loss(
         expected_gradient: Expected factor of the loss before backward, 0-d if a tensor. Another factor is correct as
             well, but with the expected one a fused head rounds 16-bit gradients only once, as an unfused head does.
         weights_BT: float32, factor on the loss of each target; None: 1.
+        targets: Number of labels that are not -100; None: counted, for which a fused head waits for the device.
 
     Returns:
         0-d, float32 or wider.
@@ -147,7 +147,7 @@ def model_loss(
     if fused is None:
         return summed_loss(forward()[:, -labels_BT.shape[1] :], labels_BT, objective, weights_BT)
     fused.choose(labels_BT.numel())
-    with fused.loss_context(labels_BT, objective, expected_gradient, weights_BT):
+    with fused.loss_context(labels_BT, objective, expected_gradient, weights_BT, targets):
         returned = forward()
     bias = _logits_bias(base_of(model))
     if bias is not None and not fused.bias_is_zero:
@@ -169,6 +169,7 @@ class _LossSpec:
     objective: Objective
     expected_gradient: float | Tensor
     weights: Tensor | None  # of all labels, then of those that count
+    targets: int | None
 
 
 class FusedHead:
@@ -193,12 +194,13 @@ class FusedHead:
         objective: Objective,
         expected_gradient: float | Tensor = 1.0,
         weights_BT: Tensor | None = None,
+        targets: int | None = None,
     ) -> Iterator[None]:
         """Return the loss, summed over ``labels_BT``, in place of logits inside the context.
 
         The arguments are those of :func:`model_loss`.
         """
-        self._spec = _LossSpec(labels_BT, objective, expected_gradient, weights_BT)
+        self._spec = _LossSpec(labels_BT, objective, expected_gradient, weights_BT, targets)
         try:
             yield
         finally:
@@ -234,7 +236,10 @@ class FusedHead:
     def _counted(self, input: Tensor, spec: _LossSpec) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return hidden states, (T, d), labels and weights, (T,), of the positions that have a target."""
         labels = spec.labels_BT.flatten()
-        counted = (labels != IGNORED).nonzero().squeeze(1)
+        ignored = labels == IGNORED
+        count = int((~ignored).sum()) if spec.targets is None else spec.targets
+        # A stable sort keeps the order, and unlike nonzero it does not wait for the device to know the number.
+        counted = ignored.to(torch.uint8).argsort(stable=True)[:count]
         rows = input[:, -spec.labels_BT.shape[1] :].flatten(0, 1).index_select(0, counted)
         return rows, labels[counted], None if spec.weights is None else spec.weights.flatten()[counted]
 
@@ -257,7 +262,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         sums = _Sums(weight, wide, weight=wants_weight, bias=wants_bias)
         loss = torch.zeros((), dtype=wide, device=rows.device)
         row_gradients = torch.empty_like(rows) if wants_rows else None
-        step = max(64, _CHUNK_NUMEL // weight.shape[0])
+        step = max(64, logits_at_once(weight.device) // weight.shape[0])
         for start in range(0, rows.shape[0], step):
             part = slice(start, start + step)
             factors = None if spec.weights is None else spec.weights[part]

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fullshard.comm import Comm
+from fullshard.comm import Comm, planned_memory
 from fullshard.comm.device import CudaDevice
 from fullshard.comm.machine_axes import axes_of
 from fullshard.engine import fully_shard
@@ -336,7 +336,8 @@ def rehearse_on(
     """
     behind = int(rates is not None and rates.travels) if device is None else CudaDevice.reduces_behind
     has_host = device is not None and device.has_host
-    return rehearse(build, rank, world_size, reduces_behind=behind, draws=draws, has_host=has_host, timed=timed)
+    with planned_memory(None if device is None else device.memory_bytes):
+        return rehearse(build, rank, world_size, reduces_behind=behind, draws=draws, has_host=has_host, timed=timed)
 
 
 def planned(

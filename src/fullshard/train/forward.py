@@ -90,5 +90,13 @@ def losses(
         own.append(router.of(output))
         return output.logits
 
-    loss = model_loss(model, forward, labels_BT, objective, expected_gradient=expected_gradient, weights_BT=weights_BT)
+    loss = model_loss(
+        model,
+        forward,
+        labels_BT,
+        objective,
+        expected_gradient=expected_gradient,
+        weights_BT=weights_BT,
+        targets=batch.target_tokens,
+    )
     return loss, own[0] if own else None

@@ -7,10 +7,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from fullshard import MixedPrecision, ShardingStrategy, fully_shard, vocab_parallel_loss
+from fullshard.comm.memory import LOGITS_AT_ONCE
 from fullshard.engine import controls
 from fullshard.engine.registry import runtime_of
 from fullshard.engine.setup import wrap
-from fullshard.engine.tables import loss as home_loss
 from fullshard.engine.tables.table_lane import TableLane
 from fullshard.errors import ShardingError
 from fullshard.shards import rows_of
@@ -240,7 +240,7 @@ def test_a_label_without_a_row_is_an_error_on_every_rank(label):
 
 def test_ranks_with_different_numbers_of_rows_go_through_the_same_chunks(monkeypatch):
     """17, 17 and 16 rows: by their own rows, the last rank would take 72 tokens at once and others 67."""
-    monkeypatch.setattr(home_loss, "CHUNK_NUMEL", 64 * 18)
+    monkeypatch.setitem(LOGITS_AT_ONCE, "cpu", 64 * 18)
     (tokens,) = batches(1, 6, 40)
     compare(untied(HiddenLM), lambda model, mine: hidden_loss(model, mine(tokens)).backward(), ranks=3)
 

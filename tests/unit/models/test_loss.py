@@ -5,11 +5,13 @@ import math
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Gemma2Config, Gemma2ForCausalLM
 from transformers.trainer_pt_utils import LabelSmoother
 
 from fullshard import fully_shard
-from fullshard.comm import MemoryMeter
+from fullshard.comm import MemoryMeter, device_memory_bytes, logits_at_once, planned_memory
+from fullshard.comm.memory import LOGITS_AT_ONCE
 from fullshard.errors import ModelError
 from fullshard.models import PLAIN, Objective, fuse_head, fused_head_of, loss as loss_module, model_loss, summed_loss
 from fullshard.testing import run_ranks
@@ -59,7 +61,7 @@ def test_label_smoothing_is_hugging_faces_too():
 @pytest.mark.parametrize("objective", [PLAIN, BOTH])
 @pytest.mark.parametrize("make", [t5, t5_untied, bart, gpt2])
 def test_the_fused_head_gives_the_loss_and_gradients_of_all_logits(make, objective, monkeypatch):
-    monkeypatch.setattr(loss_module, "_CHUNK_NUMEL", 64 * VOCAB)  # chunks of 64 rows, and a last one of fewer
+    monkeypatch.setitem(LOGITS_AT_ONCE, "cpu", 64 * VOCAB)  # chunks of 64 rows, and a last one of fewer
     torch.manual_seed(0)
     model = make().double()
     fused = copy.deepcopy(model)
@@ -174,7 +176,51 @@ def test_logits_are_never_in_memory_as_a_whole():
     fused = peak()
     assert plain > 2 * logits_bytes
     # Three chunks' worth of logits; and the gradient of the weight, twice while it is handed over.
-    assert fused < 3.2 * loss_module._CHUNK_NUMEL * 4 + 2 * vocabulary * width * 4 + 2**20
+    assert fused < 3.2 * LOGITS_AT_ONCE["cpu"] * 4 + 2 * vocabulary * width * 4 + 2**20
+
+
+def test_a_plan_for_a_gpu_computes_as_many_logits_at_once_as_a_gpu():
+    cpu = torch.device("cpu")
+    assert logits_at_once(cpu) == 2**23
+    host = device_memory_bytes(cpu)
+    with planned_memory(24 << 30):
+        assert logits_at_once(cpu) == logits_at_once(torch.device("cuda")) == 2**26
+        assert device_memory_bytes(cpu) == 24 << 30
+    assert logits_at_once(cpu) == 2**23
+    assert device_memory_bytes(cpu) == host
+
+
+class NumbersRead(TorchDispatchMode):
+    """Counts operators whose result's size or value the host has to know, for which it waits on a GPU."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func in (torch.ops.aten.nonzero.default, torch.ops.aten._local_scalar_dense.default):
+            self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_fused_loss_reads_no_number_if_it_is_told_how_many_targets_there_are():
+    torch.manual_seed(0)
+    model = t5()
+    fuse_head(model)
+    tokens, labels = batch()
+    count = int((labels != -100).sum())
+
+    def loss(targets):
+        run = lambda: model(input_ids=tokens, decoder_input_ids=model._shift_right(labels)).logits  # noqa: E731
+        return model_loss(model, run, labels, BOTH, targets=targets)
+
+    with NumbersRead() as told:
+        first = loss(count)
+    with NumbersRead() as counted:
+        second = loss(None)
+    assert torch.equal(first, second)
+    assert told.names == []
+    assert len(counted.names) == 1
 
 
 def test_models_that_change_logits_after_the_head_are_refused():

@@ -19,11 +19,9 @@ from typing import Any
 
 import torch
 
+from fullshard.comm import logits_at_once
 from fullshard.engine.tables.rows import TableRows
 from fullshard.errors import MismatchError
-
-CHUNK_NUMEL = 1 << 23
-"""Most elements of logits that a rank holds at once: 32 MB in float32."""
 
 _UNEQUAL = (
     "Ranks scaled a loss over a table that stays home by different factors before backward, {low:g} to {high:g}. The "
@@ -208,7 +206,7 @@ class _Parts:
         if records and self.table.trainable:
             self.rows_gradient = torch.zeros_like(self.rows, dtype=self.wide)
         most_rows = int(self.table.bounds.diff().max())  # over all ranks, so that each runs the same chunks
-        step = max(64, CHUNK_NUMEL // most_rows)
+        step = max(64, logits_at_once(self.rows.device) // most_rows)
         losses = []
         for start in range(0, len(self.hidden), step):
             part = slice(start, start + step)
