@@ -16,6 +16,7 @@ from fullshard.comm.memory import (
     device_memory_bytes as device_memory_bytes,
     logits_at_once as logits_at_once,
     planned_memory as planned_memory,
+    whole_memory_bytes as whole_memory_bytes,
 )
 from fullshard.comm.mesh import (
     Mesh as Mesh,

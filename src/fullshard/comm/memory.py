@@ -64,13 +64,19 @@ def device_memory_bytes(device: torch.device) -> int:
 
     Inside :func:`planned_memory` it is the planned device's.
     """
+    whole = whole_memory_bytes(device)
+    on_host = device.type != "cuda" and _PLANNED.get() is None
+    return whole // int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if on_host else whole
+
+
+def whole_memory_bytes(device: torch.device) -> int:
+    """Return the same, but of a host all of it: it does not depend on how many ranks there are."""
     planned = _PLANNED.get()
     if planned is not None:
         return planned
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory // SHARED.ranks
-    host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return host // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def allocated_bytes(device: torch.device) -> int | None:

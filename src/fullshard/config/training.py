@@ -99,8 +99,11 @@ class TrainingConfig(ConfigSection):
     """Share of each target's probability that is distributed over the vocabulary in training."""
     z_loss: NonNegativeFloat = 0.0
     """Weight of the squared log of the softmax's normalizer in the training loss; keeps logits small."""
-    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
-    """Compute dtype. Shards, gradient reduction and optimizer steps stay in fp32; fp16 scales the loss."""
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
+    """Compute dtype. auto: bf16 if all GPUs compute it in hardware, else fp32; a resumed run keeps the choice. Shards,
+    gradient reduction and optimizer steps stay in fp32; fp16 scales the loss."""
+    tf32: bool = True
+    """On GPUs, compute fp32 matrix products in TF32, with 10 bits of mantissa."""
     messages: Literal["bf16", "fp8"] | None = None
     """Format that trainable weights and their gradients are rounded to between ranks, for slow networks: bf16 (0.5 of
     fp32's bytes), fp8 (0.26), null: no rounding. Inexact: every rank computes with rounded weights. Shards, sums and
@@ -110,8 +113,9 @@ class TrainingConfig(ConfigSection):
     """Allow fp16 for a model whose activations are known to overflow in it, such as T5."""
     gradient_checkpointing: bool = False
     """Recompute each block's activations in backward instead of storing them."""
-    fused_cross_entropy: bool = False
-    """Compute the loss from the last hidden states in chunks, so that the full logits are never in memory."""
+    fused_cross_entropy: bool | Literal["auto"] = "auto"
+    """Compute the loss from the last hidden states in chunks, so that the full logits are never in memory. auto: where
+    they could take more than 5 % of the memory of a GPU, or of the machine, and the model allows it."""
     torch_compile: bool = False
     """Compile each block with torch.compile."""
     on_nonfinite: Literal["stop", "skip"] = "stop"

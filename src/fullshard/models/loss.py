@@ -178,12 +178,15 @@ class FusedHead:
     Only hidden states with a target are multiplied, a few hundred at a time. The gradients are computed together with
     the loss, so that logits are neither kept for backward nor computed twice; only the gradients of the hidden states
     and of the weight are kept.
+
+    Attributes:
+        fuses: See :func:`fuse_head`.
     """
 
     def __init__(self, head: nn.Linear, *, fuses: bool = True) -> None:
-        """Wrap ``head``; outside :meth:`loss_context` it returns logits. ``fuses``: see :func:`fuse_head`."""
+        """Wrap ``head``; outside :meth:`loss_context` it returns logits."""
         self._head = head
-        self._fuses = fuses
+        self.fuses = fuses
         self._spec: _LossSpec | None = None
         self.bias_is_zero = False
 
@@ -218,7 +221,7 @@ class FusedHead:
             rows, labels, weights = self._counted(input, spec)
             terms = spec.objective.label_smoothing, spec.objective.z_loss, spec.expected_gradient
             return table.loss(rows, labels, *terms, weights)
-        if not self._fuses:
+        if not self.fuses:
             logits = nn.Linear.forward(self._head, input)
             return summed_loss(logits[:, -spec.labels_BT.shape[1] :], spec.labels_BT, spec.objective, spec.weights)
         rows, labels, weights = self._counted(input, spec)

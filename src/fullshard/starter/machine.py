@@ -29,7 +29,6 @@ class Machine:
 
     gpus: int
     memory_bytes: int  # of all GPUs together; of the host if there are none
-    bf16: bool  # whether the GPUs compute in bf16
     cores: int
 
     @property
@@ -60,9 +59,9 @@ def this_machine(gpus: int) -> Machine:
     """Return this machine, with the GPUs that are visible to this process."""
     cores = len(os.sched_getaffinity(0))
     if not gpus:
-        return Machine(0, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), bf16=False, cores=cores)
+        return Machine(0, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), cores)
     memory = sum(torch.cuda.get_device_properties(index).total_memory for index in range(gpus))
-    return Machine(gpus, memory, torch.cuda.is_bf16_supported(), cores)
+    return Machine(gpus, memory, cores)
 
 
 def is_cached(model_id: str) -> bool:

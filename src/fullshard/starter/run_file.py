@@ -180,7 +180,6 @@ def _training(machine: Machine, choice: Choice, rows: Rows) -> list[str]:
         "  learning_rate: " + f"{rate:.1e}".replace("e-0", "e-") + f"  # for {why}",
         "  warmup_steps: 0.05  # share of all steps",
     ]
-    lines += ["  precision: bf16"] if machine.bf16 else []
     if rows.fraction is None:
         lines.append("  eval_strategy: no  # the rows are too few or too alike to hold some out")
     return lines

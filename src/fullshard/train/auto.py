@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Callable
 from dataclasses import replace
@@ -11,12 +12,14 @@ import torch
 
 from fullshard.comm import Comm, free_memory, together
 from fullshard.config import RunConfig
-from fullshard.errors import ConfigError, MemoryLimitError
+from fullshard.errors import ConfigError, MemoryLimitError, UserError
 from fullshard.planner import Hardware, hardware, names
 from fullshard.resilience import KeepDirectory
 from fullshard.sizes import format_bytes, format_duration
+from fullshard.storage import as_place, find_checkpoints, read_index
 from fullshard.train.fit import Load, Tried, search
 from fullshard.train.reporting.sinks import RUN_NAME
+from fullshard.train.setup.devices import Devices, precision_of
 from fullshard.train.setup.prepare import Prepared
 from fullshard.train.setup.resume import checkpoints_directory
 
@@ -78,6 +81,41 @@ def chosen_settings(
 
     found = comm.all_gather_object(together(comm, choose))[0]
     return (*found, f"sharding.auto={json.dumps(found)}")
+
+
+def chosen_precision(load: Load, comm: Comm, tell: Callable[[str], None] = lambda line: None) -> tuple[str, ...]:
+    """Return the override that ``training.precision: auto`` stands for; empty if a precision is set.
+
+    Every rank calls it. A run that continues keeps the precision of its start.
+
+    Args:
+        load: Reads the run file with further overrides.
+        comm: The ranks.
+        tell: Receives a line for the user.
+    """
+    config = load(())
+    devices = Devices.of_ranks(comm)
+    precision, why = config.training.precision, "as the run file says"
+    if precision == "auto":
+        precision, why = precision_of(devices)
+        before = comm.all_gather_object(None if comm.rank else _precision_before(config))[0]
+        if before is not None and before != precision:
+            precision, why = before, f"as at this run's start; a new run takes {precision}: {why}"
+    if devices.gpu and precision == "fp32":
+        why += "; matrix products in TF32" if config.training.tf32 else "; without TF32"
+    tell(f"precision: {precision} ({why})")
+    return () if config.training.precision != "auto" else (f"training.precision={precision}",)
+
+
+def _precision_before(config: RunConfig) -> str | None:
+    """Return the precision of the checkpoint that the run continues from, as far as it has one."""
+    if config.resume == "never":
+        return None
+    place = checkpoints_directory(config) if config.resume in ("auto", "previous") else as_place(config.resume)
+    with contextlib.suppress(UserError, OSError, LookupError, TypeError):  # resuming reports it later
+        newest = find_checkpoints(place)[-1:] or [place]
+        return read_index(newest[0]).values["settings"]["training.precision"]
+    return None
 
 
 def gpu_sheet(device: torch.device) -> Hardware | None:

@@ -90,7 +90,7 @@ def search(
 
 _OFFLOAD = {"sharding.cpu_offload": (False, True)}
 _SHARED = {"sharding.strategy": STRATEGIES, "sharding.frozen": ("replicate", "shard")}
-_OF_RANK = {"training.fused_cross_entropy": (False, True), "training.gradient_checkpointing": (False, True)}
+_OF_RANK = {"training.fused_cross_entropy": ("auto", True), "training.gradient_checkpointing": (False, True)}
 
 
 def _product(config: RunConfig, values: dict[str, tuple[Any, ...]]) -> Iterator[dict[str, Any]]:

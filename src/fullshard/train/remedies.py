@@ -11,6 +11,7 @@ from fullshard.planner import Hardware, time_limit
 from fullshard.sizes import format_bytes
 from fullshard.train.fit import Load, micro_batches
 from fullshard.train.plan import RunPlan, plan_prepared
+from fullshard.train.setup.devices import Devices, with_precision
 from fullshard.train.setup.prepare import Prepared
 
 MOST = 3
@@ -54,8 +55,9 @@ def find_remedies(need: Need) -> list[Remedy]:
     out.
     """
     found: list[Remedy] = []
+    begun = with_precision(need.load(()), Devices.of_sheet(need.device))
     with time_limit(SECONDS):
-        for overrides in dict.fromkeys(_settings(need.load(()))):
+        for overrides in dict.fromkeys(_settings(begun)):
             try:
                 config = need.load(overrides)
                 plan = plan_prepared(config, need.data, need.world_size, need.device, roughly=need.rank)
@@ -74,7 +76,7 @@ def find_remedies(need: Need) -> list[Remedy]:
 def _settings(config: RunConfig) -> Iterator[tuple[str, ...]]:
     """Yield overrides, the cheapest first: those that train the same, alone and together, then those that round."""
     training, same = config.training, []
-    if not training.fused_cross_entropy:
+    if training.fused_cross_entropy is not True:
         same.append("training.fused_cross_entropy=true")
     if config.sharding.strategy in ("no_shard", "shard_grad_op"):
         same.append("sharding.strategy=full_shard")

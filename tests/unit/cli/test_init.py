@@ -253,7 +253,7 @@ def test_a_known_combination_of_columns_is_kept(tmp_path, monkeypatch):
 
 def test_the_suggested_model_fits():
     sizes = {
-        name: Machine(gpus, memory << 30, bf16=True, cores=2).fitting
+        name: Machine(gpus, memory << 30, cores=2).fitting
         for name, gpus, memory in (("cpu", 0, 512), ("small", 1, 8), ("h100", 1, 80), ("two", 2, 160))
     }
     assert sizes == {

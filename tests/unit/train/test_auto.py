@@ -1,18 +1,23 @@
-"""``sharding: auto``: what is chosen for the memory there is, on every rank, and again when a run resumes."""
+"""``sharding: auto`` and ``training.precision: auto``: what is chosen, on every rank, and again when a run resumes."""
 
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from fullshard.config import load_run
 from fullshard.errors import MemoryLimitError
+from fullshard.planner import hardware
 from fullshard.resilience import KeepDirectory
 from fullshard.testing import run_ranks
 from fullshard.train import auto
-from fullshard.train.auto import chosen_settings
+from fullshard.train.auto import chosen_precision, chosen_settings
 from fullshard.train.fit import search
-from fullshard.train.plan import prepare_plan
+from fullshard.train.plan import plan_prepared, prepare_plan
+from fullshard.train.setup import devices as devices_module
+from fullshard.train.setup.devices import Devices
 from fullshard.train.setup.resume import checkpoints_directory
 from support.planned import write_run
 
@@ -104,3 +109,85 @@ def test_a_later_attempt_of_a_run_that_began_anew_takes_its_first_choice(run_fil
     config, said = settings(run_file, 1000, monkeypatch, *changes)
     assert config.sharding.strategy == "no_shard"
     assert "keeps the choice of this run" in said[0]
+
+
+# Precision
+
+H100, A10G = (Devices.of_sheet(hardware(name)) for name in ("h100", "a10g"))
+OLD = Devices(gpu=True, bf16=False, name="Tesla V100-SXM2-32GB")
+
+
+def precision(run_file, devices, *overrides, monkeypatch):
+    """The settings of a run on two ranks with these devices, and what it says."""
+    monkeypatch.setattr(Devices, "of_ranks", classmethod(lambda cls, comm: devices))
+    said = []
+
+    def load(more):
+        return load_run(run_file, ["sharding.auto=false", *overrides, *more])
+
+    found = run_ranks(2, lambda comm: chosen_precision(load, comm, said.append if comm.rank == 0 else str))
+    assert found[0] == found[1]
+    (line,) = said
+    return load(found[0]).training.precision, line
+
+
+@pytest.mark.parametrize(
+    ("devices", "chosen", "why"),
+    [(Devices(), "fp32", "CPU"), (H100, "bf16", "h100"), (A10G, "bf16", "a10g"), (OLD, "fp32", "V100")],
+)
+def test_the_precision_is_bf16_where_all_gpus_compute_it(run_file, devices, chosen, why, monkeypatch):
+    found, line = precision(run_file, devices, monkeypatch=monkeypatch)
+    assert found == chosen
+    assert line.startswith(f"precision: {chosen} (")
+    assert why in line
+    assert ("TF32" in line) is (devices is OLD)
+
+
+def test_a_precision_that_is_set_stays_and_fp32_on_a_gpu_says_what_products_are_computed_in(run_file, monkeypatch):
+    found, line = precision(run_file, H100, "training.precision=fp32", monkeypatch=monkeypatch)
+    assert (found, "products in TF32" in line) == ("fp32", True)
+    found, line = precision(run_file, H100, "training.precision=fp32", "training.tf32=false", monkeypatch=monkeypatch)
+    assert (found, "without TF32" in line) == ("fp32", True)
+    assert precision(run_file, Devices(), "training.precision=bf16", monkeypatch=monkeypatch)[0] == "bf16"
+
+
+def test_one_gpu_without_bf16_among_the_ranks_decides(monkeypatch):
+    def work(comm):
+        comm.device = torch.device("cuda", 0)
+        names = ["NVIDIA A100", "Tesla T4"]
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: names[comm.rank])
+        return Devices.of_ranks(comm)
+
+    class Played:
+        def __init__(self, device):
+            pass
+
+        def supports_bf16(self):
+            return torch.cuda.get_device_name(None) == "NVIDIA A100", ""
+
+    monkeypatch.setattr(devices_module, "device_of", Played)
+    found = run_ranks(2, work)
+    assert found[0] == found[1] == Devices(gpu=True, bf16=False, name="Tesla T4")
+
+
+@pytest.mark.parametrize("by_name", [False, True])
+def test_a_run_that_continues_keeps_its_precision(run_file, tmp_path, by_name, monkeypatch):
+    index = {"training.precision": "bf16"}
+    place = tmp_path / "checkpoints" / "step-3"
+    monkeypatch.setattr(auto, "find_checkpoints", lambda directory: [] if directory == place else [place])
+    monkeypatch.setattr(auto, "read_index", lambda path: SimpleNamespace(values={"settings": index}))
+    resume = [f"resume={place}"] if by_name else []
+    found, line = precision(run_file, Devices(), f"output_dir={tmp_path}", *resume, monkeypatch=monkeypatch)
+    assert found == "bf16"
+    assert "at this run's start" in line
+    assert precision(run_file, Devices(), "resume=never", monkeypatch=monkeypatch)[0] == "fp32"
+
+
+def test_a_plan_takes_the_precision_of_its_device(run_file):
+    config = load_run(run_file, ["sharding.auto=false"])
+    data = prepare_plan(config)
+    explicit = load_run(run_file, ["sharding.auto=false", "training.precision=bf16"])
+    found = [plan_prepared(one, data, 2, hardware("h100"), roughly=0).parts for one in (config, explicit)]
+    assert found[0] == found[1]
+    on_cpus = plan_prepared(config, data, 2, roughly=0).parts
+    assert on_cpus["gathered_units"] == 2 * found[0]["gathered_units"]

@@ -26,7 +26,7 @@ def device(memory_bytes):
 def of_formula(config, _data, world_size, gpu, *, roughly=None):
     """A plan of 10 bytes a row, 4 with checkpointing, which takes longer; the exact one needs a byte more."""
     settings, strategy = config.training, config.sharding.strategy
-    if settings.fused_cross_entropy:
+    if settings.fused_cross_entropy is True:
         raise ConfigError("not with this model")
     rows, slow = settings.per_device_train_batch_size, settings.gradient_checkpointing
     size = KEPT[strategy] + rows * (4 if slow else 10) + (roughly is None)

@@ -69,7 +69,7 @@ def test_what_the_run_has_already_is_not_named(found):
 
 def test_settings_that_cannot_be_planned_are_left_out(found):
     def needs(training):
-        if training.fused_cross_entropy:
+        if training.fused_cross_entropy is True:
             raise ModelError("not planned")
         return 50
 

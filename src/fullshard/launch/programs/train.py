@@ -26,7 +26,7 @@ from fullshard.launch.progress import WorkProgress
 from fullshard.models import import_peft
 from fullshard.sharing import PushSink, push_finished
 from fullshard.train import ConsoleSink, FileSink, Sink, train
-from fullshard.train.auto import chosen_settings
+from fullshard.train.auto import chosen_precision, chosen_settings
 from fullshard.train.memory_check import check_memory
 from fullshard.train.reporting.card import CardSink
 from fullshard.train.reporting.trackers import tracker_sinks
@@ -78,7 +78,8 @@ def _train(options: argparse.Namespace, *, is_first: bool) -> None:
     options.overrides = [*options.overrides, *next(filter(None, noted), [])]
     config = load(())
     tell = say if is_first else lambda line: None
-    chosen = chosen_settings(load, prepared, comm, tell)
+    chosen = chosen_precision(load, comm, tell)
+    chosen = (*chosen, *chosen_settings(lambda more: load([*chosen, *more]), prepared, comm, tell))
     config = load(chosen)
     planned = None if options.no_plan else check_memory(lambda more: load([*chosen, *more]), prepared, comm, tell)
     push = _uploads(config) if is_first else None

@@ -21,8 +21,9 @@ from fullshard.train.reporting.flops import Flops, count_flops, peak_flops
 from fullshard.train.reporting.reports import SetFacts
 from fullshard.train.setup.advice import advice
 from fullshard.train.setup.data_plan import make_plan, mixture_notes, set_facts
+from fullshard.train.setup.devices import Devices, settled
 from fullshard.train.setup.learning_rate import LearningRateSchedule, learning_rate_schedule
-from fullshard.train.setup.model import for_device, own_loss, prepare_model, shard_model
+from fullshard.train.setup.model import own_loss, prepare_model, shard_model
 from fullshard.train.setup.optimizers import make_optimizer
 from fullshard.train.setup.prepare import Prepared, collate_spec, prepare
 from fullshard.train.setup.quantization import quantised_base
@@ -80,8 +81,10 @@ def assemble(
     config = _with_separator(config, ready_data.separator)
     evaluation = together(comm, lambda: make_evaluation(config, ready_data))
     plan = together(comm, lambda: make_plan(config, train_set, comm.size, causal=causal, group=group))
-    of_device = for_device(config, gpu=comm.device.type != "cpu")
-    ready = together(comm, lambda: prepare_model(of_device, tokenizer, ready_data.model_directory, filled=filled))
+    of_device = settled(config, Devices.of_ranks(comm))
+    ready = together(
+        comm, lambda: prepare_model(of_device, tokenizer, ready_data.model_directory, filled=filled, device=comm.device)
+    )
     model = ready.model
     router, router_notes = together(comm, lambda: own_loss(model, config))
     parameters = sum(parameter.numel() for parameter in model.parameters())

@@ -36,6 +36,7 @@ from fullshard.train.run.stop import StopRequest
 from fullshard.train.run.summary import describe_start, summarise
 from fullshard.train.run.timetable import Position, StepInput, Timetable
 from fullshard.train.run.traced_step import traced_step
+from fullshard.train.setup.devices import Devices, with_precision
 from fullshard.train.setup.learning_rate import learning_rate
 from fullshard.train.setup.prepare import Prepared
 from fullshard.train.setup.resume import (
@@ -82,6 +83,9 @@ def train(
     """
     if config.sharding.auto is True:
         raise ConfigError("sharding: auto must be resolved first: add what chosen_settings() returns to the settings.")
+    config = with_precision(config, Devices.of_ranks(comm))
+    if comm.device.type == "cuda":
+        torch.set_float32_matmul_precision("high" if config.training.tf32 else "highest")
     parts: Assembly | None = None
     with ExitStack() as closing:
         for sink in reversed(sinks):

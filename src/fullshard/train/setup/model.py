@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from fullshard.comm import Comm, machine_axes
+from fullshard.comm import Comm, machine_axes, whole_memory_bytes
 from fullshard.config import RunConfig, require_base
 from fullshard.engine import WeightSource, check_wrapped, fully_shard
 from fullshard.engine.setup.source import WantedTensor
@@ -47,6 +47,7 @@ from fullshard.policy import (
     WrapPolicy,
 )
 from fullshard.saving import AdaptedWeights, Pretrained
+from fullshard.train.setup.devices import Devices, settled
 from fullshard.train.setup.quantization import (
     quantise_outline,
     quantises_head,
@@ -58,6 +59,11 @@ from fullshard.train.setup.quantization import (
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+CPU = torch.device("cpu")
+
+SHARE_OF_LOGITS = 0.05
+"""Share of the device's memory that all logits of a micro-batch may take before the loss is computed in the head."""
 
 _CASTS_ITSELF = {"SwitchTransformersTop1Router"}
 """Classes of transformers whose forward casts the module to float32; a gathered parameter cannot change its dtype."""
@@ -73,7 +79,12 @@ class ReadyModel:
 
 
 def prepare_model(
-    config: RunConfig, tokenizer: PreTrainedTokenizerBase, directory: Path | None = None, *, filled: bool = False
+    config: RunConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    directory: Path | None = None,
+    *,
+    filled: bool = False,
+    device: torch.device = CPU,
 ) -> ReadyModel:
     """Build the model, or its skeleton on the meta device, and prepare it for training; any rank.
 
@@ -83,31 +94,39 @@ def prepare_model(
         directory: ``model.path`` resolved by ``resolve_model``; None: resolved here.
         filled: True if a snapshot fills all trained parameters later. Then weights are neither made nor read, unless
             some are frozen and therefore not in the snapshot.
+        device: The device that it will compute on; its memory decides ``training.fused_cross_entropy: auto``.
 
     Raises:
         UserError: The model cannot be built, or the settings do not match it.
     """
     if config.model.path is None:
         require_base(config.model)
-        ready = _made(config, tokenizer, filled=filled)
+        ready = _made(config, tokenizer, device, filled=filled)
     else:
         directory = directory or resolve_model(config.model.path)
         ready = ReadyModel(*choose_loader(make_model(config, tokenizer, directory), config, tokenizer, directory))
-        ready = _adapted(replace(ready, model=_changed(ready.model, config)), config, tokenizer, directory)
+        ready = _adapted(
+            replace(ready, model=_changed(ready.model, config, device)), config, tokenizer, directory, device
+        )
         if filled and ready.weights is not None and _all_trained(ready.model):
             ready = replace(ready, weights=UnreadWeights())
     _change_forward(ready.model, config)
+    if config.training.fused_cross_entropy == "auto" and _fuses(base_of(ready.model), config, device):
+        fused = fused_head_of(ready.model)
+        does = "is computed in the output layer" if fused is not None else "cannot be computed in the output layer"
+        note = f"the loss {does} (training.fused_cross_entropy: auto): the logits could take more than 5 % of memory"
+        ready = replace(ready, notes=(*ready.notes, note))
     return ready
 
 
-def _made(config: RunConfig, tokenizer: PreTrainedTokenizerBase, *, filled: bool) -> ReadyModel:
+def _made(config: RunConfig, tokenizer: PreTrainedTokenizerBase, device: torch.device, *, filled: bool) -> ReadyModel:
     """Return the model of ``model.config``; on the meta device if its values come later."""
     if filled:
         with torch.device("meta"):
-            skeleton = _changed(make_model(config, tokenizer), config)
+            skeleton = _changed(make_model(config, tokenizer), config, device)
         if _all_trained(skeleton):
             return ReadyModel(skeleton, UnreadWeights(), ())
-    return ReadyModel(_changed(make_model(config, tokenizer), config), None, ())
+    return ReadyModel(_changed(make_model(config, tokenizer), config, device), None, ())
 
 
 def _all_trained(model: nn.Module) -> bool:
@@ -177,20 +196,32 @@ def _full_load_note(config: RunConfig, reason: str) -> str:
     return f"{config.model.path} was loaded in full on every rank, not shard by shard: {reason}"
 
 
-def _changed(model: PreTrainedModel, config: RunConfig) -> PreTrainedModel:
+def _changed(model: PreTrainedModel, config: RunConfig, device: torch.device) -> PreTrainedModel:
     """Change the model in place; called before its adapter is added."""
     if config.model.attention_dropout is not None:
         set_attention_dropout(model, config.model.attention_dropout)
     if refuses_fp16(config):
         require_fp16_fit(model.config.model_type)
     quantised = quantises_head(model, config)
-    if config.training.fused_cross_entropy:
+    fuses = _fuses(model, config, device)
+    if config.training.fused_cross_entropy is True:
         fuse_head(model)
-    elif config.sharding.tables != "gather" and not quantised and can_fuse(model):
-        fuse_head(model, fuses=False)
+    elif (fuses or config.sharding.tables != "gather") and not quantised and can_fuse(model):
+        fuse_head(model, fuses=fuses)
     require_plain_loss(model.config)
     require_quantizable(model, config)
     return model
+
+
+def _fuses(model: PreTrainedModel, config: RunConfig, device: torch.device) -> bool:
+    """Return ``training.fused_cross_entropy``; ``auto``: whether float32 logits could take more than 5 % of memory."""
+    asked = config.training.fused_cross_entropy
+    if asked != "auto":
+        return asked
+    words = model.config.get_text_config().vocab_size
+    tokens = config.data.max_target_length + is_causal(model) * config.data.max_source_length
+    tokens = config.training.per_device_train_batch_tokens or config.training.per_device_train_batch_size * tokens
+    return 4 * tokens * words > SHARE_OF_LOGITS * whole_memory_bytes(device)
 
 
 def own_loss(model: nn.Module, config: RunConfig) -> tuple[RouterLoss | None, tuple[str, ...]]:
@@ -218,7 +249,9 @@ def own_loss(model: nn.Module, config: RunConfig) -> tuple[RouterLoss | None, tu
     return router, () if note is None else (note,)
 
 
-def _adapted(ready: ReadyModel, config: RunConfig, tokenizer: PreTrainedTokenizerBase, directory: Path) -> ReadyModel:
+def _adapted(
+    ready: ReadyModel, config: RunConfig, tokenizer: PreTrainedTokenizerBase, directory: Path, device: torch.device
+) -> ReadyModel:
     """Return the model with its adapter, if the settings have one."""
     settings = config.model.adapter
     if settings is None:
@@ -232,7 +265,7 @@ def _adapted(ready: ReadyModel, config: RunConfig, tokenizer: PreTrainedTokenize
         reason = f"peft computes {adapted.lacking} from its weights"
         require_by_shard(config, reason)
         notes = (*notes, _full_load_note(config, reason))
-        full = _changed(_load_full(config, tokenizer, directory), config)
+        full = _changed(_load_full(config, tokenizer, directory), config, device)
         adapted, weights = add_adapter(full, spec, seed=config.seed), None
     elif isinstance(weights, Pretrained):
         weights = AdaptedWeights(weights, adapted.values)
@@ -245,7 +278,7 @@ def _adapted(ready: ReadyModel, config: RunConfig, tokenizer: PreTrainedTokenize
 
 
 def _require_fused(model: nn.Module, config: RunConfig) -> None:
-    if config.training.fused_cross_entropy and fused_head_of(model) is None:
+    if config.training.fused_cross_entropy is True and fused_head_of(model) is None:
         raise ModelError(
             "The adapter changes the output layer, in which fused_cross_entropy computes the loss. Remove one of them."
         )
@@ -309,6 +342,7 @@ def _with_run_file_remedies(text: str, config: RunConfig) -> str:
 
 
 def _shard(model: nn.Module, config: RunConfig, comm: Comm, weights: WeightSource | None) -> None:
+    config = settled(config, Devices.of_ranks(comm))
     settings = config.sharding
     strategy = ShardingStrategy(settings.strategy)
     fully_shard(
@@ -320,17 +354,10 @@ def _shard(model: nn.Module, config: RunConfig, comm: Comm, weights: WeightSourc
         prefetch=BackwardPrefetch(settings.prefetch),
         offload_policy=CPUOffload() if settings.cpu_offload else None,
         frozen=settings.frozen,
-        tables=for_device(config, gpu=comm.device.type != "cpu").sharding.tables,
+        tables=settings.tables,
         device=comm.device,
         weights=weights,
     )
-
-
-def for_device(config: RunConfig, *, gpu: bool) -> RunConfig:
-    """Return the settings with ``sharding.tables: auto`` resolved: on GPUs only ``gather`` has been run so far."""
-    if not gpu or config.sharding.tables != "auto":
-        return config
-    return config.model_copy(update={"sharding": config.sharding.model_copy(update={"tables": "gather"})})
 
 
 def _mixed_precision(model: nn.Module, config: RunConfig) -> MixedPrecision:
@@ -351,14 +378,16 @@ def _wrap_policy(wrap: str | int | tuple[str, ...]) -> WrapPolicy:
     return None if wrap == "none" else wrap
 
 
-def outline_model(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> nn.Module:
+def outline_model(config: RunConfig, tokenizer: PreTrainedTokenizerBase, device: torch.device = CPU) -> nn.Module:
     """Return the model without weights, on the meta device, with its adapter, to inspect its units; any process.
+
+    ``device``: see :func:`prepare_model`.
 
     Raises:
         UserError: The model cannot be built, or the settings do not match it.
     """
     with torch.device("meta"):
-        model = _changed(make_model(config, tokenizer), config)
+        model = _changed(make_model(config, tokenizer), config, device)
     settings = config.model.adapter
     if settings is not None:
         _check_adapter(config, causal=is_causal(model))

@@ -75,7 +75,7 @@ def quantises_head(model: PreTrainedModel, config: RunConfig) -> bool:
     if quantize is None:
         return False
     name = next((name for name, one in quantisable(model, quantize).items() if one is head), None)
-    if name is not None and config.training.fused_cross_entropy:
+    if name is not None and config.training.fused_cross_entropy is True:
         raise ConfigError(
             f"training.fused_cross_entropy computes the loss in {name}, whose full rows it reads, but "
             f"model.quantization.skip={list(quantize.skip)} would quantise it. Add {name} to skip, or set "

@@ -56,6 +56,7 @@ _FREE_SETTINGS = (
     "evaluation.num_samples_shown",
     "data.cache_dir",
     "training.per_device_",
+    "training.fused_",
     "training.gradient_",
     "training.early_stopping_",
     "training.checkpoints_",
@@ -410,7 +411,8 @@ def _read_values(path: Place) -> tuple[int, Mapping[str, Any]]:
             f"{instead_of(path)}"
         )
     # Checkpoints of older versions, which had only AdamW and tokenized first, do not name these.
-    settings = {"training.optimizer": "adamw", "data.streaming": False, **values["settings"]}
+    older = {"training.optimizer": "adamw", "training.tf32": True, "data.streaming": False}
+    settings = {**older, **values["settings"]}
     return index.step, {**values, **_added_values(path), "settings": settings}
 
 

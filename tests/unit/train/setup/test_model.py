@@ -7,14 +7,15 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from fullshard import unsharded
+from fullshard.comm import planned_memory
 from fullshard.config import RunConfig
 from fullshard.errors import CheckpointError, ModelError
-from fullshard.models import load_model, load_tokenizer
+from fullshard.models import fused_head_of, load_model, load_tokenizer
 from fullshard.testing import run_ranks
 from fullshard.train.dry_run import inspect_units
 from fullshard.train.run.assemble import assemble
 from fullshard.train.setup import model as modelling
-from fullshard.train.setup.model import make_model
+from fullshard.train.setup.model import make_model, prepare_model
 from fullshard.train.setup.prepare import prepare_tokenizer
 from support.tiny_run import settings
 
@@ -121,3 +122,17 @@ def test_inspection_needs_no_weights(saved):
     expected = inspect_units(config, 2)
     (directory / "model.safetensors").unlink()
     assert inspect_units(config, 2) == expected
+
+
+@pytest.mark.parametrize(("share", "fuses"), [(1.01, False), (0.99, True)])
+def test_the_head_computes_the_loss_where_the_logits_could_take_a_twentieth_of_memory(saved, share, fuses, monkeypatch):
+    config = saved[0]
+    assert config.training.fused_cross_entropy == "auto"
+    tokenizer = prepare_tokenizer(config)
+    words = make_model(config, tokenizer).config.vocab_size
+    logits = 4 * words * config.training.per_device_train_batch_size * config.data.max_target_length
+    with planned_memory(int(logits * 20 * share)):
+        ready = prepare_model(config, tokenizer)
+    head = fused_head_of(ready.model)
+    assert (head is not None and head.fuses) is fuses
+    assert any("5 % of memory" in note for note in ready.notes) is fuses

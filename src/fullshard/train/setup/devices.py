@@ -1,0 +1,76 @@
+"""What a run computes on, and the settings that follow from it where they say ``auto``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fullshard.comm import Comm, device_of
+from fullshard.config import RunConfig
+from fullshard.planner import Hardware
+
+
+@dataclass(frozen=True)
+class Devices:
+    """The devices of a run's ranks.
+
+    Attributes:
+        gpu: True if ranks compute on GPUs.
+        bf16: True if all of them compute bfloat16 in hardware.
+        name: The GPU's name, for users; of one without bfloat16 if there is one.
+    """
+
+    gpu: bool = False
+    bf16: bool = False
+    name: str = "CPU"
+
+    @classmethod
+    def of_ranks(cls, comm: Comm) -> Devices:
+        """Return the devices of all ranks; every rank calls it."""
+        device = comm.device
+        if device.type != "cuda":
+            mine = cls()
+        else:
+            native, _ = device_of(device).supports_bf16()
+            mine = cls(gpu=True, bf16=native, name=torch.cuda.get_device_name(device))
+        return min(comm.all_gather_object(mine), key=lambda one: one.bf16)
+
+    @classmethod
+    def of_sheet(cls, hardware: Hardware | None) -> Devices:
+        """Return the devices of a plan: GPUs with this data sheet; None: CPUs."""
+        if hardware is None:
+            return cls()
+        return cls(gpu=True, bf16=torch.bfloat16 in hardware.flops_per_s, name=hardware.name)
+
+
+def precision_of(devices: Devices) -> tuple[str, str]:
+    """Return what ``training.precision: auto`` is on these devices, and why."""
+    if not devices.gpu:
+        return "fp32", "ranks compute on CPUs"
+    if devices.bf16:
+        return "bf16", f"{devices.name} computes it in hardware"
+    return "fp32", f"{devices.name} has no bfloat16 arithmetic"
+
+
+def with_precision(config: RunConfig, devices: Devices) -> RunConfig:
+    """Return the settings with ``training.precision: auto`` resolved."""
+    if config.training.precision != "auto":
+        return config
+    return _changed(config, "training", precision=precision_of(devices)[0])
+
+
+def settled(config: RunConfig, devices: Devices) -> RunConfig:
+    """Return the settings to build a model with; ``sharding.tables: auto`` is ``gather`` on GPUs, as no other has run.
+
+    It is not recorded, unlike the precision.
+    """
+    config = with_precision(config, devices)
+    if devices.gpu and config.sharding.tables == "auto":
+        config = _changed(config, "sharding", tables="gather")
+    return config
+
+
+def _changed(config: RunConfig, section: str, **values: Any) -> RunConfig:
+    return config.model_copy(update={section: getattr(config, section).model_copy(update=values)})
