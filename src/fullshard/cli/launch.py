@@ -29,6 +29,7 @@ from fullshard.launch.script.machines import (
     plan_machines,
     slurm_settings,
 )
+from fullshard.launch.streams import guard_streams
 
 PROGRAM = "fullshard.launch.script.run"
 
@@ -184,6 +185,7 @@ def run(options: argparse.Namespace) -> int:
         ConfigError: The settings are wrong, or there is no such script.
         ProcessGroupError: Not all machines arrived in time.
     """
+    guard_streams(outlived=True)
     if not options.module:
         _check_script(Path(options.script))
     file = read_settings(options.config_file, options)

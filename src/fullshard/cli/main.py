@@ -27,10 +27,11 @@ from fullshard.cli import (
     verify,
 )
 from fullshard.cli.common import set_own_parsers
-from fullshard.errors import FullshardError
+from fullshard.errors import DataError, FullshardError
 from fullshard.launch import INTERRUPTED_EXIT_CODE, UNREAD_EXIT_CODE, Failure
 from fullshard.launch.messages import say
 from fullshard.launch.script.peers import waits_for_store
+from fullshard.launch.streams import UnreadOutputError, guard_streams
 from fullshard.version import __version__
 
 DESCRIPTION = "Train PyTorch models that do not fit on one GPU: shard them, fine-tune them on your data."
@@ -46,7 +47,7 @@ exit codes:
   7 process group, 8 ranks differ, 9 checkpoint, 10 training diverged, 11 out of memory,
   12 the Hugging Face Hub refused or was not reached,
   70 bug in fullshard, 75 stopped after saving a checkpoint to resume from, 130 interrupted,
-  141 the reader of the output is gone, as after | head
+  141 the reader of the output is gone, as after | head; train and launch go on without it
 """
 
 
@@ -55,12 +56,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
     try:
         outcome: Failure | int | None = options.run(options)
+        sys.stdout.flush()
     except FullshardError as error:
         outcome = Failure.of(error)
     except KeyboardInterrupt:
         say("interrupted; nothing is left running.")
         return INTERRUPTED_EXIT_CODE
-    except BrokenPipeError:  # as after | head: the reader has all that it wanted
+    except UnreadOutputError:  # the reader has all that it wanted
         return UNREAD_EXIT_CODE
     return report(outcome, as_json=options.json) if isinstance(outcome, Failure) else outcome or 0
 
@@ -108,17 +110,24 @@ def report(failure: Failure, *, as_json: bool) -> int:
     """Print why the command ended: text on standard error, and with ``--json`` also JSON on standard output."""
     print(failure.text(), file=sys.stderr, flush=True)
     if as_json:
-        print(json.dumps(failure.as_dict()), flush=True)
+        with contextlib.suppress(UnreadOutputError, DataError):  # the exit code says why the command ended
+            print(json.dumps(failure.as_dict()), flush=True)
     return failure.exit_code
 
 
 def entry() -> NoReturn:
     """Run the command line; the entry point of the console script ``fullshard``."""
-    code = main()
+    guard_streams()
+    try:
+        try:
+            code = main()
+        finally:
+            sys.stdout.flush()  # --help ends inside
+    except UnreadOutputError:
+        code = UNREAD_EXIT_CODE
+    except DataError as error:
+        code = report(Failure.of(error), as_json=False)
     if waits_for_store():
-        with contextlib.suppress(OSError):
-            sys.stdout.flush()
-            sys.stderr.flush()
         os._exit(code)
     sys.exit(code)
 

@@ -12,6 +12,7 @@ from fullshard.cli.common import add_run_arguments, add_verb, amount, join_other
 from fullshard.config import load_run, require_output_dir
 from fullshard.errors import ConfigError
 from fullshard.launch import Failure, Notice, choose_nproc
+from fullshard.launch.streams import guard_streams
 
 PROGRAM = "fullshard.launch.programs.train"
 
@@ -21,9 +22,10 @@ Fine-tune a model on your data, sharded over the GPUs of this machine, or over C
 Writes the best model to output_dir (load it with from_pretrained(output_dir)), along with summary.json, metrics.jsonl
 and predictions.jsonl. Starts its own ranks; under torchrun it runs as one of torchrun's ranks.
 
-On Ctrl-C, SIGTERM or SIGUSR1, or when the file of --stop-when-file appears, the run saves a checkpoint after the
-current step and exits with code 75; a second Ctrl-C or SIGTERM ends it immediately. The same command resumes a stopped
-or killed run, with the same result; resume=never starts from scratch.
+On Ctrl-C, SIGTERM, SIGUSR1 or SIGHUP (the terminal closes), or when the file of --stop-when-file appears, the run saves
+a checkpoint after the current step and exits with code 75; a second Ctrl-C or SIGTERM ends it immediately. The same
+command resumes a stopped or killed run, with the same result; resume=never starts from scratch. Under nohup a run
+outlives its terminal, and every run outlives its output: what cannot be written (| head, a full disk) is dropped.
 
 If a rank is lost (killed, out of memory, crashed in native code, cut off), all ranks end and start again from the
 newest checkpoint, at most --max-restarts times, with the same result. An error that would recur ends the run at
@@ -80,6 +82,7 @@ def run(options: argparse.Namespace) -> Failure | None:
         UserError: The settings are wrong.
         SystemExit: Under torchrun, with the rank's exit code.
     """
+    guard_streams(outlived=True)
     overrides = [*options.overrides, *file_overrides(options)]
     flags = [flag for flag, is_set in (("--json", options.json), ("--no-plan", options.no_plan)) if is_set]
     arguments = [str(options.config), *overrides, *flags]

@@ -9,6 +9,7 @@ collection, a tokenizer) does not beat either, but it takes processor time: it i
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -178,5 +179,6 @@ def end_process(error: ProcessGroupError) -> None:
     """
     for ending in ENDINGS:
         ending(error)
-    print(f"fullshard: {error}", file=sys.stderr, flush=True)
+    with contextlib.suppress(OSError):
+        print(f"fullshard: {error}", file=sys.stderr, flush=True)
     os._exit(error.exit_code)

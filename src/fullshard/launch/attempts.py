@@ -63,12 +63,14 @@ class Recovery:
 
 def mark_lost(directory: str | Path) -> None:
     """Record that a rank is lost now; the launcher calls it."""
-    Path(directory, _LOST_NAME).touch()
+    with contextlib.suppress(OSError):  # a full disk costs the report of the time
+        Path(directory, _LOST_NAME).touch()
 
 
 def mark_started(directory: str | Path) -> None:
     """Record that the ranks are started now; the launcher calls it."""
-    Path(directory, _STARTED_NAME).touch()
+    with contextlib.suppress(OSError):
+        Path(directory, _STARTED_NAME).touch()
 
 
 def recovery(began_s: float, restored_s: float) -> Recovery | None:

@@ -33,7 +33,8 @@ def report_saving() -> None:
 
 def say_ending(failure_path: Path) -> None:
     """Tell ranks of this machine that the next signal is not a request to save, because one of them has failed."""
-    failure_path.with_name("ending").touch()
+    with contextlib.suppress(OSError):  # a full disk: ranks that train may save once more
+        failure_path.with_name("ending").touch()
 
 
 def is_ending() -> bool:

@@ -12,8 +12,18 @@ from typing import Any, Protocol, Self
 
 from fullshard.launch.messages import say
 
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 """Signals that ask a run to save and stop."""
+
+NOTICES = (signal.SIGUSR1, signal.SIGHUP)
+"""Those that never count as the first or second of two: Slurm's notice, after which a SIGTERM comes, and the end of a
+terminal, which a shell and the kernel both tell."""
+
+
+def heard_signals() -> tuple[signal.Signals, ...]:
+    """Return the signals that ask this process to stop; without SIGHUP where it is ignored, as under nohup."""
+    ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    return tuple(number for number in STOP_SIGNALS if number != signal.SIGHUP or not ignored)
 
 
 @dataclass(frozen=True)
@@ -59,7 +69,7 @@ class Interrupts:
         """Install the handlers."""
         # While SIGCHLD is ignored a parent never learns how a child ended, and a program may be started in that state.
         self._before = {signal.SIGCHLD: signal.signal(signal.SIGCHLD, signal.SIG_DFL)}
-        self._before |= {number: signal.signal(number, self._interrupt) for number in STOP_SIGNALS}
+        self._before |= {number: signal.signal(number, self._interrupt) for number in heard_signals()}
         return self
 
     def __exit__(self, *exc_info: object) -> None:
@@ -76,8 +86,7 @@ class Interrupts:
         return self.asked and grace_s is not None and time.monotonic() - self._asked_at > grace_s
 
     def _interrupt(self, number: int, _frame: FrameType | None) -> None:
-        # Slurm's SIGUSR1 announces a SIGTERM, which must not kill ranks that save because of the first one.
-        self._signals += number != signal.SIGUSR1
+        self._signals += number not in NOTICES
         if self._signals > 1:
             for rank in self._ranks:
                 rank.kill()

@@ -6,9 +6,9 @@ caused the others. After one that may pass it restarts the ranks if allowed (:mo
 so without torch's elastic agent, whose import takes as long as the ranks' own, and with forks of one process that has
 imported what they need (:mod:`fullshard.launch.processes`).
 
-The first Ctrl-C or SIGTERM, SIGUSR1 (Slurm's notice) or the file of a notice is passed to the ranks, which save a
-checkpoint and exit with ``STOPPED_EXIT_CODE``; ranks outside of training just end. This may take as long as their step
-and the disk need, or the grace time. A second Ctrl-C or SIGTERM kills them.
+The first Ctrl-C or SIGTERM, SIGUSR1 (Slurm's notice), SIGHUP (the terminal closes) or the file of a notice is passed to
+the ranks, which save a checkpoint and exit with ``STOPPED_EXIT_CODE``; ranks outside of training just end. This may
+take as long as their step and the disk need, or the grace time. A second Ctrl-C or SIGTERM kills them.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from fullshard.launch.failure import FAILURE_FILE_VARIABLE, Failure, say_ending
 from fullshard.launch.interrupts import NO_NOTICE, Interrupts, Notice
 from fullshard.launch.messages import say
 from fullshard.launch.processes import LOOK_SECONDS, ForkServer, ForkServerError, Interpreters, Process, Starter
+from fullshard.launch.streams import UnreadOutputError
 from fullshard.variables import ATTEMPT_VARIABLE, KEEP_VARIABLE, RESTARTS_VARIABLE
 
 _DRIVERS = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd", "/dev/nvhost-gpu")
@@ -135,7 +136,7 @@ def launch(
         first failure of the last attempt, or of the one before it when the same step failed twice.
 
     Raises:
-        BrokenPipeError: A rank's output has no reader any more, as after ``| head``; all ranks have ended.
+        UnreadOutputError: A rank's output has no reader any more, as after ``| head``; all ranks have ended.
         KeyboardInterrupt: A second Ctrl-C or SIGTERM, or one before the ranks could save; all ranks have ended.
     """
     ranks: list[_Rank] = []
@@ -231,7 +232,7 @@ def _outcome(ranks: Sequence[_Rank], interrupts: Interrupts, kept: str, *, saves
             # The rank was not training yet, or not any more.
             raise _interrupted(kept, saves=saves)
         if first.code == UNREAD_EXIT_CODE:
-            raise BrokenPipeError("nothing reads a rank's output")
+            raise UnreadOutputError
         if first.code not in (0, STOPPED_EXIT_CODE):
             mark_lost(kept)
             return _cause(first, ranks)

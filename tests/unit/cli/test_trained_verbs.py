@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from fullshard.cli import common, main as cli, predict
+from fullshard.launch.streams import UnreadOutputError
 from support.tiny_run import write_run_file
 
 
@@ -81,7 +82,7 @@ def test_a_model_that_is_no_path_here_is_said_at_once(started, name, tmp_path, m
 
 def test_predict_into_a_pipe_that_is_closed_ends_silently_with_141(monkeypatch, tmp_path, capsys):
     def launch(command, *, nproc, saves, **_):
-        raise BrokenPipeError
+        raise UnreadOutputError
 
     monkeypatch.setattr(predict, "launch", launch)
     file = tmp_path / "rows.csv"

@@ -14,6 +14,7 @@ import time
 import pytest
 
 from fullshard.launch import choose_nproc, launch, launched_elsewhere, local
+from fullshard.launch.streams import UnreadOutputError
 from support.processes import SOURCE
 
 HOW = "interpreters"
@@ -197,7 +198,7 @@ def test_output_that_nothing_reads_any_more_ends_all_ranks_without_a_failure(tmp
         signal.pause()
         """,
     )
-    with pytest.raises(BrokenPipeError):
+    with pytest.raises(UnreadOutputError):
         launch(command, nproc=2)
     assert capfd.readouterr().err == ""
 
@@ -218,14 +219,18 @@ def save():
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_the_first_signal_lets_all_ranks_save_and_leave(tmp_path, number, capfd):
+# A shell and the kernel both send SIGHUP when a terminal closes.
+@pytest.mark.parametrize(
+    ("number", "times"), [(signal.SIGINT, 1), (signal.SIGTERM, 1), (signal.SIGHUP, 2), (signal.SIGUSR1, 2)]
+)
+def test_the_first_signal_lets_all_ranks_save_and_leave(tmp_path, number, times, capfd):
     command = script(
         tmp_path,
         f"""
         if rank == 1:
             ready = meet("w")
-            os.kill(os.getppid(), {int(number)})
+            for _ in range({times}):
+                os.kill(os.getppid(), {int(number)})
         else:
             meet("r")
         save()

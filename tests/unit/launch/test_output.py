@@ -99,16 +99,6 @@ def test_nested_bars_do_not_move_the_cursor_out_of_their_rank(written):
     assert written["stderr"].getvalue() == b"[rank 0] outer 1\n[rank 0] inner 1\n[rank 0] \x1b[32mgreen\x1b[0m\n"
 
 
-def test_a_reader_that_goes_away_is_noticed():
-    class Gone(io.BytesIO):
-        def write(self, data):
-            raise BrokenPipeError
-
-    output = Output({"stdout": Gone(), "stderr": Gone()}, columns=None)
-    output.feed(0, "stdout", b"line\n")
-    assert output.closed
-
-
 def screen(text):
     """What a terminal shows of a text with carriage returns and erasures."""
     lines, row = [""], ""

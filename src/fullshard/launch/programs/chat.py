@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -36,7 +35,7 @@ def chat(options: argparse.Namespace) -> None:
 
     Raises:
         UserError: The model cannot be loaded, or the settings do not match it.
-        BrokenPipeError: The answers have no reader any more.
+        UnreadOutputError: The answers have no reader any more.
     """
     directory = resolve_model(options.model)
     run = run_of(directory)
@@ -146,12 +145,7 @@ def _answer_lines(talk: Talk, config: RunConfig, out: RowWriter, options: argpar
             record = RowPrediction(line, answer.text, cut=answer.cut)
         else:
             record = RowPrediction(line, None, problem=problem)
-        try:
-            out.write([record.as_dict()])
-        except BrokenPipeError:
-            # Python flushes standard output once more when it ends, and would fail again.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            raise
+        out.write([record.as_dict()])
 
 
 def _problem(raw: bytes, line: str, encoding: str) -> str | None:

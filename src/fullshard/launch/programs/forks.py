@@ -19,11 +19,13 @@ from collections.abc import Mapping
 
 from fullshard.launch.local import end_with_launcher
 from fullshard.launch.processes import LONGEST_MESSAGE
+from fullshard.launch.streams import guard_streams
 
 
 def main() -> int:
     """Import the module, then serve; in forks, run the module's ``main`` and return its exit code."""
     end_with_launcher()
+    guard_streams()  # imports print warnings
     # A SIGINT for all processes ends this one without a traceback: the launcher has it too, and says what follows.
     is_default = signal.getsignal(signal.SIGINT) is signal.default_int_handler
     if is_default:

@@ -17,9 +17,10 @@ from fullshard.config.recorded import recorded_run, run_of
 from fullshard.data import InputRow, describe_separator, encoding_of_rows, read_inputs, uses_chat_template
 from fullshard.errors import ConfigError, DataError
 from fullshard.launch.messages import say
-from fullshard.launch.programs.rank import UnreadOutputError, run_as_rank
+from fullshard.launch.programs.rank import run_as_rank
 from fullshard.launch.programs.row_file import RowWriter
 from fullshard.launch.progress import WorkProgress
+from fullshard.launch.streams import UnreadOutputError
 from fullshard.models import is_causal, resolve_model
 from fullshard.train.evaluation.plain_rows import plain_rows
 from fullshard.train.evaluation.predict import predict

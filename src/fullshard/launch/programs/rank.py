@@ -13,27 +13,32 @@ from pathlib import Path
 from transformers.utils import logging
 
 from fullshard.comm import ENDINGS, announce_failure
-from fullshard.errors import RunStopped
+from fullshard.errors import DataError, RunStopped
 from fullshard.launch.failure import FAILURE_FILE_VARIABLE, Failure
 from fullshard.launch.local import INTERRUPTED_EXIT_CODE, UNREAD_EXIT_CODE, end_with_launcher
+from fullshard.launch.streams import UnreadOutputError, guard_streams
 
 
-class UnreadOutputError(BrokenPipeError):
-    """The program's result has no reader any more, as after ``| head``; the rank ends without a message."""
-
-
-def run_as_rank(parser: argparse.ArgumentParser, arguments: Sequence[str] | None, work: Callable[..., None]) -> int:
+def run_as_rank(
+    parser: argparse.ArgumentParser,
+    arguments: Sequence[str] | None,
+    work: Callable[..., None],
+    *,
+    outlives_output: bool = False,
+) -> int:
     """Run this process as one rank.
 
     Args:
         parser: Parses the command line; ``--json`` is added to it.
         arguments: Command line; None: this process's.
         work: The rank's work, called as ``work(options, is_first=…)``; rank 0 is first and reports to the user.
+        outlives_output: True if the work continues when its standard output cannot be written.
 
     Returns:
         Exit code 0, or ``STOPPED_EXIT_CODE`` when a run was stopped and has saved. A failure ends the process here with
         its exit code: leaving the process group in order would wait for ranks that never arrive.
     """
+    guard_streams(outlived=outlives_output)
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args(arguments)
     end_with_launcher()
@@ -45,11 +50,12 @@ def run_as_rank(parser: argparse.ArgumentParser, arguments: Sequence[str] | None
         logging.set_verbosity_error()
     try:
         work(options, is_first=rank == 0)
+        sys.stdout.flush()
     except RunStopped as stopped:
         return _report_stop(Failure.of(stopped, rank), as_json=options.json)
     except UnreadOutputError:
         os._exit(UNREAD_EXIT_CODE)
-    except (KeyboardInterrupt, BrokenPipeError):  # BrokenPipeError as after | head: the output has no reader
+    except KeyboardInterrupt:
         os._exit(INTERRUPTED_EXIT_CODE)
     except BaseException as error:
         _report_failure(error, rank)
@@ -71,12 +77,14 @@ def _report_stop(stop: Failure, *, as_json: bool) -> int:
 def _report_failure(error: BaseException, rank: int) -> None:
     """Report this rank's failure to fullshard's launcher or, under another one, to the user; then end the process."""
     failure = Failure.of(error, rank)
-    with contextlib.suppress(OSError):  # a closed standard output may have caused the failure
+    with contextlib.suppress(UnreadOutputError, DataError):  # standard output may have caused the failure
         sys.stdout.flush()
-    path = os.environ.get(FAILURE_FILE_VARIABLE)
+    path, written = os.environ.get(FAILURE_FILE_VARIABLE), False
     if path is not None:
-        failure.write(Path(path))
-    else:
+        with contextlib.suppress(OSError):  # the disk is full
+            failure.write(Path(path))
+            written = True
+    if not written:
         print(f"[rank {failure.rank}] {failure.text()}", file=sys.stderr, flush=True)
     announce_failure(error)
     os._exit(failure.exit_code)

@@ -1,10 +1,12 @@
 """SIGTERM and Ctrl-C in a rank: the first requests a checkpoint and a stop, a second one ends the process.
 
-SIGUSR1, Slurm's notice, and a file that appears also request a stop; neither counts as the first of two.
+SIGUSR1 (Slurm's notice), SIGHUP (the terminal closes) and a file that appears also request a stop; none counts as the
+first of two.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import signal
@@ -14,7 +16,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from fullshard.launch.failure import is_ending, report_saving
-from fullshard.launch.interrupts import STOP_SIGNALS
+from fullshard.launch.interrupts import NOTICES, STOP_SIGNALS, heard_signals
 from fullshard.launch.local import INTERRUPTED_EXIT_CODE
 from fullshard.train import StopRequest
 
@@ -44,7 +46,7 @@ class StopSignals(StopRequest):
         self._reader, self._writer = os.pipe()
         os.set_blocking(self._writer, False)
         self._wakeup_before = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
-        self._before: dict[int, Any] = {number: signal.signal(number, _nothing) for number in STOP_SIGNALS}
+        self._before: dict[int, Any] = {number: signal.signal(number, _nothing) for number in heard_signals()}
         self._thread = threading.Thread(target=self._listen, name="fullshard-signals", daemon=True)
         self._thread.start()
         return self
@@ -76,7 +78,7 @@ class StopSignals(StopRequest):
             now = time.monotonic()
             if not self.requested:
                 self._request()
-            if received[0] == signal.SIGUSR1:  # Slurm's notice before a SIGTERM
+            if received[0] in NOTICES:
                 continue
             first = first or now
             if now - first >= SAME_REQUEST_SECONDS:
@@ -85,7 +87,8 @@ class StopSignals(StopRequest):
     def _request(self) -> None:
         self.requested = True
         if os.environ.get("RANK", "0") == "0":
-            os.write(2, _STOPPING)  # print() may wait for a lock of the main thread
+            with contextlib.suppress(OSError):
+                os.write(2, _STOPPING)  # print() may wait for a lock of the main thread
         report_saving()
 
 

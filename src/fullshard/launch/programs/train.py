@@ -35,7 +35,7 @@ from fullshard.train.setup.prepare import prepare
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run this process as one rank of a training run; see :func:`~fullshard.launch.programs.rank.run_as_rank`."""
-    return run_as_rank(make_parser(), arguments, _train)
+    return run_as_rank(make_parser(), arguments, _train, outlives_output=True)
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -112,7 +112,7 @@ def _sinks(config: RunConfig, reached: ReachedSink, push: PushSink | None, *, to
     return [
         reached,
         CardSink(config.output_dir, say),
-        FileSink(config.output_dir, logging_steps=config.training.logging_steps),
+        FileSink(config.output_dir, logging_steps=config.training.logging_steps, say=say),
         ConsoleSink(Console(stderr=to_stderr), samples=config.evaluation.num_samples_shown),
         *tracker_sinks(config, say),
         *([] if push is None else [push]),

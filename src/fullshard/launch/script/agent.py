@@ -29,7 +29,7 @@ from torch.distributed.elastic.rendezvous import RendezvousClosedError, Rendezvo
 from fullshard.errors import ProcessGroupError
 from fullshard.launch.attempts import last_note, pause_s
 from fullshard.launch.failure import Failure, brief
-from fullshard.launch.interrupts import STOP_SIGNALS
+from fullshard.launch.interrupts import NOTICES, STOP_SIGNALS
 from fullshard.launch.script.machines import MachinePlan
 from fullshard.launch.script.network import address_towards
 from fullshard.launch.script.output import Output
@@ -150,8 +150,6 @@ class ScriptAgent(SimpleElasticAgent):
                 self._print_restart(Failure.of(error))
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        if self._output.closed:
-            raise SignalException("the output is closed", signal.SIGPIPE)
         if self._own.any_failed():
             return self._failed()
         if self._own.all_ended():
@@ -233,14 +231,14 @@ class ScriptAgent(SimpleElasticAgent):
 def raised_signals(workers: Workers) -> Iterator[None]:
     """Raise torch's SignalException on Ctrl-C, SIGTERM, SIGHUP and SIGUSR1 inside; on a second one kill the ranks.
 
-    A SIGTERM after SIGUSR1 does not count as second: Slurm sends SIGUSR1 as its notice, and the ranks save then.
+    Notices (:data:`~fullshard.launch.interrupts.NOTICES`) count neither as first nor as second.
     While ranks are being started, the exception is raised when all have been.
     """
     raised, counted = False, 0
 
     def handle(number: int, _frame: object) -> None:
         nonlocal raised, counted
-        counted += number != signal.SIGUSR1
+        counted += number not in NOTICES
         if raised:
             if counted > 1:
                 workers.kill()
@@ -251,7 +249,7 @@ def raised_signals(workers: Workers) -> Iterator[None]:
             raise error
 
     before: dict[int, Any] = {}
-    for number in (*STOP_SIGNALS, signal.SIGHUP):
+    for number in STOP_SIGNALS:
         if signal.getsignal(number) is not signal.SIG_IGN:  # ignored under nohup, for example
             before[number] = signal.signal(number, handle)
     try:

@@ -37,9 +37,6 @@ class Output:
 
     A progress bar is a line that is rewritten with carriage returns. On a terminal the bar of the lowest rank that has
     one stays at the bottom, below all lines. Otherwise it is written as a line every ten seconds, and once at the end.
-
-    Attributes:
-        closed: Whether the output can no longer be written, as after ``| head``.
     """
 
     def __init__(
@@ -52,7 +49,6 @@ class Output:
             columns: Width of the terminal on standard error; None if it is not a terminal.
             clock: Returns seconds.
         """
-        self.closed = False
         self._targets = targets
         self._columns = columns
         self._clock = clock
@@ -124,13 +120,8 @@ class Output:
         self._put(stream, line)
 
     def _put(self, stream: Stream, data: bytes) -> None:
-        if self.closed:
-            return
-        try:
-            self._targets[stream].write(data)
-            self._targets[stream].flush()
-        except OSError:  # BrokenPipeError after | head; a full disk behind a file
-            self.closed = True
+        self._targets[stream].write(data)
+        self._targets[stream].flush()
 
 
 def terminal_columns(standard_error: BinaryIO) -> int | None:

@@ -7,8 +7,9 @@ import json
 import math
 import time
 from collections.abc import Callable
+from io import FileIO
 from pathlib import Path
-from typing import Any, TextIO, TypeVar
+from typing import Any
 
 from rich import box
 from rich.console import Console
@@ -24,8 +25,6 @@ from fullshard.train.reporting.flops import Flops
 from fullshard.train.reporting.reports import CheckpointReport, EvaluationReport, RunStart, RunSummary, StepReport
 from fullshard.train.reporting.scores import format_metric
 from fullshard.train.reporting.trace import TRACE_NAME, StepTrace
-
-T = TypeVar("T")
 
 METRICS_NAME = "metrics.jsonl"
 PREDICTIONS_NAME = "predictions.jsonl"
@@ -97,21 +96,33 @@ class StepLog:
 class FileSink(Sink):
     """Sink that writes ``run.json``, ``metrics.jsonl``, ``trace.json``, and at the end predictions and summary.
 
-    Every method raises a CheckpointError if the directory or a file in it cannot be written.
+    ``start`` and ``finish`` raise a CheckpointError if the directory or a file in it cannot be written. In between that
+    does not end the run: the lines wait in memory for room on the disk.
     """
 
-    def __init__(self, output_dir: Path, *, logging_steps: int = 1) -> None:
-        """Write into ``output_dir``: one line for every ``logging_steps``-th step, each evaluation and checkpoint."""
+    def __init__(
+        self, output_dir: Path, *, logging_steps: int = 1, say: Callable[[str], None] = lambda line: None
+    ) -> None:
+        """Write into ``output_dir``: one line for every ``logging_steps``-th step, each evaluation and checkpoint.
+
+        ``say`` receives a line if a file cannot be written.
+        """
         self.output_dir = output_dir
         self._log = StepLog(logging_steps)
-        self._metrics: TextIO | None = None
+        self._say = say
+        self._metrics: FileIO | None = None
+        self._unwritten = b""
+        self._told = False
         self._flops: Flops | None = None
 
     def start(self, run: RunStart) -> None:
         """Start the metrics file, or truncate it after the step that the run resumes from; delete earlier results."""
         self._log.start(run)
         self._flops = run.flops
-        self._metrics = self._tried(lambda: self._open(run))
+        try:
+            self._metrics = self._open(run)
+        except OSError as error:
+            raise CheckpointError(f"Could not write to {self.output_dir}: {error}.") from error
         write_text(self.output_dir / RUN_NAME, json.dumps(run.as_dict(), indent=2, ensure_ascii=False) + "\n")
 
     def step(self, report: StepReport) -> None:
@@ -129,7 +140,10 @@ class FileSink(Sink):
 
     def trace(self, trace: StepTrace) -> None:
         """Write the trace."""
-        write_text(self.output_dir / TRACE_NAME, json.dumps(trace.as_dict()) + "\n")
+        try:
+            write_text(self.output_dir / TRACE_NAME, json.dumps(trace.as_dict()) + "\n")
+        except CheckpointError as error:
+            self._say(f"warning: the recorded step will be missing from the report: {error} Training continues.")
 
     def finish(self, summary: RunSummary) -> None:
         """Write predictions and summary; the summary last, because it marks the run as complete."""
@@ -143,11 +157,11 @@ class FileSink(Sink):
         """Append the last step, if it was not logged, and close the metrics file."""
         if self._metrics is None:
             return
-        try:
-            self._append_rest()
-        finally:
-            self._metrics.close()
-            self._metrics = None
+        self._append_rest()
+        if self._unwritten:
+            self._say(f"warning: {METRICS_NAME} lacks its last {len(self._unwritten.splitlines()):,} lines")
+        self._metrics.close()
+        self._metrics = None
 
     def _append_rest(self) -> None:
         if (rest := self._log.rest()) is not None:
@@ -160,28 +174,28 @@ class FileSink(Sink):
             values["mfu"] = self._flops.utilisation(tokens=tokens, target_tokens=targets, seconds=report.seconds)
         self._append(values)
 
-    def _open(self, run: RunStart) -> TextIO:
+    def _open(self, run: RunStart) -> FileIO:
         self.output_dir.mkdir(parents=True, exist_ok=True)
         # A resumed run does not record a step again, so the earlier trace is kept.
         for name in (SUMMARY_NAME, PREDICTIONS_NAME, *(() if run.resumed_step else (TRACE_NAME,))):
             (self.output_dir / name).unlink(missing_ok=True)
         path = self.output_dir / METRICS_NAME
         write_text(path, _records_until(run, path))
-        return path.open("a", encoding="utf-8")
+        return FileIO(path, "a")
 
     def _append(self, values: dict[str, Any]) -> None:
-        def write() -> None:
-            assert self._metrics is not None, "start() opens the file"
-            self._metrics.write(json.dumps(values) + "\n")
-            self._metrics.flush()
-
-        self._tried(write)
-
-    def _tried(self, action: Callable[[], T]) -> T:
+        assert self._metrics is not None, "start() opens the file"
+        self._unwritten += json.dumps(values).encode() + b"\n"
         try:
-            return action()
+            while self._unwritten:
+                self._unwritten = self._unwritten[self._metrics.write(self._unwritten) :]
         except OSError as error:
-            raise CheckpointError(f"Could not write to {self.output_dir}: {error}.") from error
+            if not self._told:
+                self._say(
+                    f"warning: {METRICS_NAME} cannot be written: {error.strerror}. Training continues; the lines are "
+                    f"written when there is room in {self.output_dir}, at the latest when the run ends."
+                )
+            self._told = True
 
 
 class ConsoleSink(Sink):

@@ -241,6 +241,35 @@ def test_a_directory_that_cannot_be_written_is_a_clear_error(tmp_path):
     sink.close()
 
 
+def test_a_full_disk_costs_no_line_once_there_is_room(tmp_path):
+    said = []
+    sink = FileSink(tmp_path, say=said.append)
+    sink.start(START)
+    room, sink._metrics = sink._metrics, io.FileIO("/dev/full", "a")
+    sink.step(step(1))
+    sink.step(step(2))
+    assert len(said) == 1
+    assert "metrics.jsonl cannot be written: No space left on device. Training continues" in said[0]
+    sink._metrics.close()
+    sink._metrics = room
+    sink.step(step(3))
+    sink.close()
+    assert [record["step"] for record in read_jsonl(tmp_path / "metrics.jsonl")] == [1, 2, 3]
+    assert len(said) == 1
+
+
+def test_lines_that_no_disk_took_are_counted_at_the_end(tmp_path):
+    said = []
+    sink = FileSink(tmp_path, say=said.append)
+    sink.start(START)
+    sink._metrics.close()
+    sink._metrics = io.FileIO("/dev/full", "a")
+    sink.step(step(1))
+    sink.step(step(2))
+    sink.close()
+    assert "lacks its last 2 lines" in said[-1]
+
+
 def console_output(*, terminal):
     stream = io.StringIO()
     run_through(ConsoleSink(Console(file=stream, force_terminal=terminal, width=100, color_system=None), samples=3))
