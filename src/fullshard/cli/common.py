@@ -135,8 +135,7 @@ def start_ranks(
     Returns:
         None on success, otherwise why the first failing rank failed or that the run was stopped.
     """
-    # The ranks print nothing until their imports are done, which takes seconds.
-    say(f"starting {nproc} rank{'s' if nproc > 1 else ''}")
+    say(f"starting {nproc} rank{'s' if nproc > 1 else ''}; importing torch and transformers takes some seconds")
     return launch(rank_command(program, arguments), nproc=nproc, saves=saves, max_restarts=max_restarts, notice=notice)
 
 

@@ -25,7 +25,8 @@ class EvaluationConfig(ConfigSection):
     num_samples_shown: NonNegativeInt = 5
     """Predictions printed next to their references at the end."""
     max_new_tokens: PositiveInt | None = None
-    """Maximum tokens generated per row; null: data.max_target_length."""
+    """Maximum tokens generated per row; null: those of the longest target, or data.max_target_length where rows are
+    streamed or there is no run."""
     min_new_tokens: NonNegativeInt = 0
     """Minimum tokens generated per row."""
     num_beams: PositiveInt = 1

@@ -61,7 +61,7 @@ class AroundSteps:
         """
         self._config, self._data, self._held_out, self._several = config, data, held_out, several
         self._frozen = describe_quantization(config) is None
-        self._writes = _Writing(GenerationSpec.of(config))
+        self._writes = _Writing(GenerationSpec.of(data.settled(config)))
 
     def phases(self, model: Any, optimizer: Any, comm: Comm) -> Mapping[str, Callable[[Meter], None]]:
         """Return the phases to plan after the steps of ``model``, by name."""

@@ -67,19 +67,18 @@ def _train(options: argparse.Namespace, *, is_first: bool) -> None:
     asked = config.resume
     require_base(config.model)
     require_output_dir(config.output_dir)
+    tell = say if is_first else lambda line: None
+    tell("reading the data")
     # Tokenizing may take long, so it comes before the process group: no rank waits in a collective.
     with WorkProgress("tokenizing", shown=is_first) as progress:
-        prepared = prepare(
-            config, say=say if is_first else lambda line: None, progress=lambda what, done, total: progress(done, total)
-        )
+        prepared = prepare(config, say=tell, progress=lambda what, done, total: progress(done, total))
     comm = init_from_env()
     # The record is on the machine that rank 0 was on; that may be another one now, or lost.
     noted = comm.all_gather_object(resume_again(asked))
     options.overrides = [*options.overrides, *next(filter(None, noted), [])]
     config = load(())
-    tell = say if is_first else lambda line: None
-    chosen = chosen_precision(load, comm, tell)
-    chosen = (*chosen, *chosen_settings(lambda more: load([*chosen, *more]), prepared, comm, tell))
+    precision = chosen_precision(load, comm, tell)
+    chosen = (*precision, *chosen_settings(lambda more: load([*precision, *more]), prepared, comm, tell))
     config = load(chosen)
     planned = None if options.no_plan else check_memory(lambda more: load([*chosen, *more]), prepared, comm, tell)
     push = _uploads(config) if is_first else None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import shlex
 import time
 from collections.abc import Callable
 from io import FileIO
@@ -295,7 +296,12 @@ class ConsoleSink(Sink):
                 f"{summary.metric} {format_metric(summary.metric, summary.value)} on {self._validation_rows:,} "
                 f"held-out rows, after step {summary.best_step:,}{basis}"
             )
+        directory = shlex.quote(summary.output_dir)
         self._print(f"model saved in {summary.output_dir}")
+        self._print("next:")
+        self._print(f"  fullshard report {directory}          # one page: score, curves, memory, samples")
+        self._print(f"  fullshard predict {directory} FILE    # texts for the rows of a table")
+        self._print(f"  fullshard chat {directory}            # or line by line")
 
     def close(self) -> None:
         """Remove the bar from the terminal."""

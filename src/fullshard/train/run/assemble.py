@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 class Assembly:
     """The parts of a run on one rank."""
 
-    config: RunConfig  # the run's settings, including the chosen separator
+    config: RunConfig  # the run's settings, and what its data decides
     comm: Comm  # the ranks
     tokenizer: PreTrainedTokenizerBase  # the model's tokenizer
     model: PreTrainedModel  # the sharded model, in training mode; with an adapter, peft's model around it
@@ -78,7 +78,7 @@ def assemble(
     ready_data = prepared or together(comm, lambda: prepare(config))
     tokenizer, train_set, causal = ready_data.tokenizer, ready_data.train_set, ready_data.causal
     require_same_rows(comm, ready_data)
-    config = _with_separator(config, ready_data.separator)
+    config = ready_data.settled(config)
     evaluation = together(comm, lambda: make_evaluation(config, ready_data))
     plan = together(comm, lambda: make_plan(config, train_set, comm.size, causal=causal, group=group))
     of_device = settled(config, Devices.of_ranks(comm))
@@ -121,11 +121,6 @@ def assemble(
         system_turns=ready_data.system_turns,
         base=quantised_base(model, config, ready_data.model_directory, comm),
     )
-
-
-def _with_separator(config: RunConfig, separator: str | None) -> RunConfig:
-    """Return the settings with the chosen separator, so that it is recorded and used for predictions."""
-    return config.model_copy(update={"data": config.data.model_copy(update={"separator": separator})})
 
 
 _MAY_DIFFER = re.compile(r"nproc|model\.path|data\.(sets\.[^.]+\.)?(train_file|validation_file)|data\.cache_dir")
@@ -200,4 +195,4 @@ def make_evaluation(config: RunConfig, prepared: Prepared) -> EvaluationSpec | N
         majority=[one.majority for one in prepared.sets for _ in one.held_out],
         sets=sets if config.data.sets else {},
     )
-    return evaluation_spec(config, rows)
+    return evaluation_spec(prepared.settled(config), rows)

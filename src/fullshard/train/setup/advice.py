@@ -101,6 +101,8 @@ def _on_limit(config: RunConfig, prepared: Prepared) -> Iterator[str]:
         return
     limit = settings.max_new_tokens or config.data.max_target_length
     longest = max(one.target_stats.longest for one in (prepared.train_set, prepared.held_out_set))
+    if limit == prepared.longest_target:
+        yield f"evaluations write up to {limit} tokens a row, as the longest target has (evaluation.max_new_tokens)"
     if limit >= _FAR * longest and limit - longest >= _LEAST_SAVED:
         yield (
             f"evaluations write up to {limit} tokens a row and the longest target has {longest}: "

@@ -82,6 +82,24 @@ class Prepared:
     # ``system_turns`` of each set whose training rows are conversations
     system_turns: Mapping[str, Sequence[Turn] | None] = field(default_factory=dict)
 
+    @property
+    def longest_target(self) -> int | None:
+        """Tokens of the longest target, training and held-out; None if not all rows have been tokenized."""
+        sets = [one for one in (self.train_set, self.held_out_set) if one is not None]
+        return None if any(one.estimated for one in sets) else max(int(one.target_ids.lengths.max()) for one in sets)
+
+    def settled(self, config: RunConfig) -> RunConfig:
+        """Return the settings with what the data decides, so that it is recorded and holds for new rows; any rank.
+
+        The separator, and the tokens that an evaluation writes: as many as the longest target has.
+        """
+        evaluation, data = config.evaluation, config.data
+        if evaluation.max_new_tokens is None and self.longest_target is not None:
+            tokens = max(evaluation.min_new_tokens, self.longest_target)
+            evaluation = evaluation.model_copy(update={"max_new_tokens": tokens})
+        data = data.model_copy(update={"separator": self.separator})
+        return config.model_copy(update={"data": data, "evaluation": evaluation})
+
 
 def prepare(
     config: RunConfig,

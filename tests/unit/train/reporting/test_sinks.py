@@ -298,6 +298,7 @@ def test_the_end_shows_result_samples_and_memory():
     assert "source [bold]1 " not in text
     assert text.count("90.0 MiB") == 1
     assert "model saved in out" in text
+    assert "fullshard report out" in text.rpartition("next:")[2]
     assert "checkpoint of step 25 saved (12.0 MiB in 0.4 s)\n" in text
 
 

@@ -82,12 +82,16 @@ def test_held_out_rows_that_are_training_rows(tmp_path):
 def test_targets_far_shorter_than_the_limit(tmp_path):
     evaluation = {"metric": "exact_match", "max_new_tokens": 128}
     (line,) = said(tmp_path, evaluation=evaluation)
-    longest = prepare(RunConfig.model_validate(settings(tmp_path))).train_set.target_stats.longest
+    prepared = prepare(RunConfig.model_validate(settings(tmp_path)))
+    longest = prepared.train_set.target_stats.longest
     assert f"write up to 128 tokens a row and the longest target has {longest}: " in line
     better = int(line.partition("evaluation.max_new_tokens=")[2].split()[0])
     assert longest <= better < 128
     assert said(tmp_path, evaluation={**evaluation, "max_new_tokens": better}) == ()
     assert said(tmp_path, evaluation={**evaluation, "metric": "perplexity"}) == ()
+    limit = prepared.longest_target
+    (line,) = said(tmp_path, evaluation={**evaluation, "max_new_tokens": limit})
+    assert f"write up to {limit} tokens a row" in line
 
 
 def test_the_start_and_the_dry_run_say_it(tmp_path):

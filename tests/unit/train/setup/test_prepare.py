@@ -3,6 +3,7 @@
 import datetime
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,6 +17,7 @@ from fullshard.launch.programs import evaluate as evaluate_program
 from fullshard.launch.programs.evaluate import with_rows
 from fullshard.models import kind
 from fullshard.testing import run_ranks
+from fullshard.train.run.assemble import make_evaluation
 from fullshard.train.setup import prepare as prepare_module, set_rows as module
 from fullshard.train.setup.prepare import prepare, prepare_tokenizer
 from support.tiny_run import LABELS, settings, write_rows
@@ -307,6 +309,34 @@ def write_talks(directory, count):
             ]
             file.write(json.dumps({"messages": turns}) + "\n")
     return {"train_file": str(path), "validation_fraction": 0.3, "cache_dir": str(directory / "cache")}
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_an_evaluation_writes_as_many_tokens_as_the_longest_target_has_unless_set(tmp_path, causal):
+    changes = (gpt2_directory(tmp_path) if causal else {}) | {"data__max_target_length": 64, "evaluation": {}}
+    config = config_of(tmp_path, **changes)
+    with (tmp_path / "held_out.csv").open("a") as file:
+        file.write("a longer one,exchange_rate and lost_card\n")
+    prepared = prepare(config)
+    rows = [row for name in ("train", "held_out") for row in (tmp_path / f"{name}.csv").read_text().splitlines()[1:]]
+    ids = prepared.tokenizer([row.rpartition(",")[2] for row in rows], add_special_tokens=False)["input_ids"]
+    longest = max(map(len, ids)) + 1  # and the end
+    assert longest < 64
+    assert prepared.settled(config).evaluation.max_new_tokens == longest
+    assert make_evaluation(config, prepared).generation.max_new_tokens == longest
+    for set_by_user in (3, 60):
+        chosen = config_of(tmp_path, **changes | {"evaluation": {"max_new_tokens": set_by_user}})
+        assert make_evaluation(chosen, prepared).generation.max_new_tokens == set_by_user
+    at_least = config_of(tmp_path, **changes | {"evaluation": {"min_new_tokens": 50}})
+    assert make_evaluation(at_least, prepared).generation.max_new_tokens == 50
+
+
+def test_streamed_rows_may_have_targets_longer_than_the_sample(tmp_path):
+    config = config_of(tmp_path, data__streaming=True, data__max_target_length=64, evaluation={})
+    prepared = prepare(config)
+    estimated = replace(prepared, train_set=replace(prepared.train_set, estimated=True))
+    assert estimated.settled(config).evaluation.max_new_tokens is None
+    assert make_evaluation(config, estimated).generation.max_new_tokens == 64
 
 
 def test_an_encoder_decoder_learns_each_answer_and_is_measured_on_the_last(tmp_path):
