@@ -1,5 +1,6 @@
 """Configuration: the schema of the run file, and reading it."""
 
+from fullshard.config.changed import changed_settings as changed_settings, flat_settings as flat_settings
 from fullshard.config.data import DataConfig as DataConfig
 from fullshard.config.evaluation import EvaluationConfig as EvaluationConfig
 from fullshard.config.load import check_run as check_run, load_run as load_run, require_output_dir as require_output_dir

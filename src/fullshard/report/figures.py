@@ -45,6 +45,9 @@ KINDS = {
 
 _COMPUTES = ("forward", "backward", "optimizer")
 
+_LONG_STEP_S = 10.0
+"""A step from this length on is drawn in seconds."""
+
 
 @dataclass(frozen=True)
 class Figure:
@@ -266,7 +269,7 @@ def stacked(
         "hovermode": "x unified",
         "showlegend": True,
         "legend": {"traceorder": "normal"},
-        "xaxis": {"title": {"text": axis[0]}, "range": [0, axis[1]]},
+        "xaxis": {"title": {"text": axis[0]}, "range": [0, axis[1]], "tickformat": WHOLE},
         "yaxis": {"title": {"text": unit}, "rangemode": "tozero", "tickformat": WHOLE},
     }
     return {"data": data, "layout": layout}
@@ -298,8 +301,9 @@ def schedule_height(rows: Sequence[str]) -> int:
 
 
 def _gantt(rank: RankTrace, rows: Sequence[str]) -> Record:
-    events = [Bar(event.unit, event.kind, event.start_s * 1e3, event.end_s * 1e3) for event in rank.events]
-    return gantt(events, rows, ("milliseconds from the start of the step", rank.seconds * 1e3), "ms")
+    unit, measure, times = ("milliseconds", "ms", 1e3) if rank.seconds < _LONG_STEP_S else ("seconds", "s", 1.0)
+    events = [Bar(event.unit, event.kind, event.start_s * times, event.end_s * times) for event in rank.events]
+    return gantt(events, rows, (f"{unit} from the start of the step", rank.seconds * times), measure)
 
 
 @dataclass(frozen=True)
@@ -332,7 +336,7 @@ def gantt(events: Iterable[Bar], rows: Sequence[str], axis: tuple[str, float], m
         "barmode": "overlay",
         "showlegend": True,
         "hovermode": "closest",
-        "xaxis": {"title": {"text": axis[0]}, "range": [0, axis[1]]},
+        "xaxis": {"title": {"text": axis[0]}, "range": [0, axis[1]], "tickformat": WHOLE},
         "yaxis": {
             "range": [len(rows) - 0.5, -0.5],
             "tickvals": list(range(len(rows))),

@@ -77,6 +77,7 @@ th, td { text-align: left; padding: 6px 14px; border-top: 1px solid var(--line);
   font-weight: 400; }
 thead th { color: var(--soft); font-size: 12.5px; vertical-align: bottom; border-top: 0; }
 .number { text-align: right; white-space: nowrap; }
+thead .number { white-space: normal; }
 tbody th { white-space: nowrap; }
 .texts td { width: 32%; }
 .texts td:nth-child(4) { width: 4%; white-space: nowrap; }
@@ -103,7 +104,16 @@ footer { color: var(--soft); font-size: 13px; padding-top: 30px; padding-bottom:
 """
 
 SCRIPT = """
-(() => {
+(async () => {
+  if (!("DecompressionStream" in window)) {
+    document.getElementById("old").hidden = false;
+    return;
+  }
+  const packed = Uint8Array.from(atob(document.getElementById("plotly").textContent), (one) => one.charCodeAt(0));
+  const unpacked = new Blob([packed]).stream().pipeThrough(new DecompressionStream("deflate"));
+  const library = document.createElement("script");
+  library.textContent = await new Response(unpacked).text();
+  document.head.append(library);
   const figures = JSON.parse(document.getElementById("figures").textContent);
   const chosen = {};
   const paint = (value, style) => {
@@ -116,7 +126,8 @@ SCRIPT = """
     return value;
   };
   const axis = { gridcolor: "var(--grid)", linecolor: "var(--line)", zerolinecolor: "var(--grid)", automargin: true,
-    ticks: "", exponentformat: "e", title: { font: { size: 12, color: "var(--soft)" }, standoff: 8 },
+    ticks: "", exponentformat: "e", minexponent: 5, separatethousands: true,
+    title: { font: { size: 12, color: "var(--soft)" }, standoff: 8 },
     tickfont: { size: 11.5, color: "var(--soft)" } };
   const merge = (one, two) => {
     const both = { ...one };

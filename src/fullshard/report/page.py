@@ -8,6 +8,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from fullshard.config import changed_settings, flat_settings
 from fullshard.data import ONE_ROW
 from fullshard.report import figures, tables
 from fullshard.report.curves import MOST_POINTS, series
@@ -187,7 +188,7 @@ def _memory(files: RunFiles) -> PageSection:
         drawn.append(figures.memory_timeline(files.trace, chosen))
     if drawn:
         plan = files.run.get("plan") or {}
-        planned = {rank["rank"]: rank["peak"] for rank in plan.get("memory", ())}
+        planned = {rank["rank"]: rank for rank in plan.get("memory", ())}
         body = placeholders(drawn) + tables.memory_table(ranks, planned)
     if files.trace is not None:
         body += tables.timeline_table(files.trace.ranks)
@@ -267,9 +268,17 @@ def _samples(files: RunFiles) -> PageSection:
 
 def _settings(files: RunFiles) -> PageSection:
     config, versions, units = files.fact("config"), files.fact("versions"), files.fact("unit_table")
-    body = tables.settings_table("Settings of the run, including defaults", config) if config else ""
+    body = ""
+    if config:
+        every = dict(flat_settings(config))
+        body = tables.settings_table("Settings of the run that differ from the defaults", changed_settings(config))
+        body += _folded(f"All {len(every)} settings", tables.settings_table("With defaults", every))
     body += tables.settings_table("Versions", versions) if versions else ""
     if isinstance(units, str):
-        body += f"<details><summary>Sharded units</summary><pre>{escape(units)}</pre></details>"
+        body += _folded("Sharded units", f"<pre>{escape(units)}</pre>")
     missing = " ".join(files.missing[name] for name in (RUN_NAME, SUMMARY_NAME) if name in files.missing)
     return PageSection("settings", "Configuration", body or tables.note(missing))
+
+
+def _folded(title: str, body: str) -> str:
+    return f"<details><summary>{escape(title)}</summary>{body}</details>"

@@ -53,8 +53,12 @@ def resting(rank: RankTrace) -> Record:
     return {"rank": rank.rank, **last, "peak": rank.peak_bytes}
 
 
-def memory_table(ranks: Sequence[Mapping[str, int]], planned: Mapping[int, int]) -> str:
-    """Return a table of each rank's memory, next to its planned peak if there is a plan."""
+def memory_table(ranks: Sequence[Mapping[str, int]], planned: Mapping[int, Mapping[str, int]]) -> str:
+    """Return a table of each rank's memory, next to its planned peak if there is a plan, each with the same contents.
+
+    ``planned`` has the bytes of ``peak``, and of ``copies`` for checkpoints and snapshots where the measured tensors
+    include them.
+    """
     columns = {
         "parameters": "parameters",
         "gradients": "gradients",
@@ -66,9 +70,11 @@ def memory_table(ranks: Sequence[Mapping[str, int]], planned: Mapping[int, int])
     there = {key: title for key, title in columns.items() if any(key in rank for rank in ranks)}
     rows = [[f"rank {rank['rank']}", *(format_bytes(rank.get(key, 0)) for key in there)] for rank in ranks]
     if planned:
-        there["planned"] = "planned for the largest batch"
+        copies = any(one.get("copies") for one in planned.values())
+        there["planned"] = f"planned for the largest batch{', with all copies for restarts and saving' * copies}"
         for row, rank in zip(rows, ranks, strict=True):
-            row.append(format_bytes(planned[rank["rank"]]) if rank["rank"] in planned else "none")
+            of_rank = planned.get(rank["rank"])
+            row.append("none" if of_rank is None else format_bytes(of_rank["peak"] + of_rank.get("copies", 0)))
     return table("Tensor memory of each rank", ["", *there.values()], rows)
 
 
@@ -183,13 +189,6 @@ def set_table(sets: Sequence[Record], best: Record | None) -> str:
 
 
 def settings_table(caption: str, values: Mapping[str, Any]) -> str:
-    """Return a table of nested settings, one per line."""
-    return table(caption, ["setting", "value"], _flat(values), numbers_from=2)
-
-
-def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, str]]:
-    for key, value in values.items():
-        if isinstance(value, Mapping) and value:
-            yield from _flat(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", "not set" if value is None else str(value)
+    """Return a table of settings by dotted key, one per line."""
+    rows = [(key, "not set" if value is None else str(value)) for key, value in values.items()]
+    return table(caption, ["setting", "value"], rows, numbers_from=2)

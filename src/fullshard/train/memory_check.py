@@ -283,6 +283,8 @@ def _values(everyone: Sequence[_Rank], fullest: int) -> dict[str, Any]:
             "gathered_peak": plan.account["gathered"],
             "gradient_buffer_peak": plan.account["gradients"],
             "peak": plan.peak_bytes,
+            # Tensors measured on the CPU include the copies in the host's memory.
+            "copies": sum(plan.host.values()) if plan.device is None else 0,
         }
         for plan in plans
     ]

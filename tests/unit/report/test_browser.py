@@ -1,5 +1,6 @@
 """The page in a real browser: every chart is drawn, in light and dark, without an error or a request."""
 
+import json
 import re
 import shutil
 import subprocess
@@ -7,7 +8,8 @@ import subprocess
 import pytest
 
 from fullshard.report import write_report
-from support.report_run import write_finished, write_small
+from fullshard.train.reporting.trace import StepTrace
+from support.report_run import UNITS, rank_trace, write_finished, write_small
 
 pytestmark = pytest.mark.slow
 
@@ -77,3 +79,25 @@ def step_labels(drawn):
     for chart in drawn.split('class="js-plotly-plot"')[1:]:
         if re.search(r'class="xtitle"[^>]*>step<', chart):
             yield re.findall(r'class="xtick"><text[^>]*>(.*?)</text>', chart)
+
+
+MEASURE = """<script>
+document.documentElement.dataset.cut = [...document.querySelectorAll(".scroll")]
+  .filter((one) => one.scrollWidth > one.clientWidth).map((one) => one.innerText.slice(0, 60)).join("; ");
+</script>"""
+
+
+def test_a_long_step_is_in_seconds_and_no_table_is_cut(run, tmp_path):
+    """A step of 15 s had ticks such as 0.5e+4 milliseconds, and its table was wider than a window of 1280 pixels."""
+    write_finished(tmp_path)
+    trace = StepTrace(3, "cpu", UNITS, (rank_trace(0, seconds=15.25), rank_trace(1, seconds=15.25)))
+    (tmp_path / "trace.json").write_text(json.dumps(trace.as_dict()))
+    write_report(tmp_path)
+    page = tmp_path / "report.html"
+    page.write_text(page.read_text().replace("</body>", f"{MEASURE}</body>"))
+    drawn = browse(tmp_path, LIGHT, "--dump-dom").stdout
+    assert re.search(r'data-cut="([^"]*)"', drawn).group(1) == ""
+    assert "seconds from the start of the step" in drawn
+    labels = re.findall(r'class="[xy]tick"><text[^>]*>(.*?)</text>', drawn)
+    assert labels
+    assert not [label for label in labels if "e+" in label]

@@ -1,13 +1,16 @@
 """The report: whole in itself, true to the run's files, and never undone by what is in them."""
 
 import argparse
+import base64
 import json
 import re
+import zlib
 from html.parser import HTMLParser
 
 import pytest
 
 from fullshard.cli import report as verb
+from fullshard.config import RunConfig
 from fullshard.errors import CheckpointError, ConfigError
 from fullshard.report import figures, frame, write_report
 from fullshard.report.curves import MOST_POINTS, smooth, thin
@@ -17,6 +20,7 @@ from fullshard.report.numbers import memory_unit, number, share, shown
 from fullshard.report.page import MOST_RANKS, headline, make_page
 from fullshard.sizes import format_duration
 from support.report_run import NASTY, RUN, UNITS, make_trace, write_finished, write_small, write_unfinished
+from support.tiny_run import settings
 
 VOID = {"meta", "br", "img", "link", "input", "hr"}
 
@@ -82,7 +86,11 @@ def test_what_comes_from_data_is_escaped(finished):
     source = make_page(read_run(finished))
     assert "alert('x')" not in source.replace("&#x27;", "'").replace("&lt;", "<").split("<script")[0].split("<body")[0]
     found = Page(source)
-    assert [a for t, a in found.tags if t == "script"] == [{"type": "application/json", "id": "figures"}, {}, {}]
+    assert [a for t, a in found.tags if t == "script"] == [
+        {"type": "application/json", "id": "figures"},
+        {"type": "text/plain", "id": "plotly"},
+        {},
+    ]
     assert not [a for _, a in found.tags if "onerror" in a]
     assert NASTY in found.text()
     assert "<script" not in json.dumps(found.figures())
@@ -185,11 +193,25 @@ def test_the_timeline_adds_up_to_the_peak(finished):
 def test_the_planned_peak_is_beside_the_measured_one(finished, tmp_path):
     assert "planned for the largest batch" not in made(finished).text()
     write_finished(tmp_path)
-    plan = {"memory": [{"rank": 0, "peak": 63 << 20}]}
+    plan = {"memory": [{"rank": 0, "peak": 63 << 20, "copies": 2 << 20}, {"rank": 1, "peak": 63 << 20}]}
     (tmp_path / "run.json").write_text(json.dumps({**RUN, "plan": plan}))
     found = made(tmp_path).text()
     assert "planned for the largest batch" in found
+    assert "with all copies for restarts and saving" in found
     assert "63.0 MiB" in found
+    assert "65.0 MiB" in found
+
+
+def test_the_settings_that_differ_come_first_and_all_are_folded(tmp_path):
+    config = RunConfig.model_validate(settings(tmp_path, training__learning_rate=3e-3, model={"path": "my-t5"}))
+    write_finished(tmp_path)
+    (tmp_path / "run.json").write_text(json.dumps({**RUN, "config": config.as_plain()}))
+    source = make_page(read_run(tmp_path))
+    shown, folded = source.split("All ")[0], source.split("<summary>All ")[1]
+    assert "training.learning_rate" in shown
+    assert "training.weight_decay" not in shown
+    assert "training.weight_decay" in folded
+    assert int(folded.split()[0]) >= len(config.as_flat())
 
 
 def test_of_many_ranks_the_slowest_and_the_fullest_are_there(tmp_path):
@@ -298,8 +320,9 @@ def test_the_page_holds_plotly_once_and_is_a_few_megabytes(finished, tmp_path):
     pytest.importorskip("plotly")
     written = write_report(finished, tmp_path / "mine.html")
     source = (tmp_path / "mine.html").read_text()
-    assert written["bytes"] == len(source.encode()) < 6_000_000
-    assert source.count("plotly.js v") == 1
+    assert written["bytes"] == len(source.encode()) < 2_300_000
+    packed = re.search(r'<script type="text/plain" id="plotly">(.*?)</script>', source).group(1)
+    assert "plotly.js v" in zlib.decompress(base64.b64decode(packed)).decode()[:200]
     assert source.count("</script>") == 3
     assert re.search(r"about \d\.\d MiB", source)
 
