@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from fullshard.cli.questionnaire import DEFAULT_PATH, run_questions
 from fullshard.compat.accelerate_config.file import read_accelerate_file
 from fullshard.compat.accelerate_config.run_file import LEFT, run_file_text
 from fullshard.compat.accelerate_config.translate import nested, translate
-from fullshard.config import load_run, require_base
+from fullshard.config import changed_settings, load_run, require_base
 from fullshard.errors import ConfigError
 from fullshard.launch import choose_nproc
 from fullshard.launch.messages import say
@@ -53,7 +54,8 @@ examples:
 """
 
 CHECK_DESCRIPTION = """\
-Read a run file with its overrides and print every setting with defaults filled in, or report all problems at once.
+Read a run file with its overrides. Prints the settings that differ from the defaults and "no problem found", or all
+problems at once. --all prints every setting with defaults filled in.
 
 With --dry-run, do everything that train does before its first step, on this machine's CPU and without the model's
 weights: read and tokenize the data (which stays in the cache for train) and lay out the model over the ranks. Shows the
@@ -121,6 +123,7 @@ def _add_check(actions: Any) -> None:
     add_run_arguments(check)
     add_config_file(check)
     check.add_argument("--dry-run", action="store_true", help="do everything before the first step, without weights")
+    check.add_argument("--all", action="store_true", help="print every setting, as a run file")
     check.add_argument(
         "--world-size",
         metavar="N",
@@ -194,8 +197,25 @@ def run_check(options: argparse.Namespace) -> None:
     if not options.dry_run:
         if config.training.precision == "fp16":  # only this check loads the program, which is slow to import
             load_program(PROGRAM).check_kind(config)
-        print(json.dumps(plain) if options.json else yaml.safe_dump(plain, sort_keys=False, allow_unicode=True), end="")
+        _print_settings(options, plain)
         return
     world_size = options.world_size or choose_nproc(config.nproc)
     found = load_program(PROGRAM).dry_run(config, world_size)
+    if options.all and not options.json:
+        _print_settings(options, plain)
     print(json.dumps({"config": plain, **found.as_dict()}) if options.json else found)
+
+
+def _print_settings(options: argparse.Namespace, plain: Mapping[str, Any]) -> None:
+    """Print the settings of a run file without problems: all, or those that differ from the defaults."""
+    if options.json:
+        print(json.dumps(plain))
+        return
+    if options.all:
+        print(f"{yaml.safe_dump(plain, sort_keys=False, allow_unicode=True)}# no problem found")
+        return
+    changed = changed_settings(plain)
+    print(f"{len(changed)} settings differ from the defaults (--all prints every one):")
+    for key, value in changed.items():
+        print(f"  {key}: {json.dumps(value, ensure_ascii=False)}")
+    print(f"no problem found in {options.config}; --dry-run also checks data and model")

@@ -68,8 +68,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """Parse a command line. An invalid one ends the process with exit code 2. The result's ``run`` is the verb."""
+    """Parse a command line. The result's ``run`` is the verb.
+
+    An invalid command line ends the process with exit code 2; an empty one prints the help and ends it with 0.
+    """
     parser = make_parser()
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if not arguments:
+        parser.print_help()
+        parser.exit()
     options, rest = parser.parse_known_args(arguments)
     # argparse accepts overrides in one place only, but a user may also add some after an option.
     takes_overrides = hasattr(options, "overrides")

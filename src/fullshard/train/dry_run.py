@@ -117,7 +117,7 @@ class DryRun:
             *self.notes,
             f"{self.total_steps:,} steps, {self.steps_per_epoch:,} an epoch",
             f"memory of each rank: {memory} at most; activations are additional and depend on the batch",
-            "ready for the first step",
+            "no problem found: ready for the first step",
         ]
         return "\n".join(lines)
 

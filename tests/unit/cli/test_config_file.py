@@ -1,12 +1,13 @@
 """Accelerate's file beside a run file: its settings are the run's, contradictions are refused, and its conversion."""
 
 import json
+from pathlib import Path
 
 import pytest
 import yaml
 
 from fullshard.cli import accelerate as config_file, common, main as cli
-from fullshard.config import load_run
+from fullshard.config import RunConfig, load_run
 from support.tiny_run import write_run_file
 
 
@@ -179,6 +180,22 @@ def test_a_wrong_file_is_one_message(tmp_path, capsys):
     error = capsys.readouterr().err
     assert "fsdp_config.fsdp_shard: unknown key" in error
     assert "Traceback" not in error
+
+
+def test_a_run_file_without_problems_is_said_so_in_few_lines(tmp_path, capsys):
+    run = str(write_run_file(tmp_path, training__weight_decay=0.25))
+    assert cli.main(["config", "check", run]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-1].startswith(f"no problem found in {run}")
+    assert "  training.weight_decay: 0.25" in lines
+    assert len(lines) < 40
+    assert not any("max_grad_norm" in line for line in lines), "the default"
+    assert cli.main(["config", "check", run, "--all"]) == 0
+    every = capsys.readouterr().out
+    assert every.endswith("# no problem found\n")
+    assert RunConfig.model_validate(yaml.safe_load(every)) == load_run(Path(run), ())
+    assert cli.main(["config", "check", run, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == yaml.safe_load(every)
 
 
 def test_t5_in_fp16_is_refused_by_its_configuration_alone(tmp_path, capsys):

@@ -27,7 +27,7 @@ def test_version(capsys):
 
 @pytest.mark.parametrize(
     "arguments",
-    [[], ["trian"], ["train"], ["inspect", "x.yaml", "--world-size", "0"], ["train", "x.yaml", "--jsn", "--a=b"]],
+    [["trian"], ["train"], ["inspect", "x.yaml", "--world-size", "0"], ["train", "x.yaml", "--jsn", "--a=b"]],
 )
 def test_a_wrong_command_line_ends_with_2(arguments, capsys):
     with pytest.raises(SystemExit) as ended:
@@ -102,6 +102,15 @@ def test_inspect_prints_the_table(tmp_path, capsys):
     assert table["world_size"] == 3
     names = [unit["unit"] for unit in table["units"]]
     assert names == ["(root)", "encoder.block.0 .. 1", "decoder.block.0 .. 1"]
+
+
+def test_an_empty_command_line_is_answered_with_an_overview(capsys):
+    with pytest.raises(SystemExit) as ended:
+        cli.main([])
+    assert ended.value.code == 0
+    found = capsys.readouterr()
+    assert found.err == ""
+    assert all(verb in found.out for verb in ("init", "train", "plan", "examples:", "exit codes:"))
 
 
 def test_train_starts_the_rank_program_and_passes_on_its_failure(tmp_path, capsys, monkeypatch):
