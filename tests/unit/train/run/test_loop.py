@@ -8,6 +8,7 @@ import torch
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
 from fullshard.config import RunConfig
+from fullshard.config.recorded import recorded_run
 from fullshard.data import SourceSpec, read_split
 from fullshard.errors import CheckpointError, ConfigError, RunStopped
 from fullshard.testing import run_ranks
@@ -55,6 +56,25 @@ def test_a_run_from_start_to_end(tmp_path):
     assert read_jsonl(out / "predictions.jsonl") == [p.as_dict() for p in summary.predictions]
     held_out = read_split(SourceSpec(train_file=tmp_path / "held_out.csv"), "train").examples
     assert [(p.source, p.references) for p in summary.predictions] == [(row.source, row.references) for row in held_out]
+
+
+def test_the_length_of_texts_is_the_same_after_resuming_and_for_predictions(tmp_path):
+    """It is that of the longest target as transformers' tokenizer of the saved model counts it."""
+    changes = {"data__max_target_length": 64, "evaluation": {"metric": "exact_match"}}
+    config = RunConfig.model_validate(settings(tmp_path, **changes))
+    first = StopRequest()
+    first.requested = True
+
+    comm = run_ranks(1, lambda comm: comm)[0]
+    with pytest.raises(RunStopped):
+        train(config, comm, [FileSink(config.output_dir)], first)
+    recorded = json.loads((tmp_path / "out" / "run.json").read_text())["config"]["evaluation"]["max_new_tokens"]
+    summary = train(config, comm, [FileSink(config.output_dir)])
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
+    rows = [row for name in ("train", "held_out") for row in (tmp_path / f"{name}.csv").read_text().splitlines()[1:]]
+    longest = max(len(tokenizer(row.rpartition(",")[2])["input_ids"]) for row in rows)
+    assert summary.config["evaluation"]["max_new_tokens"] == longest
+    assert recorded == recorded_run(tmp_path / "out").evaluation.max_new_tokens == longest < 64
 
 
 def test_the_saved_model_is_the_best_and_gives_the_loss_that_was_reported(tmp_path):
