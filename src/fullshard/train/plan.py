@@ -49,7 +49,7 @@ from fullshard.sizes import format_duration
 from fullshard.train.around_steps import AroundSteps, HeldOutBatches, assumed
 from fullshard.train.run.step import StepSpec, issue_step
 from fullshard.train.setup.data_plan import make_plan
-from fullshard.train.setup.devices import Devices, settled
+from fullshard.train.setup.devices import Devices, for_devices
 from fullshard.train.setup.given_length import RowsOfLength
 from fullshard.train.setup.learning_rate import learning_rate_schedule
 from fullshard.train.setup.model import UnreadWeights, outline_model, own_loss, prepare_model, shard_model
@@ -157,7 +157,7 @@ def plan_prepared(  # noqa: PLR0913 (each caller needs another part)
         progress: Called with the steps taken and those to take, of all ranks that are planned.
     """
     refuse_unplanned(config)
-    config = settled(config, Devices.of_sheet(device))
+    config = for_devices(config, Devices.of_sheet(device))
     times = config.training.gradient_accumulation_steps
     most = times if roughly is None else min(times, 2)
     # If packed or budgeted, any micro-batch of a step may be its largest.
@@ -193,7 +193,7 @@ def plan_prepared(  # noqa: PLR0913 (each caller needs another part)
 def draw_plan(config: RunConfig, data: Prepared, plan: RunPlan) -> Course:
     """Return the course of the fullest step of ``plan``, which :func:`plan_prepared` returned for this run."""
     told = _Told(lambda done, total: None, 0)
-    config = settled(config, Devices.of_sheet(plan.device))
+    config = for_devices(config, Devices.of_sheet(plan.device))
     build = partial(_build, config, data, largest_steps(config, data, plan.world_size), None, told)
     course = rehearse_on(build, plan.rank, plan.world_size, plan.device, draws=True).course
     assert course is not None, "it was asked for"

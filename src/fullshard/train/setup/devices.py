@@ -1,4 +1,4 @@
-"""What a run computes on, and the settings that follow from it where they say ``auto``."""
+"""The devices that a run computes on, and the settings that follow from them where they say ``auto``."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def with_precision(config: RunConfig, devices: Devices) -> RunConfig:
     return _changed(config, "training", precision=precision_of(devices)[0])
 
 
-def settled(config: RunConfig, devices: Devices) -> RunConfig:
+def for_devices(config: RunConfig, devices: Devices) -> RunConfig:
     """Return the settings to build a model with; ``sharding.tables: auto`` is ``gather`` on GPUs, as no other has run.
 
     It is not recorded, unlike the precision.

@@ -47,7 +47,7 @@ from fullshard.policy import (
     WrapPolicy,
 )
 from fullshard.saving import AdaptedWeights, Pretrained
-from fullshard.train.setup.devices import Devices, settled
+from fullshard.train.setup.devices import Devices, for_devices
 from fullshard.train.setup.quantization import (
     quantise_outline,
     quantises_head,
@@ -342,7 +342,7 @@ def _with_run_file_remedies(text: str, config: RunConfig) -> str:
 
 
 def _shard(model: nn.Module, config: RunConfig, comm: Comm, weights: WeightSource | None) -> None:
-    config = settled(config, Devices.of_ranks(comm))
+    config = for_devices(config, Devices.of_ranks(comm))
     settings = config.sharding
     strategy = ShardingStrategy(settings.strategy)
     fully_shard(
