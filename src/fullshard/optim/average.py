@@ -64,8 +64,12 @@ class ExponentialMovingAverage:
             )
         refuse_equal_names(self._params)
         self._applied = False
-        self.averages: dict[str, torch.Tensor] = {}
+        self._of: dict[nn.Parameter, torch.Tensor] = {}
         self._follow()
+
+    @property
+    def averages(self) -> dict[str, torch.Tensor]:  # noqa: D102 (described in the class)
+        return {meta_of(param).name: average for param, average in self._of.items()}  # modules may have been renamed
 
     @torch.no_grad()
     @on_rows
@@ -108,7 +112,7 @@ class ExponentialMovingAverage:
         try:
             with torch.no_grad():
                 for param in self._params:
-                    local(param).copy_(self.averages[meta_of(param).name])
+                    local(param).copy_(self._of[param])
             yield
         finally:
             with torch.no_grad():
@@ -118,7 +122,7 @@ class ExponentialMovingAverage:
 
     def state_dict(self) -> dict[str, Any]:
         """Return ``{"updates": count, "averages": {name: tensor}}`` of this rank's rows; the tensors are not copied."""
-        return {"updates": self.updates, "averages": dict(self.averages)}
+        return {"updates": self.updates, "averages": self.averages}
 
     @torch.no_grad()
     @on_rows
@@ -144,7 +148,7 @@ class ExponentialMovingAverage:
 
     def _follow(self) -> None:
         """Allocate the averages in the memory order of the weights: neighboring shards are updated as one tensor."""
-        old, self.averages = self.averages, {}
+        old, self._of = self._of, {}
         self._addresses = [local(param).data_ptr() for param in self._params]
         self._runs: list[tuple[ParamRun, torch.Tensor]] = []
         of_param: dict[nn.Parameter, torch.Tensor] = {}
@@ -154,8 +158,8 @@ class ExponentialMovingAverage:
             self._runs.append((run, average))
             of_param |= parts(run, average)
         for param in self._params:
-            name, weights = meta_of(param).name, local(param)
+            weights = local(param)
             wide = torch.promote_types(weights.dtype, torch.float32)
-            self.averages[name] = of_param[param] if param in of_param else weights.to(wide, copy=True)
-            if name in old:
-                self.averages[name].copy_(old[name])
+            self._of[param] = of_param[param] if param in of_param else weights.to(wide, copy=True)
+            if param in old:
+                self._of[param].copy_(old[param])

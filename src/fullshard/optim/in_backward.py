@@ -24,15 +24,20 @@ class StepInBackward:
 
     Attributes:
         optimizers: By the parameter's first name, for the parameters of which this rank holds rows.
+        of_param: The same, by parameter.
     """
 
     def __init__(
-        self, params: Sequence[nn.Parameter], optimizers: dict[str, Optimizer], handles: list[RemovableHandle]
+        self, params: Sequence[nn.Parameter], made: dict[nn.Parameter, Optimizer], handles: list[RemovableHandle]
     ) -> None:
         """Store what :func:`step_in_backward` made for ``params``."""
-        self.optimizers = optimizers
         self._params = params
+        self.of_param = made
         self._handles = handles
+
+    @property
+    def optimizers(self) -> dict[str, Optimizer]:  # noqa: D102 (described in the class)
+        return {meta_of(param).name: made for param, made in self.of_param.items()}  # modules may have been renamed
 
     def set_lr(self, lr: float) -> None:
         """Set the learning rate of every parameter group; every rank calls it, between backwards."""
@@ -117,36 +122,36 @@ def step_in_backward(model: nn.Module, make_optimizer: Callable[[list[nn.Paramet
         raise ConfigError("step_in_backward found no sharded trainable parameters: call fully_shard(model) first.")
     refuse_steps_in_backward(params, "step_in_backward")
     refuse_equal_names(params)
-    optimizers = _made_together(params, make_optimizer)
+    made = _made_together(params, make_optimizer)
     for number, param in enumerate(model.parameters()):
-        own: Any = optimizers.get(meta_of(param).name)
+        own: Any = made.get(param)
         if hasattr(own, "first_number"):  # without it all would draw the same random bits
             own.first_number = number
     handles: list[RemovableHandle] = []
     for param in params:
         # Stored on the parameter, so that the hook refers to nothing: Python's garbage collector does not follow
         # autograd's hooks, so a reference from the hook to its parameter would never be freed.
-        param.shard_optimizer = optimizers.get(param.shard_meta.name)  # type: ignore[attr-defined]
+        param.shard_optimizer = made.get(param)  # type: ignore[attr-defined]
         handles.append(param.register_post_accumulate_grad_hook(_step))
-    return StepInBackward(params, optimizers, handles)
+    return StepInBackward(params, made, handles)
 
 
 def _made_together(
     params: Sequence[nn.Parameter], make_optimizer: Callable[[list[nn.Parameter]], Optimizer]
-) -> dict[str, Optimizer]:
+) -> dict[nn.Parameter, Optimizer]:
     """Make the optimizers of the parameters that this rank holds rows of; an error is raised on every rank."""
-    optimizers: dict[str, Optimizer] = {}
+    optimizers: dict[nn.Parameter, Optimizer] = {}
 
     def make(of_comm: Sequence[nn.Parameter]) -> None:
         for param in of_comm:
             if holds_rows(param):
-                optimizers[meta_of(param).name] = made = make_optimizer([param])
+                optimizers[param] = made = make_optimizer([param])
                 refuse_parts(made)
                 _refuse_communication(made, param)
 
     for comm, of_comm in by_comm(params):
         together(comm, partial(make, of_comm))
-    return {meta_of(param).name: optimizers[meta_of(param).name] for param in params if holds_rows(param)}
+    return {param: optimizers[param] for param in params if holds_rows(param)}
 
 
 def _refuse_communication(optimizer: Optimizer, param: nn.Parameter) -> None:

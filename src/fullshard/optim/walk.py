@@ -266,7 +266,7 @@ def _said(optimizer: Optimizer | StepInBackward | None, param: nn.Parameter, key
 
 
 def _of_param(optimizer: Optimizer | StepInBackward | None, param: nn.Parameter) -> Optimizer | None:
-    return optimizer.optimizers.get(meta_of(param).name) if isinstance(optimizer, StepInBackward) else optimizer
+    return optimizer.of_param.get(param) if isinstance(optimizer, StepInBackward) else optimizer
 
 
 def _with(optimizer: Any, method: str) -> Any:

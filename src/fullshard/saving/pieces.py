@@ -52,6 +52,7 @@ def plan_save(
     require_one_state(model)
     plan = SavePlan()
     held = local_tensors(model)
+    averages = {} if average is None else average.averages
     for local in held:
         if not frozen and local.param is not None and not local.param.requires_grad:
             continue
@@ -61,8 +62,8 @@ def plan_save(
             if gradients and local.param is not None and local.param.grad is not None:
                 part = local.param.grad.detach().reshape(-1)[low:high]
                 plan.pieces.append(Piece(GRADIENT + local.name, local.shape, local.start + low, part))
-            if average is not None and local.name in average.averages:
-                part = average.averages[local.name].reshape(-1)[low:high]
+            if local.name in averages:
+                part = averages[local.name].reshape(-1)[low:high]
                 plan.pieces.append(Piece(AVERAGE + local.name, local.shape, local.start + low, part))
     if average is not None and mesh_of(model).rank == 0:
         plan.pieces.append(Piece(UPDATES, (), 0, torch.tensor([average.updates])))

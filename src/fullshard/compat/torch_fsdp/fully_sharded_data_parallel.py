@@ -167,6 +167,19 @@ class FullyShardedDataParallel(nn.Module):
                 raise
             return getattr(inner, name)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set a module or parameter on the wrapped module, whose forward uses it (in torch: without effect)."""
+        inner = self.__dict__.get("_modules", {}).get(WRAPPED)
+        registers = isinstance(value, (nn.Module, nn.Parameter))
+        if (
+            inner is not None
+            and name not in self._modules
+            and (registers or name in {**inner._modules, **inner._parameters})
+        ):
+            setattr(inner, name, value)
+        else:
+            super().__setattr__(name, value)
+
     def __getitem__(self, key: Any) -> Any:
         """Return the wrapped module's item, such as of an ``nn.Sequential``."""
         return self._fsdp_wrapped_module[key]

@@ -10,15 +10,17 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from fullshard.engine import Unit, plain_name
-from fullshard.engine.registry import is_sharded, runtime_of
+from fullshard.engine import Unit
+from fullshard.engine.registry import runtime_of
+from fullshard.engine.step.runtime import Runtime
 from fullshard.shards.untraced import untraced
 
 
 def install(root: nn.Module) -> None:
     """Register the hooks on a model that was just sharded; units included from earlier calls have theirs."""
-    root.register_forward_pre_hook(_keep_added_local, prepend=True)
-    for unit in runtime_of(root).units:
+    runtime = runtime_of(root)
+    runtime.on_added = functools.partial(_keep_added_local, runtime)
+    for unit in runtime.units:
         for module in unit.modules:
             if "_fullshard_copies_views" not in module.__dict__:
                 module.__dict__["_fullshard_copies_views"] = True
@@ -42,24 +44,12 @@ def _copy_views(unit: Unit, _module: nn.Module, _args: tuple[Any, ...], output: 
     return tree_map_only(torch.Tensor, lambda tensor: tensor.clone() if is_view(tensor) else tensor, output)
 
 
-@untraced
-def _keep_added_local(root: nn.Module, _args: tuple[Any, ...]) -> None:
+def _keep_added_local(runtime: Runtime, added: dict[str, nn.Parameter]) -> None:
     """Leave parameters of modules that were added after wrapping to this rank, with a warning."""
-    if not is_sharded(root) or any(unit.summoned for unit in runtime_of(root).units):
-        return  # included in a larger model, or it runs with full parameters
-    runtime = runtime_of(root)
-    held = {(id(module), key) for _, param in runtime.all_params() for module, key in param.slots}
-    added = {
-        f"{path}.{key}" if path else key: param
-        for path, module in root.named_modules()
-        for key, param in module._parameters.items()
-        if param is not None and id(param) not in runtime.ignored and (id(module), key) not in held
-    }
-    if added:
-        runtime.ignored |= frozenset(map(id, added.values()))
-        warnings.warn(
-            f"{plain_name(next(iter(added)))} and {len(added) - 1} other parameters were added after the model was "
-            f"wrapped: they stay on each rank, are not sharded, and their gradients are not reduced over "
-            f"{runtime.mesh.size} ranks. Add modules before wrapping.",
-            stacklevel=2,
-        )
+    runtime.ignored |= frozenset(map(id, added.values()))
+    warnings.warn(
+        f"{next(iter(added))} and {len(added) - 1} other parameters were added after the model was "
+        f"wrapped: they stay on each rank, are not sharded, and their gradients are not reduced over "
+        f"{runtime.mesh.size} ranks. Add modules before wrapping.",
+        stacklevel=2,
+    )

@@ -118,9 +118,12 @@ def state_entries(module: nn.Module) -> list[StateEntry]:
     """Return parameters and persistent buffers of a module under every name, as ``state_dict()`` has them.
 
     Raises:
-        ShardingError: The module is not part of a sharded model.
+        ShardingError: The module is not part of a sharded model, or the model was changed in a way that cannot be
+            followed.
     """
-    sharded = {(id(m), key): p for _, p in home_of(module).all_params() for m, key in p.slots}
+    runtime = home_of(module)
+    runtime.check_tree()  # the entries' places have the names of now
+    sharded = {(id(m), key): p for _, p in runtime.all_params() for m, key in p.slots}
     entries = []
     for path, owner in module.named_modules(remove_duplicate=False):
         kept = {key: b for key, b in owner._buffers.items() if key not in owner._non_persistent_buffers_set}

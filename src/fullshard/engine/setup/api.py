@@ -37,6 +37,7 @@ from fullshard.engine.step.hooks import UnitHooks
 from fullshard.engine.step.precision import dtypes_of
 from fullshard.engine.step.runtime import Runtime
 from fullshard.engine.step.unit import Unit
+from fullshard.engine.tree import follow_tree, refuse_added
 from fullshard.errors import ConfigError, ShardingError, WrapError
 from fullshard.policy import (
     FROZEN,
@@ -167,6 +168,7 @@ def fully_shard(  # noqa: PLR0913 (the front door: each argument is a policy)
     runtime = Runtime(units, ranks, _as_prefetch(prefetch), account, runtime_device, frozenset(map(id, ignored)))
     runtime.unwrapped = agreed.unwrapped
     runtime.check_buffers = warn_if_buffers_differ
+    runtime.follow_tree, runtime.on_added = follow_tree, refuse_added
     _warn_of_ignored(ignored, ranks)
     for member in members:
         attach(member, runtime)

@@ -6,14 +6,12 @@ import dataclasses
 from collections.abc import Sequence
 
 import torch
-from torch import nn
 
 from fullshard.engine.step.lane import Lane
 from fullshard.engine.step.param import ShardedParam
 from fullshard.engine.step.precision import dtypes_of
 from fullshard.engine.step.unit import Unit
 from fullshard.errors import ShardingError
-from fullshard.layout.names import plain_name
 from fullshard.shards import on_rows, take_up_all
 
 
@@ -45,30 +43,6 @@ def adopt_changes(units: Sequence[Unit]) -> bool:
             _adopt_requires_grad(unit)
             replan = True
     return replan
-
-
-def check_tree(
-    modules: Sequence[nn.Module], params: Sequence[tuple[Unit, ShardedParam]], ignored: frozenset[int]
-) -> None:
-    """Raise an error if a parameter belongs to no unit, or one of a unit to no module of the model.
-
-    Raises:
-        ShardingError: A parameter was added or removed after sharding.
-    """
-    present = {id(one) for module in modules for one in module.modules()}
-    for _, param in params:
-        if all(id(module) not in present for module, _ in param.slots):
-            raise ShardingError(
-                f"{param.meta.name} is no longer part of the model, but ranks would still gather and save it. "
-                "Remove or replace modules before fully_shard."
-            )
-    known = {id(one) for _, param in params for one in (param.sharded, param.full)} | ignored
-    for name, param in (pair for module in modules for pair in module.named_parameters()):
-        if id(param) not in known:
-            raise ShardingError(
-                f"{plain_name(name)} was added to the model after fully_shard, so it would not be kept equal on all "
-                "ranks. Add it before sharding, or pass it in ignored_params."
-            )
 
 
 def _check(param: ShardedParam) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import zlib
 from collections.abc import Callable, Sequence
+from itertools import zip_longest
 from typing import NoReturn
 
 import torch
@@ -28,6 +29,7 @@ class Agreement:
         mesh: The ranks that share the model.
         device: Where verdicts are computed.
         names: Names of the units.
+        renamed: Names of all parameters, if modules were moved or renamed since they were sharded.
         first_pass: Whether each collective is compared before it starts.
         every_pass: True if every pass is compared that way; set by ``FULLSHARD_DEBUG=1``.
         claims: The parameters that optimizers step on this rank, appended by the optimizers.
@@ -39,6 +41,7 @@ class Agreement:
         self.mesh = mesh
         self.device = device
         self.names = list(names)
+        self.renamed: list[str] = []
         self.first_pass = True
         self.every_pass = os.environ.get("FULLSHARD_DEBUG", "") == "1"
         self.claims: list[Claims] = []
@@ -106,7 +109,8 @@ class Agreement:
             self._checksums.append(zlib.crc32(repr(sorted(claims.items())).encode()))
         self._stepped, self.rates[:] = list(self.rates), []
         rates = sum(one for one, _, _ in self._stepped)
-        mark = (checksum + self._issued + rates + sum(self._checksums)) % (1 << _CHECKSUM_BITS)
+        names = zlib.crc32(repr(self.renamed).encode())
+        mark = (checksum + self._issued + rates + names + sum(self._checksums)) % (1 << _CHECKSUM_BITS)
         self._issued = 0
         message = torch.tensor([mark, mark * mark, *arrived], dtype=torch.int64).to(self.mesh.device, non_blocking=True)
         self.mesh.announce("which parameters got a gradient, at the end of backward")
@@ -138,6 +142,15 @@ class Agreement:
                     "parameter whose rows are stepped differently is trained wrong. Give the optimizer all parameters "
                     "in the same groups on every rank: group by name, p.ndim or p.shard_meta.global_shape, "
                     "as fullshard.optim.decay_groups does, never by p.shape."
+                )
+            trees = self.mesh.all_gather_object(self.renamed)
+            other = next((rank for rank, names in enumerate(trees) if names != trees[0]), None)
+            if other is not None:
+                pairs = zip_longest(trees[0], trees[other], fillvalue="under its old name")
+                here, there = next((here, there) for here, there in pairs if here != there)
+                raise MismatchError(
+                    f"Modules were moved or renamed differently since they were sharded: the parameter that is {here} "
+                    f"on rank 0 is {there} on rank {other}. Change the model in the same way on every rank."
                 )
             by_rank = [dict(rates) for rates in self.mesh.all_gather_object([one[1:] for one in self._stepped])]
             other = next((rank for rank, rates in enumerate(by_rank) if rates != by_rank[0]), None)

@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from fullshard.comm import Device, Mesh
-from fullshard.engine.step.adopt import adopt_changes, check_tree
+from fullshard.engine.step.adopt import adopt_changes
 from fullshard.engine.step.agreement import Agreement
 from fullshard.engine.step.buffers import Account
 from fullshard.engine.step.lane import LaneState
@@ -38,6 +38,8 @@ class Runtime:
         reduces_gradients: False inside ``no_sync``: gradients stay unsharded and are summed.
         reduces_across: False inside ``no_all_reduce``: gradients are summed inside the shard group only.
         recorder: Notified while a step is recorded.
+        follow_tree: Called when modules or parameters are registered otherwise than at the last call, on every rank.
+        on_added: Called with parameters that were added after sharding, by name.
         check_buffers: Called before the first evaluation after training, on every rank; None: nothing is compared.
         unwrapped: The error of the model's first forward if there are no units but the root; usually None.
         state_dict: Functions that replace the model's ``state_dict`` and ``load_state_dict``, or None.
@@ -76,7 +78,9 @@ class Runtime:
         self._guarded = False
         self.check_buffers: Callable[[Runtime], None] | None = None
         self._has_trained = False
-        self._tree: list[int] = []
+        self.follow_tree: Callable[[Runtime], None]
+        self.on_added: Callable[[dict[str, nn.Parameter]], None]
+        self._tree: list[object] = []
         inspected = _inspected_modules(self.root)
         for _, param in self.all_params():
             param.inspected = param.slots[0][0] in inspected
@@ -227,7 +231,7 @@ class Runtime:
             else:
                 self.refresh(unit)
         self._adopt(self.units)
-        self._check_tree()
+        self.check_tree()
         if self._has_trained and self.check_buffers is not None and not self.root.modules[0].training:
             self._has_trained = False
             self.check_buffers(self)
@@ -248,14 +252,21 @@ class Runtime:
                 self.refresh(unit)
         self._adopt([unit for unit in units if not unit.open_calls])
         if len(units) == len(self.units):
-            self._check_tree()
+            self.check_tree()
 
-    def _check_tree(self) -> None:
-        """Check that the modules still hold the parameters that were sharded, if they are not those of last time."""
+    def check_tree(self) -> None:
+        """Follow changes of the module tree, or refuse them; any rank, no communication.
+
+        Raises:
+            ShardingError: A parameter was added, removed or replaced.
+        """
+        tree: list[object] = []
         modules = (module for top in self.root.modules for module in top.modules())
-        tree = [id(param) for module in modules for param in module._parameters.values()]
+        for held in (held for module in modules for held in (module._modules, module._parameters) if held):
+            tree += held
+            tree += map(id, held.values())
         if tree != self._tree and not any(unit.summoned for unit in self.units):
-            check_tree(self.root.modules, list(self.all_params()), self.ignored)
+            self.follow_tree(self)
             self._tree = tree
 
     def _adopt(self, units: Sequence[Unit]) -> None:

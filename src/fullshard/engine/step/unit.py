@@ -99,7 +99,7 @@ class Unit:
         index: Position in the model's list of units; the root is 0.
         runtime: The runtime of the sharded model it belongs to.
         hooks: Its ``UnitHooks``.
-        name: Qualified name of its module.
+        name: Qualified name of its module when it was sharded.
         modules: The modules whose forwards need the parameters, in the order they run in; nearly always one.
         params: Its parameters.
         lanes: Its lanes.
