@@ -33,6 +33,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.utils import logging
 
 from fullshard.errors import ModelError
+from fullshard.file_names import stays_inside
 
 ModelClass = Literal["auto", "seq2seq", "causal"]
 
@@ -118,6 +119,12 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     except (OSError, ValueError, ImportError, KeyError, TypeError) as error:
         hint = "" if (directory / "tokenizer.json").exists() else SENTENCEPIECE_HINT
         raise ModelError(f"The tokenizer in {directory} cannot be loaded: {error}{hint}") from error
+    for name in tokenizer.chat_template if isinstance(tokenizer.chat_template, dict) else ():
+        if "/" in name or not stays_inside(name):  # each is saved in a file of its name
+            raise ModelError(
+                f"The tokenizer in {directory} has a chat template named {name!r}, which is not the name of a file. "
+                "Rename or delete it in tokenizer_config.json."
+            )
     if tokenizer.eos_token_id is None:
         raise ModelError(f"The tokenizer in {directory} has no end-of-sequence token: set eos_token and save it again.")
     if tokenizer.pad_token_id is None:

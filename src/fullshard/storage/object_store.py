@@ -26,9 +26,11 @@ from pathlib import Path
 from typing import Any
 
 from fullshard.errors import CheckpointError
+from fullshard.file_names import stays_inside
 from fullshard.storage.object_client import ATTEMPTS, PART_BYTES, no_bucket, put, refusal, request
 from fullshard.storage.object_lock import ObjectLock
 from fullshard.storage.object_path import ObjectPath
+from fullshard.storage.rules import shown
 
 COMPLETE_NAME = "complete.json"
 WRITING_NAME = "writing.json"
@@ -86,11 +88,21 @@ class ObjectStore:
         return {name: found.get(name) for name in names}
 
     def copy_directory(self, source: ObjectPath, target: Path, left_out: Sequence[str]) -> None:
-        """Fetch each object."""
-        for name, size in source.sizes().items():
-            if name not in left_out:
-                (target / name).parent.mkdir(parents=True, exist_ok=True)
-                (target / name).write_bytes(self.read(source / name, size))
+        """Fetch each object, once the names of all are known to stay inside ``target``.
+
+        Raises:
+            CheckpointError: A name does not; nothing has been written.
+        """
+        found = {name: size for name, size in source.sizes().items() if name not in left_out}
+        for name in found:
+            if not stays_inside(name):
+                raise CheckpointError(
+                    f"{source} has an object named {shown(name)}, which would be written outside of {target}. Nothing "
+                    "was written. Delete the object; no save of fullshard puts such a name."
+                )
+        for name, size in found.items():
+            (target / name).parent.mkdir(parents=True, exist_ok=True)
+            (target / name).write_bytes(self.read(source / name, size))
 
     def names(self, directory: ObjectPath, step: int, attempt: str) -> tuple[ObjectPath, ObjectPath]:
         """Return the same prefix twice; no other save uses it."""

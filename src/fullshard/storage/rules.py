@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from math import isfinite, isnan
 from typing import Any
 
+from fullshard.file_names import stays_inside
+
 MOST = (1 << 63) - 1
 """The largest accepted count: no file has more bytes, no tensor more elements."""
 
@@ -70,8 +72,7 @@ def names(values: Any, what: str) -> list[str]:
 
 def file_name(value: Any, what: str) -> str:
     """Require the name of a file inside the checkpoint: a relative path that does not lead out of it."""
-    parts = name(value, what).split("/")
-    if any(part in ("", ".", "..") for part in parts):
+    if not stays_inside(name(value, what)):
         raise ValueError(f"{what} is {shown(value)}, which is not a file of the checkpoint")
     return value
 

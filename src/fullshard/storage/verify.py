@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from fullshard.errors import CheckpointError, StoreError
+from fullshard.file_names import stays_inside
 from fullshard.storage.backend import backend_of
 from fullshard.storage.completion import COMPLETE_NAME, Completion, changed_small_files, parse_completion
 from fullshard.storage.index import INDEX_BOUNDS, INDEX_NAME, Index, PieceEntry, TensorEntry, parse_index
@@ -394,9 +395,9 @@ def _every_problem(path: Place, first: CheckpointError) -> list[Problem]:
 
 
 def _named_files(index: Place) -> set[str] | None:
-    """Return the files that an index names; None if it cannot be parsed."""
+    """Return the files next to it that an index names; None if it cannot be parsed."""
     try:
-        return {str(name) for name in read_json(index)["weight_map"].values()}
+        return {name for name in map(str, read_json(index)["weight_map"].values()) if stays_inside(name)}
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
 

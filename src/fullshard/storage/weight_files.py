@@ -8,7 +8,9 @@ from typing import Any
 import torch
 
 from fullshard.errors import CheckpointError
+from fullshard.file_names import stays_inside
 from fullshard.storage.json_file import read_json
+from fullshard.storage.rules import shown
 from fullshard.storage.safetensors_reader import STAGING_BYTES, SafetensorsFile, StoredTensor
 from fullshard.storage.torch_reader import TorchFile
 
@@ -144,6 +146,8 @@ def _read_index(path: Path) -> dict[str, str]:
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{path} has no weight_map from tensors to files. Fetch or save it again.")
     for tensor, name in weight_map.items():
-        if not isinstance(name, str) or Path(name).name != name:
-            raise CheckpointError(f"{path} lists {tensor!r} in {name!r}, which is not the name of a file next to it.")
+        if not isinstance(name, str) or "/" in name or not stays_inside(name):
+            raise CheckpointError(
+                f"{path} lists {shown(tensor)} in {shown(name)}, which is not the name of a file next to it."
+            )
     return weight_map

@@ -53,6 +53,16 @@ def test_tokenizer_loads_through_auto_tokenizer(tokenizer, sentences, tmp_path):
         assert loaded.decode(loaded(sentences[5]).input_ids, skip_special_tokens=True) == sentences[5]
 
 
+@pytest.mark.parametrize("name", ["../escaped", "/escaped", "a/b", ".."])
+def test_a_chat_template_whose_name_leads_out_is_refused_before_it_is_saved(name, tokenizer, tmp_path):
+    tokenizer.save_pretrained(tmp_path)
+    path = tmp_path / "tokenizer_config.json"
+    templates = [{"name": one, "template": "x"} for one in ("default", name)]
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": templates}))
+    with pytest.raises(ModelError, match=r"chat template named .* not the name of a file"):
+        load_tokenizer(tmp_path)
+
+
 @pytest.mark.slow
 def test_tokenizer_training_is_the_same_in_another_process(tokenizer, sentences):
     code = (

@@ -15,8 +15,12 @@ from torch import nn
 
 from fullshard import Checkpoints, fully_shard
 from fullshard.errors import CheckpointError
-from fullshard.storage import find_checkpoints, read_index, survey
+from fullshard.file_names import stays_inside
+from fullshard.storage import find_checkpoints, read_index, rules, survey
+from fullshard.storage.object_path import ObjectPath
+from fullshard.storage.object_store import ObjectStore
 from fullshard.storage.verify import verify
+from fullshard.storage.weight_files import WeightFiles
 from fullshard.testing import run_ranks
 from support.forged import as_version_1, forge_completion, forge_index, put_index
 from support.parity import replicas
@@ -294,3 +298,38 @@ def test_what_is_too_much_costs_no_more_than_its_bytes(kind, newest):
     assert words in said
     assert megabytes < 1.5 * len(text) / (1 << 20) + 30
     assert seconds < 10
+
+
+HOSTILE = ["../escaped", "model/../../escaped", "/escaped", "a//b", "./a", "..", "a/..", "a\0b"]
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_name_that_leads_out_is_refused_wherever_it_comes_from(name, tmp_path):
+    assert not stays_inside(name)
+    with pytest.raises(ValueError, match=r"not a file of the checkpoint|without NUL"):
+        rules.file_name(name, "a file")
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"weight": name}}))
+    with pytest.raises(CheckpointError, match="which is not the name of a file next to it"):
+        WeightFiles(index)
+    assert verify(index).results[0].problems
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_buckets_listing_with_a_hostile_name_writes_nothing(name, tmp_path, monkeypatch):
+    """Reached by ``export s3://…``; a bucket may list any key, and other writers may have put one."""
+    listed = {"config.json": 2, name: 2}
+    monkeypatch.setattr(ObjectPath, "sizes", lambda path: listed)
+    monkeypatch.setattr(ObjectStore, "read", lambda store, path, nbytes: b"{}")
+    target = tmp_path / "inside" / "target"
+    with pytest.raises(CheckpointError, match=r"outside of .*target. Nothing was written"):
+        ObjectStore().copy_directory(ObjectPath("s3://bucket/run"), target, ())
+    assert not list(tmp_path.rglob("*"))
+    assert not os.path.exists("/escaped")
+    del listed[name]
+    ObjectStore().copy_directory(ObjectPath("s3://bucket/run"), target, ())
+    assert [path.name for path in target.iterdir()] == ["config.json"]
+
+
+def test_names_of_files_that_are_written_stay_inside():
+    assert all(map(stays_inside, ["config.json", "model/config.json", "a..b", "..a/b", "…", "-", "a b/c"]))
