@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -14,6 +15,7 @@ from fullshard.comm import together
 from fullshard.errors import CheckpointError, ConfigError, ShardingError
 from fullshard.optim.guard.guard import refuse_equal_names, refuse_parts
 from fullshard.optim.shards import by_comm, holds_rows, meta_of, require_model
+from fullshard.shards import some_ranks_only
 
 
 class StepInBackward:
@@ -170,7 +172,10 @@ def _refuse_communication(optimizer: Optimizer, param: nn.Parameter) -> None:
 def _step(param: nn.Parameter) -> None:
     """Step a shard whose gradient is reduced, if rows of it are here, and free the gradient. Autograd calls it."""
     if param.shard_optimizer is not None:  # type: ignore[attr-defined]
-        param.shard_optimizer.step()  # type: ignore[attr-defined]
+        meta = meta_of(param)
+        everywhere = len(meta.owners) == meta.layout.world_size
+        with nullcontext() if everywhere else some_ranks_only(f"the step of {meta.name} in backward"):
+            param.shard_optimizer.step()  # type: ignore[attr-defined]
     param.grad = None
 
 

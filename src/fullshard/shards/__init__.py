@@ -10,7 +10,7 @@ called with one follows one of three rules (``rules`` has the tables):
 
 from fullshard.shards import rules as _rules  # noqa: F401 (sets the rules of the class)
 from fullshard.shards.cut import Cut as Cut, cut_of as cut_of
-from fullshard.shards.gather import gather_full as gather_full
+from fullshard.shards.gather import gather_full as gather_full, some_ranks_only as some_ranks_only
 from fullshard.shards.guarded import (
     FreedParameter as FreedParameter,
     FullParameter as FullParameter,

@@ -2,13 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from math import prod
 from typing import Any
 
 import torch
 
 from fullshard.comm import Comm, settle
+from fullshard.errors import ShardingError
+
+_here = threading.local()
+
+
+@contextmanager
+def some_ranks_only(where: str) -> Iterator[None]:
+    """Refuse reductions and full tensors of shards inside: other ranks, which do not run this code, would be missed."""
+    before, _here.where = getattr(_here, "where", None), where
+    try:
+        yield
+    finally:
+        _here.where = before
+
+
+def _require_all_ranks(what: str) -> None:
+    where = getattr(_here, "where", None)
+    if where is not None:
+        raise ShardingError(
+            f"{what} needs every rank, but {where} runs only on the ranks that hold rows of the parameter: the others "
+            "would be waited for. Use one optimizer after backward."
+        )
 
 
 def gather_full(comm: Comm, shape: Sequence[int], start: int, flat: torch.Tensor) -> torch.Tensor:
@@ -24,6 +48,7 @@ def gather_full(comm: Comm, shape: Sequence[int], start: int, flat: torch.Tensor
         flat: Its elements, (numel,), possibly none.
     """
     what = f"full_tensor() of shape {tuple(shape)}"
+    _require_all_ranks(what)
     comm.announce(what)
     runs = torch.empty(2 * comm.size, dtype=torch.int64, device=comm.device)
     _all_gather(comm, runs, torch.tensor([start, start + flat.numel()], device=comm.device))
@@ -61,6 +86,7 @@ class _EveryPart(torch.autograd.Function):
         is_bool = sent.dtype == torch.bool
         sent = sent.view(torch.uint8) if is_bool else sent
         full = sent.new_empty(comm.size * sent.numel())
+        _require_all_ranks(f"{what} of shards")
         comm.announce(f"{what} of shards")
         _all_gather(comm, full, sent)
         full = full.view(torch.bool) if is_bool else full

@@ -8,8 +8,10 @@ the cost is a look-up of the class. An unknown class is tried once, on a small m
 
 from __future__ import annotations
 
+import inspect
+import warnings
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import lru_cache
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
@@ -28,9 +30,16 @@ from fullshard.errors import ConfigError
 from fullshard.layout import ShardMeta
 from fullshard.optim.guard.claims import note_claims, note_rates, refuse_unreduced
 from fullshard.optim.guard.members import Members, members_before, members_of
-from fullshard.optim.guard.trial import Split, maker_like, steps_params_alone, steps_parts_equally
+from fullshard.optim.guard.trial import (
+    STEPS,
+    Split,
+    maker_like,
+    steps_params_alone,
+    steps_parts_equally,
+    why_not_on_shards,
+)
 from fullshard.optim.shards import is_split, meta_of
-from fullshard.shards import lay_aside, take_up, take_up_all
+from fullshard.shards import Shard, as_shard, lay_aside, on_rows, take_up, take_up_all
 
 BLOCK = 256
 """Elements that bitsandbytes (``blocksize``) and torchao (``block_size``; 128 for 4 bits) quantise together."""
@@ -83,10 +92,14 @@ _Verdicts = dict[Split | None, bool | str]
 """Verdict by division of the parameters (None: not divided): whether a class may step them, or why it is unknown."""
 
 _tried: WeakKeyDictionary[Optimizer, _Verdicts] = WeakKeyDictionary()
+_plain: WeakSet[Optimizer] = WeakSet()
+"""Optimizers of tried classes that cannot step shards."""
 _trusted: WeakSet[type[Optimizer]] = WeakSet()
+_of_rows: WeakSet[type[Optimizer]] = WeakSet()
+"""Trusted classes whose steps get plain rows."""
 
 
-def trust(optimizer_class: type[Optimizer]) -> None:
+def trust(optimizer_class: type[Optimizer], *, plain_rows: bool = False) -> None:
     """Accept a class of optimizers that would be refused on shards; every rank calls it.
 
     Its step then gets shards as they are: elementwise functions compute on this rank's rows, norms and sums on the full
@@ -94,6 +107,8 @@ def trust(optimizer_class: type[Optimizer]) -> None:
 
     Args:
         optimizer_class: The class, not an optimizer.
+        plain_rows: Give its step this rank's rows as plain tensors, which costs nothing for each function that it
+            calls. It must be elementwise in every step: a norm or sum would be that of the rows here.
 
     Raises:
         ConfigError: It is not a class of optimizers.
@@ -101,6 +116,7 @@ def trust(optimizer_class: type[Optimizer]) -> None:
     if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, Optimizer)):
         raise ConfigError(f"trust() takes a class of optimizers; got {optimizer_class!r}. Pass type(optimizer).")
     _trusted.add(optimizer_class)
+    (_of_rows.add if plain_rows else _of_rows.discard)(optimizer_class)
 
 
 def why_not_elementwise(optimizer_class: type[Optimizer]) -> str | None:
@@ -201,20 +217,43 @@ def _on_trial(optimizer: Optimizer) -> _Verdicts:
         ]
         verdicts = {}
         for split in sorted(splits, key=str):
-            found = [_verdict(type(optimizer), one, split) for one in options]
+            found = [_once(_try, type(optimizer), one, split) for one in options]
             verdicts[split] = next((one for one in found if isinstance(one, str)), all(found))
         if verdicts:
             _tried[optimizer] = verdicts
+        if verdicts and all(one is True for one in verdicts.values()) and not _steps_as_torchs(type(optimizer)):
+            _choose_rows(optimizer, [(one, split) for one in options for split in verdicts if split is not None])
     return verdicts
 
 
-def _verdict(kind: type[Optimizer], options: dict[str, Any], split: Split | None) -> bool | str:
+def _choose_rows(optimizer: Optimizer, trials: Iterable[tuple[dict[str, Any], Split]]) -> None:
+    """Let an optimizer that cannot step shards get this rank's rows as plain tensors, with a warning."""
+    kind = type(optimizer)
+    found = (_once(_try_on_shards, kind, options, split) for options, split in trials)
+    why = next((one for one in found if one is not None), None)
+    if why is not None:
+        _plain.add(optimizer)
+        warnings.warn(
+            f"{kind.__name__} cannot step shards ({why}), so it gets this rank's rows as plain tensors. In a trial of "
+            f"{STEPS} steps it was elementwise; a norm or sum that it computes only later would be that of this rank's "
+            f"rows. If it never does, call fullshard.optim.trust({kind.__name__}, plain_rows=True).",
+            stacklevel=2,
+        )
+
+
+def _once(function: Callable[..., Any], kind: type[Optimizer], options: dict[str, Any], split: Split | None) -> Any:
+    """Call ``function`` once for equal arguments: stepping in backward makes an optimizer for each parameter."""
     given = tuple(options.items())
     try:
         hash(given)
     except TypeError:
-        return _try(kind, given, split)
-    return _try_once(kind, given, split)
+        return function(kind, given, split)
+    return _cached(function, kind, given, split)
+
+
+@lru_cache(maxsize=128)
+def _cached(function: Callable[..., Any], *given: Any) -> Any:
+    return function(*given)
 
 
 def _try(kind: type[Optimizer], options: tuple[tuple[str, Any], ...], split: Split | None) -> bool | str:
@@ -226,7 +265,8 @@ def _try(kind: type[Optimizer], options: tuple[tuple[str, Any], ...], split: Spl
         return f"{type(error).__name__}: {error}"[:200]
 
 
-_try_once = lru_cache(maxsize=64)(_try)  # stepping in backward makes an optimizer for each parameter
+def _try_on_shards(kind: type[Optimizer], options: tuple[tuple[str, Any], ...], split: Split) -> str | None:
+    return why_not_on_shards(maker_like(kind, dict(options)), split)
 
 
 def _split(meta: ShardMeta) -> Split:
@@ -269,8 +309,9 @@ def _cuts_blocks(meta: ShardMeta) -> bool:
 def _only_steps(optimizer: Optimizer, members: Members, given: Iterable[object]) -> bool:
     """Return True if a step treats each rank's rows alone and runs no user code, which must see shards as shards.
 
-    True for elementwise classes, known or tried, and for any class if each rank has full matrices; but only if no
-    closure is among the step's arguments, ``given``, and no hook but fullshard's is registered.
+    True for torch's elementwise classes, tried ones that cannot step shards, and any class if each rank has full
+    matrices; but only if no closure is among the step's arguments, ``given``, and no hook but fullshard's is
+    registered. Other tried classes get shards, whose norms are the full tensors': the trial saw only the first steps.
     """
     own = (*optimizer._optimizer_step_pre_hooks.values(), *optimizer._optimizer_step_post_hooks.values())
     hooks = (*own, *_global_optimizer_pre_hooks.values(), *_global_optimizer_post_hooks.values())
@@ -278,10 +319,38 @@ def _only_steps(optimizer: Optimizer, members: Members, given: Iterable[object])
         return False
     if any(not str(getattr(hook, "__module__", "")).startswith("fullshard.") for hook in hooks):
         return False
-    kind, verdicts = type(optimizer), _tried.get(optimizer)
-    if kind in _ELEMENTWISE or (kind not in _trusted and not members.split):
-        return True
-    return bool(verdicts) and all(verdict is True for verdict in verdicts.values())
+    kind = type(optimizer)
+    return (
+        _steps_as_torchs(kind)
+        or optimizer in _plain
+        or kind in _of_rows
+        or (kind not in _trusted and not members.split)
+    )
+
+
+@lru_cache
+def _steps_as_torchs(kind: type[Optimizer]) -> bool:
+    """Return True for torch's elementwise classes and subclasses that leave their step as it is."""
+    base = next((base for base in kind.__mro__ if base in _ELEMENTWISE), None)
+    of_step = ("step", "_init_group")
+    return base is not None and all(_function(kind, name) is _function(base, name) for name in of_step)
+
+
+def _function(kind: type[Optimizer], name: str) -> object:
+    return inspect.unwrap(getattr(kind, name, None) or _function)  # torch wraps the step of each class
+
+
+@on_rows
+def _mark_states(optimizer: Optimizer, members: Members, *, as_shards: bool) -> None:
+    """Make states of the parameters' rows shards for a step, or plain again: they are saved, copied and pickled."""
+    for param in () if _knows_shards(optimizer) else members.sharded:
+        for value in optimizer.state.get(param, {}).values():
+            if not isinstance(value, torch.Tensor) or not value.dim() or value.shape != param.shape:
+                continue
+            if as_shards:
+                as_shard(value, param.cut)  # type: ignore[attr-defined]
+            elif type(value) is Shard:
+                value.__class__ = torch.Tensor  # pyright: ignore[reportAttributeAccessIssue]
 
 
 class _CheckedClosure:
@@ -312,7 +381,11 @@ def _before(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any])
     note_claims(optimizer)
     note_rates(optimizer, members)
     take_up_all(param for param, _ in members.laid)
-    members.laid[:] = lay_aside(members.sharded) if _only_steps(optimizer, members, (*given, *kwargs.values())) else []
+    if _only_steps(optimizer, members, (*given, *kwargs.values())):
+        members.laid[:] = lay_aside(members.sharded)
+    else:
+        members.laid.clear()
+        _mark_states(optimizer, members, as_shards=True)
     if not callable(closure):
         return None
     checked = _CheckedClosure(members, closure)
@@ -324,6 +397,8 @@ def _before(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any])
 def _after(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     members = members_before(optimizer)
     take_up(members.laid)
+    if not members.laid:
+        _mark_states(optimizer, members, as_shards=False)
     members.laid.clear()
     for one in (*args, *kwargs.values()):
         if isinstance(one, _CheckedClosure) and not one.called:  # the step does not use its closure

@@ -13,10 +13,13 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from fullshard.comm import DONE, SoloComm, Work
+from fullshard.shards import Cut, ShardParameter, as_shard
+
 _SIDE = 96
 """Rows and columns of the trial's matrix. Both parts of it have at least 4096 elements, from which on 8-bit
 optimizers quantise, and the boundary lies inside one of their blocks."""
-_STEPS = 12
+STEPS = 12
 _SECONDS = 0.2  # of this thread's processor time, which a busy machine does not prolong
 _one_at_a_time = RLock()  # ranks that are threads of one process share the random state
 
@@ -78,13 +81,51 @@ def steps_params_alone(make: MakeOptimizer) -> bool:
     return _alike(make, stepped)
 
 
+class _Echo(SoloComm):
+    """Two ranks, of which the other one sends what this one sends."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.device("cpu"))
+        self.size = 2
+
+    def all_gather(self, full: torch.Tensor, shard: torch.Tensor) -> Work:
+        full.view(2, -1).copy_(shard.view(-1))
+        return DONE
+
+
+@torch.enable_grad()
+def why_not_on_shards(make: MakeOptimizer, split: Split) -> str | None:
+    """Return why a class cannot step shards, whose functions know what they are given; None if it can.
+
+    Tried are a rank with the first part of the parameter and one without rows.
+    """
+    shape, of_part, first = split.value
+    values, gradients = _numbers()
+    row = max(1, of_part[-1])
+    cut = Cut("a parameter", _Echo(), "trial", 0, len(values) // row, None if shape[1:] == of_part[1:] else shape,
+              shape[1:] == of_part[1:])  # fmt: skip
+    try:
+        with _one_at_a_time, torch.random.fork_rng(devices=[]):
+            for numel in (first, 0):
+                rows = (numel // row, *of_part[1:])
+                param = nn.Parameter(values[:numel].view(rows).clone())
+                param.__class__, param.cut = ShardParameter, cut  # type: ignore[attr-defined]
+                optimizer = make([param])
+                for gradient in gradients:
+                    param.grad = as_shard(gradient[:numel].view(rows).clone(), cut)
+                    optimizer.step()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}".partition(". ")[0][:200]
+    return None
+
+
 _Stepper = Callable[[list[tuple[torch.Tensor, list[torch.Tensor]]], tuple[int, ...]], torch.Tensor]
 
 
 def _numbers() -> tuple[torch.Tensor, list[torch.Tensor]]:
     # Neither symmetric nor of one size, so that parts have other norms, means and maxima than the full matrix.
     values = torch.linspace(-1, 1.5, _SIDE * _SIDE, dtype=torch.float32, device="cpu")
-    return values, [torch.sin(values * (5 + step)) * (0.1 + values**2) / 10 ** (step % 3) for step in range(_STEPS)]
+    return values, [torch.sin(values * (5 + step)) * (0.1 + values**2) / 10 ** (step % 3) for step in range(STEPS)]
 
 
 def _alike(make: MakeOptimizer, stepped: Callable[[_Stepper], tuple[torch.Tensor, ...]]) -> bool:
@@ -105,7 +146,7 @@ def _stepped(
     optimizer = make(params)
     for group in optimizer.param_groups:
         group["lr"] = 0.1  # so that a difference is larger than rounding
-    for number in range(_STEPS):
+    for number in range(STEPS):
         if time.thread_time() > deadline:
             raise TimeoutError(f"its trial took longer than {_SECONDS} s")
         for param, (_, gradients) in zip(params, given, strict=True):

@@ -8,11 +8,11 @@ import torch
 from torch import nn
 
 from fullshard import fully_shard, step_in_backward
-from fullshard.errors import ConfigError
+from fullshard.errors import ConfigError, ShardingError
 from fullshard.optim.guard.guard import trust, why_not_elementwise
 from fullshard.optim.guard.trial import Split, steps_parts_equally
 from fullshard.optim.muon.muon import Muon
-from fullshard.shards import rows_of
+from fullshard.shards import Shard, rows_of
 from fullshard.testing import run_ranks
 
 
@@ -271,7 +271,6 @@ TRIED = {
     "a norm": (ByNorm, True),
     "an option": (lambda params: Cautious(params, caution=True), True),
     "the option left out": (Cautious, False),
-    "stacked state": (Stacked, False),
     "options without a hash": (lambda params: Listed(params, [0.1]), True),
 }
 
@@ -293,6 +292,82 @@ def test_unknown_classes_are_tried_on_every_rank_before_anything_changes(name):
         return not any(optimizer.state.values())
 
     assert all(run_ranks(4, work))
+
+
+def test_a_tried_class_that_cannot_step_shards_gets_rows_with_a_warning_that_says_why():
+    reference = nn.Linear(160, 2, bias=False)
+    models = [copy.deepcopy(reference) for _ in range(4)]
+    plain = Stacked(reference.parameters())
+    for _ in range(2):
+        reference(torch.ones(2, 160)).sum().backward()
+        plain.step()
+
+    def work(comm):
+        model = fully_shard(models[comm.rank], comm, wrap=None)
+        optimizer = Stacked(model.parameters())
+        for _ in range(2):
+            model(torch.ones(2, 160)).sum().backward()
+            optimizer.step()
+        return model.weight.full_tensor()
+
+    with pytest.warns(UserWarning, match=r"Stacked cannot step shards \(.*a parameter.*trial of 12 steps") as told:
+        found = run_ranks(4, work)
+    assert len(told) == 4  # once a rank
+    for full in found:
+        torch.testing.assert_close(full, reference.weight.detach(), atol=1e-6, rtol=0)
+
+
+class LateClipping(torch.optim.SGD):
+    """Clips each gradient by its norm from the 14th step on, or the momentum, or all gradients together."""
+
+    def __init__(self, params, of="gradient"):
+        super().__init__(params, lr=0.05, momentum=0.5)
+        self.of, self.steps = of, 0
+
+    def step(self, closure=None):
+        self.steps += 1
+        params = [param for group in self.param_groups for param in group["params"] if param.grad is not None]
+        for param in params if self.steps >= 14 else ():
+            if self.of == "gradient":
+                param.grad.mul_(0.01 / param.grad.norm().clamp_min(0.01))
+            elif self.of == "momentum":
+                param.grad.mul_(0.01 / self.state[param]["momentum_buffer"].norm().clamp_min(0.01))
+        if self.of == "all" and self.steps >= 14:
+            torch.nn.utils.clip_grad_norm_(params, 0.01)
+        return super().step(closure)
+
+
+class Renamed(torch.optim.AdamW):
+    """Torch's step under another name."""
+
+
+class AskedFor(LateClipping):
+    """Known to its user as elementwise."""
+
+
+KINDS = [(torch.optim.AdamW, True), (Renamed, True), (LateClipping, False), (AskedFor, True)]
+
+
+@pytest.mark.parametrize(("kind", "is_plain"), KINDS)
+def test_torchs_steps_and_those_that_asked_for_it_compute_with_plain_tensors(kind, is_plain):
+    trust(AskedFor, plain_rows=True)
+    seen = []
+
+    class Watched(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            seen.extend(kind for kind in types if issubclass(kind, Shard))
+            return func(*args, **(kwargs or {}))
+
+    def work(comm):
+        model = sharded(comm)
+        optimizer = kind(model.parameters())
+        model(torch.ones(2, 8)).sum().backward()
+        optimizer.step()  # tries the class
+        with Watched():
+            optimizer.step()
+
+    run_ranks(2, work)
+    assert (not seen) == is_plain
 
 
 def test_a_trial_leaves_the_random_state_as_it_was():
@@ -455,3 +530,44 @@ def test_a_step_without_a_closure_gives_no_state_to_a_rank_without_rows(call):
         return bool(optimizer.state), rows_of(model.weight).numel() > 0
 
     assert [has_state == has_rows for has_state, has_rows in run_ranks(2, work)] == [True, True]
+
+
+def stepped(model, of, rows):
+    optimizer = LateClipping(model.parameters(), of)
+    for step in range(18):
+        model(rows + step / 20).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return optimizer
+
+
+@pytest.mark.parametrize("of", ["gradient", "momentum", "all"])
+def test_what_a_tried_class_does_after_its_trial_is_over_the_full_tensors(of):
+    torch.manual_seed(0)
+    reference = nn.Sequential(nn.Linear(8, 5), nn.Linear(5, 3))
+    models = [copy.deepcopy(reference) for _ in range(4)]
+    rows = torch.linspace(-1, 1, 24).view(3, 8)
+    stepped(reference, of, rows)
+
+    def work(comm):
+        model = fully_shard(models[comm.rank], comm, wrap=None)
+        optimizer = stepped(model, of, rows)
+        kinds = {type(value) for state in optimizer.state.values() for value in state.values()}
+        assert kinds <= {torch.Tensor, type(None)}  # as plain as without the guard: they are pickled by torch.save
+        return [param.full_tensor() for param in model.parameters()]
+
+    for found in run_ranks(4, work):
+        torch.testing.assert_close(found, [param.detach() for param in reference.parameters()], atol=1e-5, rtol=0)
+
+
+def test_a_late_norm_in_a_step_in_backward_is_refused_where_other_ranks_would_be_waited_for():
+    models = [copy.deepcopy(model) for model in [nn.Linear(8, 3)] for _ in range(4)]
+
+    def work(comm):
+        model = fully_shard(models[comm.rank], comm, wrap=None)
+        step_in_backward(model, LateClipping)
+        for _ in range(14):
+            model(torch.ones(2, 8)).square().mean().backward()
+
+    with pytest.raises(ShardingError, match=r"norm of shards needs every rank, but the step of (weight|bias) in backw"):
+        run_ranks(4, work, timeout_s=20)
