@@ -24,11 +24,12 @@ from transformers import modeling_utils, trainer
 from fullshard.compat.accelerate import Accelerator, FullyShardedDataParallelPlugin, replaced
 from fullshard.compat.accelerate.prepare import unwrapped
 from fullshard.compat.torch_fsdp.api import StateDictType
+from fullshard.compat.torch_fsdp.plain_tree import plain_tree
 
 __all__ = ["Seq2SeqTrainer", "Trainer", "install"]
 
 _FILES = ("save_fsdp_model", "load_fsdp_model", "save_fsdp_optimizer", "load_fsdp_optimizer")
-_METHODS = ("create_accelerator_and_postprocess", "_wrap_model", "save_model")
+_METHODS = ("create_accelerator_and_postprocess", "_wrap_model", "save_model", "create_model_card")
 _library = {name: getattr(transformers.Trainer, name) for name in _METHODS}  # taken before any install()
 
 
@@ -49,14 +50,32 @@ def _create_ours(self: Any) -> None:
         _library["create_accelerator_and_postprocess"](self)
 
 
-def _wrap_model(self: Any, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+def _wrap_model(self: Any, model: nn.Module, training: bool = True, *args: Any, **kwargs: Any) -> nn.Module:  # noqa: FBT001, FBT002
     """Return the model, in the wrapper that an earlier call of ``train`` or ``evaluate`` put around it.
 
-    Hugging Face's forgets the wrapper of ``evaluate``, so that ``train`` after it fails under version 1.
+    Hugging Face's forgets the wrapper of ``evaluate``, so that ``train`` after it fails under version 1. For training,
+    the optimizer is created first; ``prepare`` then points it at the shards. Under version 1 Hugging Face's creates it
+    of the wrapped model, whose modules' names have the wrappers in them: no parameter would decay.
     """
     if not isinstance(self.accelerator, Accelerator):
-        return _library["_wrap_model"](self, model, *args, **kwargs)
+        return _library["_wrap_model"](self, model, training, *args, **kwargs)
+    if training and self.optimizer is None:
+        with _with_plain_model(self):
+            self.create_optimizer()
     return self.model if unwrapped(self.model) is unwrapped(model) else model
+
+
+def _create_model_card(self: Any, *args: Any, **kwargs: Any) -> None:
+    """Write the card of the model itself, whose class decides its task, not of the wrapper around it."""
+    with _with_plain_model(self):
+        _library["create_model_card"](self, *args, **kwargs)
+
+
+@contextmanager
+def _with_plain_model(self: Any) -> Iterator[None]:
+    """Give a trainer its model without wrappers, also inside of it, for a context."""
+    with plain_tree(self.model) as plain, _set_for_a_while(self, "model", plain):
+        yield
 
 
 def _save_model(self: Any, output_dir: str | None = None, _internal_call: bool = False) -> None:  # noqa: FBT001, FBT002
@@ -116,6 +135,7 @@ class Trainer(transformers.Trainer):
     create_accelerator_and_postprocess = _create_ours
     _wrap_model = _wrap_model
     save_model = _save_model
+    create_model_card = _create_model_card
 
 
 class Seq2SeqTrainer(Trainer, transformers.Seq2SeqTrainer):

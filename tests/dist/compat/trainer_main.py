@@ -1,8 +1,10 @@
 """Runs of Hugging Face's trainers (DDP on CPU) and of fullshard's, on gloo processes."""
 
 import argparse
+import copy
 import functools
 import os
+import re
 import sys
 import warnings
 from pathlib import Path
@@ -12,7 +14,16 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import pytest
 import torch
 import transformers
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import (
+    LoraConfig,
+    PeftModel,
+    PrefixTuningConfig,
+    PromptEncoderConfig,
+    PromptTuningConfig,
+    get_peft_model,
+    get_peft_model_state_dict,
+)
+from safetensors.torch import load_file
 from torch.distributed.checkpoint import FileSystemReader
 from transformers import GPT2Config, GPT2LMHeadModel, T5ForConditionalGeneration
 
@@ -332,6 +343,135 @@ def peft_lora_saved(version):
     torch.distributed.barrier()
     loaded = PeftModel.from_pretrained(gpt2(), folder).state_dict()
     torch.testing.assert_close(dict(loaded), weights(expected), rtol=1e-5, atol=1e-5)
+
+
+@both_versions
+def labels_smoothed(version):
+    """The library shifts the labels of a causal model, which it knows by the name of its class."""
+    options = {"label_smoothing_factor": 0.1}
+    expected = reference(**options)
+    assert expected[0]["loss"] != pytest.approx(reference()[0]["loss"], rel=1e-4)
+    same(trained(sharded(version, **options)), expected)
+
+
+@both_versions
+def named_as_itself(version):
+    """Also in the model's card, where its task follows from the name of its class."""
+    cards = []
+    for kind in (theirs, functools.partial(sharded, version)):
+        folder, more = directory / f"card_{version}_{len(cards)}", {"compute_metrics": lambda _: {"accuracy": 0.5}}
+        trainer = kind(output_dir=str(folder), more=more)
+        trainer.train()
+        trainer.evaluate()
+        trainer.create_model_card(dataset_tags="a", dataset="a")
+        torch.distributed.barrier()
+        cards.append(re.findall("type: (.*)", (folder / "README.md").read_text()))
+    assert "text-generation" in cards[0]
+    assert cards[1] == cards[0]
+    inner = trainer.accelerator.unwrap_model(trainer.model)
+    assert type(inner).__name__ == "GPT2LMHeadModel"
+    assert sum(type(one).__name__ == "GPT2Block" for one in inner.modules()) == 2
+
+
+def groups(trainer):
+    """Names of the parameters of each of the optimizer's groups; a shard's name is the unsharded parameter's."""
+    trainer.create_optimizer()
+    names = {param: name for name, param in trainer.model.named_parameters()}
+    names |= {param: param.shard_meta.name for param in names if hasattr(param, "shard_meta")}
+    return [(group["weight_decay"], [names[p] for p in group["params"]]) for group in trainer.optimizer.param_groups]
+
+
+class Grouping(ours.Trainer):
+    """As scripts write it, with the library's function for names."""
+
+    def create_optimizer(self, model=None):
+        if self.optimizer is None:
+            names = transformers.trainer_pt_utils.get_parameter_names(self.model, [torch.nn.LayerNorm])
+            decayed = {name for name in names if "bias" not in name}
+            named = list(self.model.named_parameters())
+            one = {"params": [param for name, param in named if name in decayed], "weight_decay": 0.5}
+            other = {"params": [param for name, param in named if name not in decayed], "weight_decay": 0.0}
+            self.optimizer = torch.optim.AdamW([one, other], lr=self.args.learning_rate)
+        return self.optimizer
+
+
+@both_versions
+def weight_decay(version):
+    """Reaches the same parameters whatever is wrapped."""
+    options = {"weight_decay": 0.5}
+    trainer = theirs(**options)
+    expected = groups(trainer)
+    assert [len(names) for _, names in expected] == [10, 18]
+    logs = trained(trainer)
+    for config in (
+        {"transformer_layer_cls_to_wrap": ["GPT2Block"]},
+        {"transformer_layer_cls_to_wrap": ["LayerNorm", "Conv1D"]},
+        {"min_num_params": 1000},
+        {"transformer_layer_cls_to_wrap": ["GPT2Block"], "activation_checkpointing": True},
+    ):
+        trainer = sharded(version, config=config, **options)
+        same(trained(trainer), logs)
+        assert groups(trainer) == expected, config
+    trainer = sharded(version, config={"transformer_layer_cls_to_wrap": ["GPT2Block"]}, **options)
+    trainer.evaluate()  # the model is wrapped already when the optimizer is created
+    same(trained(trainer), logs)
+    for kind in ("evaluated", "not evaluated"):
+        trainer = make(argparse.Namespace(Trainer=Grouping), fsdp=True, fsdp_config={"version": version}, **options)
+        if kind == "evaluated":
+            trainer.evaluate()
+        same(trained(trainer), logs)
+
+
+def classifier():
+    torch.manual_seed(0)
+    config = gpt2().config
+    config.pad_token_id, config.num_labels = 0, 3
+    return transformers.GPT2ForSequenceClassification(config)
+
+
+ADAPTERS = {
+    "prompt": (gpt2, PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)),
+    "prefix": (gpt2, PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3, prefix_projection=True)),
+    "p_tuning": (gpt2, PromptEncoderConfig(task_type="CAUSAL_LM", num_virtual_tokens=3, encoder_hidden_size=8)),
+    "head": (classifier, LoraConfig(task_type="SEQ_CLS", r=2, target_modules=["c_attn"], fan_in_fan_out=True)),
+    "embeddings": (
+        gpt2,
+        LoraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True, modules_to_save=["wte", "ln_f"]),
+    ),
+}
+
+
+def adapted(name):
+    model, config = ADAPTERS[name]
+    torch.manual_seed(3)
+    return get_peft_model(model(), copy.deepcopy(config))
+
+
+def adapter_of(kind, name, folder, **options):
+    """The tensors that a trainer saves, and the loss of the model that was loaded from them."""
+    options |= SGD | {"output_dir": str(folder)}
+    trainer = kind(functools.partial(adapted, name), **options)
+    if name == "head":
+        for data in (trainer.train_dataset, trainer.eval_dataset):
+            for number, row in enumerate(data):
+                row["labels"] = number % 3
+    logs = trained(trainer)
+    trainer.save_model(str(folder))
+    torch.distributed.barrier()
+    return logs, load_file(folder / "adapter_model.safetensors")
+
+
+@both_versions
+def adapters_saved(version):
+    """Also where peft runs a prompt's encoder on rank 0 alone, or asks a module there for its state."""
+    for name in ADAPTERS:
+        logs, expected = adapter_of(theirs, name, directory / f"{name}_theirs")
+        found_logs, found = adapter_of(functools.partial(sharded, version), name, directory / f"{name}_{version}")
+        same(found_logs, logs)
+        assert found.keys() == expected.keys(), name
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}")
+        untrained = get_peft_model_state_dict(adapted(name))
+        assert any(not torch.equal(expected[key], untrained[key]) for key in expected), name
 
 
 def main():

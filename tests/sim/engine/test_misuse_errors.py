@@ -144,6 +144,18 @@ def test_copying_and_pickling():
     on_two_ranks(work)
 
 
+def test_pickling_a_class_that_pickle_finds():
+    def work(comm):
+        model = fully_shard(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), comm)
+        with pytest.raises(ShardingError, match=r"copied or pickled.* fullshard\.save"):
+            pickle.dumps(model)
+        copied = copy.copy(model)
+        assert type(copied) is type(model)
+        assert [id(param) for param in copied.parameters()] == [id(param) for param in model.parameters()]
+
+    run_ranks(1, work)
+
+
 def test_state_dict_is_refused_with_the_remedy():
     def work(comm, model):
         with pytest.raises(ShardingError, match=r"fullshard\.save"):

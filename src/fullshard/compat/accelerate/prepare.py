@@ -6,8 +6,7 @@ import functools
 import inspect
 import re
 import warnings
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -22,11 +21,12 @@ from fullshard.compat.torch_fsdp.checkpointing import (
     offload_wrapper,
 )
 from fullshard.compat.torch_fsdp.fsdp2 import fully_shard
+from fullshard.compat.torch_fsdp.fsdp_module import class_names_kept
 from fullshard.compat.torch_fsdp.fully_sharded_data_parallel import FullyShardedDataParallel
+from fullshard.compat.torch_fsdp.plain_tree import plain_copy
 from fullshard.compat.torch_fsdp.wrap import modules_to_wrap
 from fullshard.engine import full_state_dict, plain_name
 from fullshard.errors import ConfigError, MismatchError
-from fullshard.layout.names import WRAPPERS
 
 Axes = tuple[Comm, Comm]
 """The ranks that hold replicas of this rank's shards, and those that it shares shards with."""
@@ -127,10 +127,11 @@ def _version_2(
     }
     if plugin.mixed_precision_policy is not None:
         options["mp_policy"] = plugin.mixed_precision_policy
-    for module in _units(model, plugin, ignored):
-        if not _is_tied(model, module):
-            _fill_and_shard(model, module, plugin, ranks, options)
-    return _fill_and_shard(model, model, plugin, ranks, options)
+    with class_names_kept():  # Accelerate promises MyModel of unwrap_model(prepare(MyModel()))
+        for module in _units(model, plugin, ignored):
+            if not _is_tied(model, module):
+                _fill_and_shard(model, module, plugin, ranks, options)
+        return _fill_and_shard(model, model, plugin, ranks, options)
 
 
 def _fill_and_shard(
@@ -255,8 +256,8 @@ def upcast_trainable(model: nn.Module, *, warn: bool, values: bool) -> None:
 def make_collective(model: Any, *, writes: bool) -> None:
     """Make ``save_pretrained`` and ``generate`` of a sharded Hugging Face model work when every rank calls them.
 
-    ``save_pretrained`` gathers the weights to rank 0, which writes them. ``generate`` continues until all ranks have
-    finished, because each step gathers units.
+    ``save_pretrained`` gathers the weights to rank 0, which writes them; it may also be called on rank 0 alone with the
+    full ``state_dict``. ``generate`` continues until all ranks have finished, because each step gathers units.
     """
     for module in model.modules():
         if hasattr(type(module), "generate"):
@@ -267,31 +268,21 @@ def make_collective(model: Any, *, writes: bool) -> None:
 
 def _saving_once(model: nn.Module, original: Callable[..., Any], *, writes: bool) -> Callable[..., Any]:
     parameters = inspect.signature(original).parameters
+    takes_all = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters.values())
+    method = getattr(original, "__func__", None)
 
     @functools.wraps(original)
     def save_pretrained(*args: Any, **kwargs: Any) -> Any:
         given = {**dict(zip(parameters, args, strict=False)), **kwargs}
         if given.get("state_dict") is None:
             given["state_dict"] = full_state_dict(model)
-        given.setdefault("is_main_process", writes)
-        with _plain_module_names(model):
+        if not given.setdefault("is_main_process", writes):
+            return None
+        if method is None:  # a function on the instance, to which no other model can be passed
             return original(**given)
+        plain = plain_copy(model, given["state_dict"])
+        given = {key: value for key, value in given.items() if takes_all or key in parameters}
+        # Not of the model itself: peft asks modules for their state and runs prompt encoders, on this rank alone.
+        return method(plain, **given)
 
     return save_pretrained
-
-
-@contextmanager
-def _plain_module_names(model: Any) -> Iterator[None]:
-    """Leave wrappers out of ``named_modules()``: peft selects an adapter's weights by the names of its modules."""
-    original = model.named_modules
-
-    def named_modules(*args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
-        for name, module in original(*args, **kwargs):
-            if not WRAPPERS & module._modules.keys():
-                yield plain_name(name), module
-
-    model.named_modules = named_modules
-    try:
-        yield
-    finally:
-        del model.named_modules

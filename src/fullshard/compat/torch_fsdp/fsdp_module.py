@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -14,6 +16,7 @@ from torch import nn
 from fullshard import engine
 from fullshard.compat.torch_fsdp.model_state import load_model_state_dict, model_state_dict
 from fullshard.engine import Keep, LaneState, Unit
+from fullshard.engine.full.model_class import refuse_pickling, shallow_copy
 from fullshard.errors import ConfigError, ShardingError
 
 _STATE = "_fullshard_fsdp2"
@@ -68,6 +71,9 @@ class FSDPModule:
             f"FSDP does not support deepcopy, here of a {type(self).__name__}: the copy would take part in the same "
             "collectives. Copy the model before fully_shard, or load its state dict into another one."
         )
+
+    __copy__ = shallow_copy
+    __reduce_ex__ = refuse_pickling
 
     # Parameters
 
@@ -279,14 +285,32 @@ class FSDPModule:
 
 
 def fsdp_class(cls: type[nn.Module]) -> type[nn.Module]:
-    """Return the subclass of :class:`FSDPModule` and ``cls``; one per ``cls``."""
-    if cls not in _CLASSES:
+    """Return the subclass of :class:`FSDPModule` and ``cls``; one per ``cls`` and name.
+
+    Its name is torch's, ``FSDP<Name>``, except that a model with ``save_pretrained`` keeps its own: libraries look such
+    classes up by name (transformers to shift labels and to convert weights) and write it into what they save.
+    """
+    name = cls.__name__ if _keeps_names.get() or hasattr(cls, "save_pretrained") else f"FSDP{cls.__name__}"
+    if (cls, name) not in _CLASSES:
         body = {"__module__": cls.__module__, "_fullshard_plain_type": cls}
-        _CLASSES[cls] = type(f"FSDP{cls.__name__}", (FSDPModule, cls), body)
-    return _CLASSES[cls]
+        _CLASSES[cls, name] = type(name, (FSDPModule, cls), body)
+    return _CLASSES[cls, name]
 
 
-_CLASSES: dict[type[nn.Module], type[nn.Module]] = {}
+_CLASSES: dict[tuple[type[nn.Module], str], type[nn.Module]] = {}
+
+_keeps_names: ContextVar[bool] = ContextVar("fullshard_keeps_class_names", default=False)
+"""Whether all classes keep their names; per thread, because ranks may be threads of one process."""
+
+
+@contextmanager
+def class_names_kept() -> Iterator[None]:
+    """Make ``fully_shard`` keep the names of all classes in this context, as wrappers of version 1 do."""
+    token = _keeps_names.set(True)
+    try:
+        yield
+    finally:
+        _keeps_names.reset(token)
 
 
 def set_state(module: nn.Module, state: ModuleState) -> None:

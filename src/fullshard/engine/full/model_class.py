@@ -15,6 +15,7 @@ from fullshard.engine.full.state import RootHeld, load_full_state
 from fullshard.engine.full.table import unit_table
 from fullshard.engine.registry import runtime_of
 from fullshard.engine.step.hooks import UnitHooks
+from fullshard.engine.step.param import COPY_REFUSED
 from fullshard.engine.step.runtime import Runtime
 from fullshard.engine.step.unit import Keep
 from fullshard.errors import ShardingError
@@ -50,6 +51,8 @@ def sharded_class(cls: type[nn.Module]) -> type[nn.Module]:
             return cls.generate(self, *args, **kwargs)  # type: ignore[attr-defined]
 
     overrides: dict[str, Any] = {
+        "__copy__": shallow_copy,
+        "__reduce_ex__": refuse_pickling,
         "__repr__": __repr__,
         "state_dict": state_dict,
         "load_state_dict": load_state_dict,
@@ -59,6 +62,22 @@ def sharded_class(cls: type[nn.Module]) -> type[nn.Module]:
         overrides["generate"] = generate
     made = type(cls.__name__, (cls,), overrides)
     made.__qualname__ = cls.__qualname__
+    return made
+
+
+def refuse_pickling(self: nn.Module, protocol: object) -> Any:
+    """Refuse before pickle looks the class up by name, where it would find the unsharded model's.
+
+    Raises:
+        ShardingError: Always.
+    """
+    raise ShardingError(COPY_REFUSED)
+
+
+def shallow_copy(self: nn.Module) -> nn.Module:
+    """Copy as ``copy.copy`` does without ``__reduce_ex__``: another module with the same parameters and buffers."""
+    made = object.__new__(type(self))  # not the class's own __new__, which may need arguments
+    made.__dict__.update(self.__dict__)
     return made
 
 

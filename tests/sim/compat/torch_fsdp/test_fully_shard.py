@@ -1,5 +1,8 @@
 """FSDP2's ``fully_shard`` on rank threads: units, arguments, and training as unsharded."""
 
+import copy
+import pickle
+
 import pytest
 import torch
 from torch import nn
@@ -98,6 +101,25 @@ def test_blocks_and_root_stay_fsdp_modules_and_keep_their_units():
         return [row.unit for row in units(model).rows]
 
     assert run_ranks(1, work)[0] == ["(root)", *(f"blocks.{i}" for i in range(4))]
+
+
+class Saving(TinyLM):
+    """As models of Hugging Face's libraries, which look classes up by name."""
+
+    def save_pretrained(self, directory):
+        """Write the model."""
+
+
+def test_a_model_with_save_pretrained_keeps_its_name():
+    def work(comm):
+        model = shard(Saving(), comm)
+        assert isinstance(model, FSDPModule)
+        assert type(model).__name__ == model._get_name() == "Saving"
+        with pytest.raises(ShardingError, match="copied or pickled"):
+            pickle.dumps(model.blocks[0])
+        assert copy.copy(model).blocks is model.blocks
+
+    run_ranks(1, work)
 
 
 def test_a_root_alone_is_one_unit():
