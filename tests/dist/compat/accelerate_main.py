@@ -234,6 +234,29 @@ def prepare():
 
 
 @check
+def blocks_are_found_without_settings():
+    """By one import; the model keeps its names and classes, and nothing is said of a plugin."""
+    plain = {name: type(module).__name__ for name, module in seeded(TinyLM).named_modules()}
+    for settings in ({}, {"fsdp_version": 2}, {"activation_checkpointing": True}):
+        inside = []
+
+        def look(accelerator, model, inside=inside):
+            inside[:] = [accelerator.unwrap_model(model)]
+
+        reset()
+        plugin = {"fsdp_plugin": FullyShardedDataParallelPlugin(**settings)} if settings else {}
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", "(?i).*(one unit|plugin)")
+            found = train_lm(Accelerator(**plugin), act=look)
+        expected = their_lm()
+        found["noted"], expected["noted"] = found["noted"][1::2], expected["noted"][1::2]
+        close(found, expected)
+        assert [row.unit for row in fullshard.units(inside[0]).rows] == ["(root)", *(f"blocks.{i}" for i in range(4))]
+        if "activation_checkpointing" not in settings:
+            assert {name: type(module).__name__ for name, module in inside[0].named_modules()} == plain
+
+
+@check
 def prepare_with_a_seed_of_each_rank():
     same_lm(1, seed=torch.distributed.get_rank())
     same_lm(2, seed=torch.distributed.get_rank())

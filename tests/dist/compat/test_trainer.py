@@ -11,7 +11,7 @@ pytestmark = [pytest.mark.dist, pytest.mark.parity, pytest.mark.timeout(300)]
 
 SCRIPT = Path(__file__).with_name("trainer_main.py")
 FOUND = re.findall(r"^@both_versions\ndef (\w+)", SCRIPT.read_text(), re.MULTILINE)
-NAMES = [*(f"{name}_v{version}" for name in FOUND for version in (1, 2)), "two_at_once"]
+NAMES = [*(f"{name}_v{version}" for name in FOUND for version in (1, 2)), "two_at_once", "one_import"]
 
 
 @pytest.fixture(scope="module")

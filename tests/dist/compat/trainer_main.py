@@ -27,6 +27,7 @@ from safetensors.torch import load_file
 from torch.distributed.checkpoint import FileSystemReader
 from transformers import GPT2Config, GPT2LMHeadModel, T5ForConditionalGeneration
 
+import fullshard
 from fullshard.compat import transformers as ours
 from fullshard.compat.accelerate import Accelerator
 from support.models import tiny_t5_config
@@ -263,7 +264,16 @@ def two_at_once():
     assert one.evaluate()["eval_loss"] == pytest.approx(expected[-1]["eval_loss"], abs=1e-5)
 
 
-CHECKS["two_at_once"] = two_at_once
+def one_import():
+    expected = reference()
+    ask_for_nothing()
+    trainer = make(ours)
+    same(trained(trainer), expected)
+    rows = fullshard.units(trainer.accelerator.unwrap_model(trainer.model)).rows
+    assert [row.unit for row in rows] == ["(root)", "transformer.h.0", "transformer.h.1"]
+
+
+CHECKS |= {"two_at_once": two_at_once, "one_import": one_import}
 
 
 @both_versions

@@ -28,7 +28,7 @@ from fullshard.compat.torch_fsdp.api import (
     StateDictType,
 )
 from fullshard.compat.torch_fsdp.fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
-from fullshard.compat.torch_fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
+from fullshard.compat.torch_fsdp.wrap import RepeatedBlocks, size_based_auto_wrap_policy, transformer_auto_wrap_policy
 from fullshard.errors import ConfigError, WrapError
 
 E = TypeVar("E", bound=Enum)
@@ -63,7 +63,8 @@ class FullyShardedDataParallelPlugin:
         mixed_precision_policy: ``"bf16"``, ``"fp16"``, ``"fp32"``, a dict of dtypes, ``MixedPrecision`` (version 1) or
             ``MixedPrecisionPolicy`` (2); None: that of ``Accelerator(mixed_precision=…)``.
         auto_wrap_policy: ``"transformer_based_wrap"``, ``"size_based_wrap"``, ``"no_wrap"`` or a policy of
-            ``fullshard.compat.torch_fsdp.wrap`` or ``torch.distributed.fsdp.wrap``. ``FSDP_AUTO_WRAP_POLICY``; no_wrap.
+            ``fullshard.compat.torch_fsdp.wrap`` or ``torch.distributed.fsdp.wrap``. ``FSDP_AUTO_WRAP_POLICY``; the
+            blocks that ``fullshard.fully_shard`` finds (in Accelerate: no_wrap).
         cpu_offload: Whether shards, gradients and the optimizer's state live in host memory: a bool, ``CPUOffload``
             (version 1) or an ``OffloadPolicy`` (2). ``FSDP_OFFLOAD_PARAMS``; False.
         ignored_modules: Modules left unsharded, or a regular expression for their names. ``FSDP_IGNORED_MODULES``.
@@ -82,7 +83,7 @@ class FullyShardedDataParallelPlugin:
         cpu_ram_efficient_loading: Only rank 0 loads the pretrained weights; the other ranks get them from it when the
             model is prepared. ``FSDP_CPU_RAM_EFFICIENT_LOADING``; False.
         transformer_cls_names_to_wrap: Class names for transformer_based_wrap. ``FSDP_TRANSFORMER_CLS_TO_WRAP``,
-            separated by commas; the model's ``_no_split_modules``.
+            separated by commas; the model's ``_no_split_modules``, or else the blocks that ``fully_shard`` finds.
         min_num_params: Smallest unit for size_based_wrap. ``FSDP_MIN_NUM_PARAMS``; 0.
     """
 
@@ -186,6 +187,7 @@ class FullyShardedDataParallelPlugin:
     def _read_wrapping(self) -> None:
         policy = _or_env(self.auto_wrap_policy, "FSDP_AUTO_WRAP_POLICY", "")
         self.asked_for_one_unit = str(policy).upper() == "NO_WRAP"
+        self._finds_blocks = not policy
         policy = policy or "NO_WRAP"
         if isinstance(policy, str):
             if policy.upper() not in _POLICIES:
@@ -256,12 +258,19 @@ class FullyShardedDataParallelPlugin:
     def set_auto_wrap_policy(self, model: nn.Module) -> None:
         """Complete a policy given as a word with the classes of the blocks of ``model`` or the smallest size.
 
+        Without a policy, and for a model that names no classes, it is the one that finds repeated blocks.
+
         Raises:
             WrapError: The model has no module of one of the classes; the message lists its repeated classes.
         """
-        if self.auto_wrap_policy is transformer_auto_wrap_policy:
+        if self.auto_wrap_policy is None and self._finds_blocks:
+            self.auto_wrap_policy = RepeatedBlocks()
+        elif self.auto_wrap_policy is transformer_auto_wrap_policy:
             if self.transformer_cls_names_to_wrap is None:
                 self.transformer_cls_names_to_wrap = _own_block_classes(model)
+            if not self.transformer_cls_names_to_wrap:
+                self.auto_wrap_policy = RepeatedBlocks()
+                return
             classes = {self.get_module_class_from_name(model, name) for name in self.transformer_cls_names_to_wrap}
             self.auto_wrap_policy = functools.partial(transformer_auto_wrap_policy, transformer_layer_cls=classes)
         elif self.auto_wrap_policy is size_based_auto_wrap_policy:

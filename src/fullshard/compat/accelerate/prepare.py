@@ -26,6 +26,7 @@ from fullshard.compat.torch_fsdp.fully_sharded_data_parallel import FullySharded
 from fullshard.compat.torch_fsdp.plain_tree import plain_copy
 from fullshard.compat.torch_fsdp.wrap import modules_to_wrap
 from fullshard.engine import full_state_dict, plain_name
+from fullshard.engine.setup.wrap import LARGE_NUMEL, candidate_classes
 from fullshard.errors import ConfigError, MismatchError
 
 Axes = tuple[Comm, Comm]
@@ -70,11 +71,13 @@ def shard(model: nn.Module, plugin: FullyShardedDataParallelPlugin, ranks: Comm,
             _copy_from_rank_0(model, module, ranks)
     ignored = [module.to(ranks.device) for module in ignored]
     units = set(_units(model, plugin, ignored))
-    if not units and not plugin.asked_for_one_unit:
+    numel = sum(param.numel() for param in model.parameters())
+    if not units and numel >= LARGE_NUMEL and not plugin.asked_for_one_unit:
         warnings.warn(
-            f"No wrap policy: all {sum(param.numel() for param in model.parameters()):,} parameters of "
-            f"{type(model).__name__} are one unit, which every rank gathers at once. Set the plugin's "
-            "auto_wrap_policy='transformer_based_wrap' (FSDP_AUTO_WRAP_POLICY), or 'no_wrap' if this is intended.",
+            f"All {numel:,} parameters of {type(model).__name__} are one unit, which every rank gathers at once: no "
+            "repeated blocks were found in it, nor others named. To gather parts of it one at a time, name their "
+            "classes: FSDP_AUTO_WRAP_POLICY=TRANSFORMER_BASED_WRAP and FSDP_TRANSFORMER_CLS_TO_WRAP=Class,Class. "
+            f"Classes in this model: {', '.join(candidate_classes(model)) or 'none with submodules'}.",
             stacklevel=2,
         )
     wrap = _version_1 if plugin.fsdp_version == 1 else _version_2

@@ -15,7 +15,7 @@ from fullshard.comm import as_mesh
 from fullshard.compat.torch_fsdp import arguments
 from fullshard.compat.torch_fsdp.arguments import UnitSettings
 from fullshard.compat.torch_fsdp.optimizer_hooks import describe_state_for_getters
-from fullshard.compat.torch_fsdp.wrap import is_wrapper, modules_to_wrap
+from fullshard.compat.torch_fsdp.wrap import RepeatedBlocks, is_wrapper, modules_to_wrap
 from fullshard.engine import FirstValues, fully_shard
 
 Ignored = tuple[set[nn.Module], set[nn.Parameter]]
@@ -26,7 +26,7 @@ class Sharding:
     """Result of :func:`shard`.
 
     Attributes:
-        wrapped: The modules that the wrap policy chose, each with the wrapper's arguments.
+        wrapped: The modules to put a wrapper around, each with the wrapper's arguments.
         ignored: Ignored modules and parameters.
         is_sharded: Whether there was anything to shard.
         rank: This rank's number.
@@ -118,6 +118,8 @@ def shard(root: nn.Module, wrap_policy: Any, kwargs: dict[str, Any], ignored: Ig
     for param in root.parameters():
         if hasattr(param, "shard_meta"):
             describe_state_for_getters(param)
+    if isinstance(wrap_policy, RepeatedBlocks):
+        wrapped = {}
     return Sharding(wrapped, ignored, is_sharded, mesh.rank, mesh.size, device or mesh.device)
 
 

@@ -19,6 +19,7 @@ from typing import Any
 
 from torch import nn
 
+from fullshard.engine.setup.wrap import NoRepeatedBlocksError, find_units
 from fullshard.errors import ConfigError, WrapError
 
 __all__ = [
@@ -203,6 +204,22 @@ class CustomPolicy(_Policy):
             if answer:
                 found[module] = root_kwargs | (answer if isinstance(answer, dict) else {})
         return found
+
+
+class RepeatedBlocks(_Policy):
+    """Policy of faces that were told nothing: the blocks that ``fullshard.fully_shard`` finds by itself.
+
+    Not a name of torch's. The blocks become units and get no wrappers, so that the model keeps its names and classes.
+    """
+
+    def _run_policy(
+        self, root_module: nn.Module, ignored_modules: set[nn.Module], root_kwargs: Kwargs
+    ) -> dict[nn.Module, Kwargs]:
+        try:
+            found = [module for _, modules in find_units(root_module, "auto") for module in modules]
+        except NoRepeatedBlocksError:
+            found = []
+        return {module: dict(root_kwargs) for module in found if module not in ignored_modules}
 
 
 # Running a policy

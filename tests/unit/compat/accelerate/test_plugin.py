@@ -10,13 +10,15 @@ import pytest
 import torch
 import torch.distributed.fsdp as torch_fsdp
 from accelerate import FullyShardedDataParallelPlugin as Theirs
+from torch import nn
 
 from fullshard.comm import SoloComm
 from fullshard.compat.accelerate import FullyShardedDataParallelPlugin as Plugin
-from fullshard.compat.accelerate.prepare import shard
+from fullshard.compat.accelerate.prepare import blocks_of, shard
 from fullshard.compat.torch_fsdp import api, fsdp2, wrap
+from fullshard.engine.setup.wrap import find_units
 from fullshard.errors import ConfigError, ProcessGroupError, WrapError
-from support.models import TinyLM, t5
+from support.models import Block, TinyLM, t5
 
 NO_EFFECT = "ignore:.*has no effect"
 
@@ -216,11 +218,27 @@ def test_efficient_loading_is_told_to_transformers_and_takes_rank_0s_values():
 
 
 @pytest.mark.parametrize("version", [1, 2])
-def test_one_unit_that_nobody_asked_for_is_told(version):
-    def made(**options):
+def test_one_large_unit_that_nobody_asked_for_is_told(version):
+    def made(model, **options):
         with contextlib.suppress(ProcessGroupError):  # version 1 shards over processes, and here are none
-            shard(TinyLM(), Plugin(fsdp_version=version, **options), SoloComm(torch.device("cpu")))
+            shard(model, Plugin(fsdp_version=version, **options), SoloComm(torch.device("cpu")))
 
-    with pytest.warns(UserWarning, match=r"No wrap policy: all [\d,]+ parameters of TinyLM are one unit"):
-        made()
-    made(auto_wrap_policy="no_wrap")
+    def large():
+        return nn.Sequential(nn.Linear(1024, 1024), nn.ReLU())
+
+    with pytest.warns(UserWarning, match=r"All 1,049,600 parameters of Sequential .* no repeated blocks") as caught:
+        made(large())
+    assert "plugin" not in str(caught[0].message)
+    made(large(), auto_wrap_policy="no_wrap")
+    made(nn.Linear(4, 4))
+
+
+@pytest.mark.parametrize("options", [{}, {"auto_wrap_policy": "transformer_based_wrap"}])
+def test_without_a_policy_the_blocks_are_those_that_fully_shard_finds(options):
+    for model in (TinyLM(), t5(), nn.Sequential(*(Block(8, 16) for _ in range(3)))):
+        if options and hasattr(model, "config"):
+            continue  # it names its blocks
+        expected = [module for _, modules in find_units(model, "auto") for module in modules]
+        assert blocks_of(model, Plugin(**options)) == expected
+        assert len(expected) > 2
+    assert blocks_of(TinyLM(), Plugin(auto_wrap_policy="no_wrap")) == []
