@@ -88,6 +88,15 @@ class FullParameter(nn.Parameter):
             "If the module casts itself, keep it in its dtype: MixedPrecision(keep_fp32=(name of its class,))."
         )
 
+    def set_(self, *args: Any, **kwargs: Any) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Do nothing if it is set to itself: torch's would count as a write.
+
+        ``parametrize`` does so when forward registers a parametrization, as peft's ``target_parameters`` do.
+        """
+        if len(args) == 1 and isinstance(args[0], torch.Tensor) and _is_same(self, args[0]):
+            return self
+        return super().set_(*args, **kwargs)
+
 
 def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
     return (one.data_ptr(), one.dtype, one.shape, one.stride()) == (

@@ -129,7 +129,7 @@ def _shard(
     with _fsdp_classes(members):
         if not has_parameters:
             return None
-        first = engine.FirstValues(from_rank0_if_different=True)
+        first = engine.FirstValues(from_rank0_if_different=True, rest_later=True)
         engine.fully_shard(module, mesh, wrap=None, first_values=first, **options)
     return runtime_of(members[0]).root
 

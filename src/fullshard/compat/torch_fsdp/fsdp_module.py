@@ -17,6 +17,7 @@ from fullshard import engine
 from fullshard.compat.torch_fsdp.model_state import load_model_state_dict, model_state_dict
 from fullshard.engine import Keep, LaneState, Unit
 from fullshard.engine.full.model_class import refuse_pickling, shallow_copy
+from fullshard.engine.setup.initial import marked_like
 from fullshard.errors import ConfigError, ShardingError
 
 _STATE = "_fullshard_fsdp2"
@@ -250,7 +251,9 @@ class FSDPModule:
     # nn.Module's methods
 
     def to_empty(self, *, device: Any, recurse: bool = True) -> Any:
-        """Keep the memory and values that ``fully_shard`` gave a module from the meta device.
+        """Keep the memory and values that ``fully_shard`` gave a module from the meta device; allocate other buffers.
+
+        Those are the buffers that nothing initialized. They are NaN, or the lowest integer, until the caller sets them.
 
         Raises:
             ShardingError: They are on a device of another type.
@@ -262,6 +265,10 @@ class FSDPModule:
                 f"to_empty(device={device!r}): the shards are on {', '.join(sorted(others))} since fully_shard. Choose "
                 "the device with its mesh=, or offload_policy=CPUOffloadPolicy() for host memory."
             )
+        for module in cast("nn.Module", self).modules() if recurse else [cast("nn.Module", self)]:
+            for key, buffer in module._buffers.items():
+                if buffer is not None and buffer.is_meta:
+                    module._buffers[key] = marked_like(buffer, torch.device(device or "cpu"))
         return self
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:

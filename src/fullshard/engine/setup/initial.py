@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -12,6 +13,7 @@ from torch import nn
 from fullshard.comm import Mesh, together
 from fullshard.engine.setup.identity import Differing
 from fullshard.engine.setup.wrap import ParamSpec, UnitSpec
+from fullshard.engine.step.plain_modules import plain_type
 from fullshard.errors import MismatchError, WrapError
 
 
@@ -29,11 +31,14 @@ class FirstValues:
             hold other values or be on the meta device, where only memory is allocated for them.
         from_rank0_if_different: Whether ranks that hold different values take rank 0's, in the units and buffers that
             differ, and rank 0 warns once; otherwise that is an error.
+        rest_later: Whether the caller fills what nothing initializes on the meta device, after sharding: such buffers
+            stay there, and such parameters are NaN with a warning; otherwise that is an error.
     """
 
     initialize: Callable[[nn.Module], object] | None = None
     from_rank0: bool = False
     from_rank0_if_different: bool = False
+    rest_later: bool = False
 
 
 class Initializer:
@@ -175,19 +180,35 @@ class Initializer:
                 _replace(member, torch.empty_like(member.param, device=self.device))
                 owners.update((id(module), module) for module, _ in member.slots)
         bare = {id(module) for module in owners.values() if self._own_initializer(module) is None}
-        lacking = [(m.names[0], type(m.slots[0][0]).__name__) for m in spec.params if id(m.slots[0][0]) in bare]
+        lacking = [member for member in spec.params if id(member.slots[0][0]) in bare]
         if lacking:
-            classes = ", ".join(sorted({name for _, name in lacking}))
-            raise WrapError(
-                f"Unit {spec.name} is on the meta device, and nothing initializes "
-                f"{', '.join(name for name, _ in lacking)}: {classes} has no reset_parameters(), which modules on the "
-                "meta device need. Add that method to the class, or build the model on CPU."
-            )
+            self._tell_of_lacking(spec, lacking)
+            for member in lacking:
+                member.param.copy_(marked_like(member.param, self.device))
         everything = [module for member in spec.modules for module in member.modules()]
         for module in reversed(everything):  # children first, as Module.apply does
             wanted = set(owners) if hasattr(self.model, "_init_weights") else {id(module)} & set(owners)
             if any(id(child) in wanted for child in module.modules()):
                 self._initialize_module(module)
+
+    def _tell_of_lacking(self, spec: UnitSpec, lacking: Sequence[ParamSpec]) -> None:
+        """Raise because nothing initializes parameters of a unit, or warn on rank 0 if the caller does so later.
+
+        Raises:
+            WrapError: The caller does not.
+        """
+        classes = ", ".join(sorted({plain_type(member.slots[0][0]).__name__ for member in lacking}))
+        fact = (
+            f"Unit {spec.name} is on the meta device, and nothing initializes "
+            f"{', '.join(member.names[0] for member in lacking)}: {classes} has no reset_parameters()"
+        )
+        if not self.first.rest_later:
+            raise WrapError(
+                f"{fact}, which modules on the meta device need. Add that method to the class, or build the model on "
+                "CPU."
+            )
+        if self.mesh.rank == 0:
+            warnings.warn(f"{fact}. They are NaN until you initialize them or load their values.", stacklevel=2)
 
     def _own_initializer(self, module: nn.Module) -> Callable[[], object] | None:
         """Return the function that initializes the module, Hugging Face's or torch's; None if there is none."""
@@ -202,19 +223,21 @@ class Initializer:
         """Allocate the module's meta buffers and initialize everything it holds.
 
         Raises:
-            WrapError: A buffer is still unwritten afterwards.
+            WrapError: A buffer is still unwritten afterwards, and the caller does not fill it later.
         """
-        fresh: dict[str, torch.Tensor] = {}
-        for key, buffer in module._buffers.items():
-            if buffer is not None and buffer.is_meta:
-                module._buffers[key] = fresh[key] = _marked_like(buffer, self.device)
+        meta = {key: buffer for key, buffer in module._buffers.items() if buffer is not None and buffer.is_meta}
+        for key, buffer in meta.items():
+            module._buffers[key] = marked_like(buffer, self.device)
         initializer = self._own_initializer(module)
         if initializer is not None:
             initializer()
         if self.device.type == "meta":
             return  # only the layout is wanted: there are no values
-        for key, marked in fresh.items():
-            if torch.equal(module._buffers[key].nan_to_num(7.0), _marked_like(marked, self.device).nan_to_num(7.0)):  # type: ignore[union-attr]
+        for key, buffer in meta.items():
+            if torch.equal(module._buffers[key].nan_to_num(7.0), marked_like(buffer, self.device).nan_to_num(7.0)):  # type: ignore[union-attr]
+                if self.first.rest_later:
+                    module._buffers[key] = buffer
+                    continue
                 raise WrapError(
                     f"Buffer {key} of {type(module).__name__} is on the meta device, and nothing fills it: "
                     "set it in reset_parameters(), or build the model on CPU."
@@ -230,6 +253,8 @@ class Initializer:
             for path, module in self.model.named_modules():
                 here = ((f"{path}.{key}" if path else key, buffer) for key, buffer in module._buffers.items())
                 if any(buffer is not None and buffer.is_meta and name not in given for name, buffer in here):
+                    if self.first.rest_later and any(hasattr(p, "shard_meta") for p in module._parameters.values()):
+                        continue  # its initializer ran with its unit, and would draw other values on each rank now
                     self._initialize_module(module)
 
     def _from_rank0(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -260,7 +285,7 @@ def _replace(member: ParamSpec, value: torch.Tensor) -> None:
         module._parameters[key] = member.param
 
 
-def _marked_like(buffer: torch.Tensor, device: torch.device) -> torch.Tensor:
+def marked_like(buffer: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Return a buffer filled with a value no initializer writes: NaN, or the lowest integer (False for booleans)."""
     if buffer.is_floating_point() or buffer.is_complex():
         return torch.full_like(buffer, float("nan"), device=device)

@@ -12,7 +12,7 @@ from fullshard.errors import ConfigError, ShardingError
 from fullshard.testing import RecordingComm, run_ranks
 from support.fsdp2 import SIZE, rows_of, shard, with_models
 from support.models import TinyLM, batches, lm_loss
-from support.parity import ROWS_PER_RANK, optimizer_for, replicas
+from support.parity import ROWS_PER_RANK, assert_same_run, optimizer_for, replicas, train_sharded, train_unsharded
 
 
 def gathers(model, ledger, tokens):
@@ -243,6 +243,81 @@ def test_to_empty_keeps_what_fully_shard_gave_to_a_meta_model():
         return [(p.dtype, p.abs().sum().item() > 0, p.isfinite().all().item()) for p in full]
 
     assert run_ranks(SIZE, work) == [[(torch.float64, True, True)] * 4] * SIZE
+
+
+class Turned(nn.Module):
+    """A block with a buffer of its own and a parameter, neither of which the class initializes."""
+
+    def __init__(self, *, persistent):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.scale = nn.Parameter(torch.empty(8))
+        self.register_buffer("table", self.angles(), persistent=persistent)
+
+    @staticmethod
+    def angles():
+        return torch.cos(torch.arange(8.0))
+
+    def forward(self, x, shift):
+        return torch.tanh(self.linear(x) * self.table + self.scale * shift)
+
+
+class InitializedLast(nn.Module):
+    """As torchtitan's models: ``init_weights``, called after ``to_empty``, also computes buffers."""
+
+    def __init__(self, *, persistent):
+        super().__init__()
+        self.embed = nn.Embedding(33, 8)
+        self.layers = nn.ModuleList([Turned(persistent=persistent), Turned(persistent=persistent)])
+        self.head = nn.Linear(8, 33, bias=False)
+        self.register_buffer("shift", torch.ones(8), persistent=persistent)
+
+    def init_weights(self):
+        generator = torch.Generator().manual_seed(3)
+        with torch.no_grad():
+            for name, param in self.named_parameters():
+                nn.init.zeros_(param) if "bias" in name else nn.init.normal_(param, std=0.3, generator=generator)
+            self.shift = torch.linspace(0, 1, 8)
+            for layer in self.layers:
+                layer.table.copy_(Turned.angles())
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = layer(x, self.shift)
+        return self.head(x)
+
+
+def token_loss(model, tokens):
+    return nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_a_meta_model_may_be_initialized_after_to_empty(persistent):
+    reference = InitializedLast(persistent=persistent)
+    reference.init_weights()
+    data = [tokens % 33 for tokens in batches(4, SIZE * ROWS_PER_RANK)]
+    plain = train_unsharded(reference, token_loss, data)
+
+    def work(comm):
+        with torch.device("meta"):
+            model = InitializedLast(persistent=persistent)
+        for layer in model.layers:
+            fully_shard(layer, mesh=comm)
+        fully_shard(model, mesh=comm)
+        assert model.shift.is_meta
+        model.to_empty(device="cpu")
+        with unsharded(model):
+            assert model.layers[0].scale.isnan().all()
+        assert model.layers[1].table.isnan().all()
+        model.init_weights()
+        return train_sharded(model, comm, token_loss, data, sharded=True)
+
+    with pytest.warns(UserWarning, match=r"nothing initializes scale: Turned has no reset_parameters.* NaN") as caught:
+        runs = run_ranks(SIZE, work)
+    assert sum("Turned" in str(one.message) for one in caught) == 2  # a unit each, on rank 0
+    for run in runs:
+        assert_same_run(run, plain)
 
 
 def scale(model):
