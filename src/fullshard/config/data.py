@@ -76,9 +76,10 @@ class DataConfig(ConfigSection):
     max_target_length: PositiveInt = 128
     """Maximum tokens of a target; longer ones are truncated and counted."""
     max_train_samples: PositiveInt | None = None
-    """Number of rows to train on, from the first; null: all. In a mixture, of each set."""
+    """Number of rows to train on; null: all. A hash of each row and the seed decides which: they are a random sample,
+    the same on every rank and in every run, in whatever order the rows are. In a mixture, of each set."""
     max_eval_samples: PositiveInt | None = None
-    """Number of rows to evaluate on, from the first; null: all. In a mixture, of each set."""
+    """Number of held-out rows to evaluate on, drawn as for max_train_samples; null: all. In a mixture, of each set."""
     cache_dir: Path | None = None
     """Cache directory of token ids; null: fullshard/ in the user's cache directory."""
     streaming: bool = False

@@ -42,6 +42,7 @@ from fullshard.data.reading.conversations import (
 )
 from fullshard.data.reading.encoding import encoding_of_rows as encoding_of_rows
 from fullshard.data.reading.inputs import read_inputs as read_inputs
+from fullshard.data.reading.sample import Sample as Sample, sample_notes as sample_notes
 from fullshard.data.reading.split import (
     fingerprint as fingerprint,
     read_split as read_split,

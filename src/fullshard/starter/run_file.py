@@ -147,7 +147,7 @@ def _data(look: Look, choice: Choice, rows: Rows, out: Path) -> list[str]:
         tokens = min(most, max(each, math.ceil(usual / 2.5 / each) * each))
         lines.append(f"  max_{side}_length: {tokens}  # tokens; 99 % have at most {usual:,} characters")
     if rows.held_out > _MOST_HELD_OUT:
-        lines.append(f"  max_eval_samples: {_MOST_HELD_OUT}  # held-out rows to evaluate; generating texts is slow")
+        lines.append(f"  max_eval_samples: {_MOST_HELD_OUT}  # a random sample of them; generating texts is slow")
     return lines
 
 

@@ -5,13 +5,15 @@ import gzip
 import json
 import os
 import threading
+from collections import Counter
+from itertools import compress
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from fullshard.data import SourceSpec, chained, read_split, tokenize, training_texts
+from fullshard.data import Sample, SourceSpec, chained, read_split, tokenize, training_texts
 from fullshard.data.batching import ahead
 from fullshard.data.batching.collate import CollateSpec
 from fullshard.data.batching.stream import EpochPlan, steps
@@ -81,9 +83,9 @@ def spec_of(path, **more):
     return SourceSpec(train_file=path, max_bad_rows=10, encoding=encoding, **names | more)
 
 
-def stream(directory, spec, tokenizer, how=T5, limit=None):
+def stream(directory, spec, tokenizer, how=T5, sample=None):
     directory.mkdir()
-    kept = json.loads(json.dumps(index_to(directory, spec, limit, MOST_LABELS)))
+    kept = json.loads(json.dumps(index_to(directory, spec, sample, MOST_LABELS)))
     rows = StreamedRows(directory, kept, spec, tokenizer, how)
     return open_stream(directory, rows, json.loads(json.dumps(sample_lengths(rows, how)))), kept
 
@@ -116,10 +118,12 @@ def test_rows_held_out_by_a_hash_are_not_in_the_index(kind, tmp_path, t5_like):
     streamed, kept = stream(tmp_path / "entry", spec, t5_like)
     assert everything(streamed) == everything(tokenize(train.examples, t5_like, T5))
     assert (tuple(kept["notes"]), kept["rows"]) == (train.notes, len(train.examples))
-    assert [row.source for row in training_texts(spec, 3)] == [row.source for row in train.examples[:3]]
-    limited, kept = stream(tmp_path / "limited", spec, t5_like, limit=2)
-    assert kept["notes"][-1].startswith(f"training: the first 2 of {len(train.examples)} rows")
-    assert [row.tolist() for row in limited.source_ids] == [row.tolist() for row in list(streamed.source_ids)[:2]]
+    sample = Sample(3, seed=1)
+    drawn = list(compress(range(len(train.examples)), sample.drawn(train.examples)))
+    assert [row.source for row in training_texts(spec, sample)] == [train.examples[row].source for row in drawn]
+    limited, kept = stream(tmp_path / "limited", spec, t5_like, sample=sample)
+    assert kept["notes"][-1].startswith(f"training: 3 of {len(train.examples)} rows")
+    assert [row.tolist() for row in limited.source_ids] == [streamed.source_ids[row].tolist() for row in drawn]
 
 
 @pytest.mark.parametrize("chunk", [4, 100])
@@ -208,12 +212,15 @@ def test_sets_of_a_mixture_follow_one_another(tmp_path, t5_like):
     assert [both.source_ids[row].tolist() for row in wanted] == [part.tolist() for part in parts]
 
 
-def test_a_limit_keeps_the_first_rows_and_their_labels(tmp_path, t5_like):
+def test_a_sample_keeps_its_rows_and_their_labels(tmp_path, t5_like):
     spec = spec_of(FILES["csv"](tmp_path))
-    streamed, kept = stream(tmp_path / "entry", spec, t5_like, limit=3)
-    assert len(streamed) == 3
-    assert kept["labels"] == {"a": 1, "b": 1, "c": 1}
-    assert kept["notes"][-1] == "training: the first 3 of 19 rows (data.max_train_samples)"
+    rows, sample = read_split(spec, "train").examples, Sample(5, seed=0)
+    streamed, kept = stream(tmp_path / "entry", spec, t5_like, sample=sample)
+    assert len(streamed) == 5
+    assert kept["labels"] == Counter(row.target for row in compress(rows, sample.drawn(rows)))
+    assert kept["labels"] != Counter(row.target for row in rows[:5])
+    assert "5 of 19 rows" in kept["notes"][-1]
+    assert "data.max_train_samples" in kept["notes"][-1]
 
 
 def test_targets_are_counted_until_there_are_too_many():

@@ -5,18 +5,24 @@ from __future__ import annotations
 import json
 from array import array
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
-from itertools import islice
+from itertools import compress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
 
 from fullshard.data.examples import Example, SourceSpec
 from fullshard.data.reading.conversations import SystemTurnCounts, answers_as_rows
 from fullshard.data.reading.holdout import Sides
 from fullshard.data.reading.opened import OpenedTable
+from fullshard.data.reading.sample import Sample, sample_notes
 from fullshard.data.reading.split import open_table, sides_of
 from fullshard.data.reading.tables import CsvFile, JsonLinesFile, LineStarts, Row
+
+T = TypeVar("T")
 
 ROWS_NAME = "rows.jsonl"
 """Name of the copy of the rows that a cache entry keeps for a table without access to single rows."""
@@ -30,18 +36,18 @@ _COLUMNS = {"starts": "q", "source_characters": "i", "target_characters": "i", "
 
 
 def index_to(
-    directory: Path, spec: SourceSpec, limit: int | None, most_labels: int, *, by_answer: bool = False
+    directory: Path, spec: SourceSpec, sample: Sample | None, most_labels: int, *, by_answer: bool = False
 ) -> dict[str, Any]:
     """Write where each usable training row starts, and its lengths in characters; a ``build`` for ``cached``.
 
-    Memory does not grow with the file. A CSV, TSV or JSON Lines file in UTF-8 is read in place later. Other tables,
-    such as Parquet or compressed files, have no access to single rows: the columns in use are copied as JSON
-    Lines.
+    Memory does not grow with the file (a sample takes some bytes a row while it is drawn). A CSV, TSV or JSON Lines
+    file in UTF-8 is read in place later. Other tables, such as Parquet or compressed files, have no access to single
+    rows: the columns in use are copied as JSON Lines.
 
     Args:
         directory: Directory of the files.
         spec: Where the rows come from.
-        limit: Maximum rows of the table, from the first; None: all.
+        sample: The rows of the table to draw, for which it is read once more; None: all.
         most_labels: Maximum distinct targets of a label set.
         by_answer: Make a row of each learned answer of a conversation, with the history before it.
 
@@ -51,18 +57,20 @@ def index_to(
     Raises:
         DataError, ConfigError: See :func:`~fullshard.data.read_split`.
     """
+    drawn = None if sample is None else sample.drawn(_texts(spec))
     table = open_table(spec, "train")
     in_place, sides = reads_in_place(table, spec), sides_of(spec, table.reader.where)
-    targets, system_turns, rows, used = TargetCounts(most_labels), SystemTurnCounts(), 0, 0
+    targets, system_turns, rows = TargetCounts(most_labels), SystemTurnCounts(), 0
     with ExitStack() as stack:
         idle = {name for name, wanted in (("weights", spec.weight_column), (ANSWERS_NAME, by_answer)) if not wanted}
         files = {name: stack.enter_context((directory / name).open("wb")) for name in _COLUMNS if name not in idle}
         columns = {name: array(_COLUMNS[name]) for name in files}
-        found = _in_place(table, sides) if in_place else _copied(table, sides, directory / ROWS_NAME)
+        every = _training_rows(table, sides)
+        if in_place:
+            found = _drawn(_in_place(table, every), drawn)
+        else:
+            found = _copied(table, _drawn(every, drawn), directory / ROWS_NAME)
         for start, example in found:
-            if used == limit:
-                continue  # rows beyond the limit are only counted
-            used += 1
             system_turns.add(example)
             for answer, row in enumerate(answers_as_rows([example]) if by_answer else [example]):
                 rows += 1
@@ -74,11 +82,8 @@ def index_to(
             if len(columns["starts"]) >= _FLUSHED_ROWS:
                 _flush(columns, files)
         _flush(columns, files)
-    notes, usable = table.notes(), table.num_usable
-    if sides is not None:
-        notes, usable = (*notes, sides.note()), sides.counts["train"]
-    if used < usable:
-        notes = (*notes, f"training: the first {used:,} of {usable:,} rows (data.max_train_samples)")
+    notes = table.notes() if sides is None else (*table.notes(), sides.note())
+    notes += () if drawn is None else sample_notes(drawn, "train")
     return {
         "rows": rows,
         "columns": table.known,
@@ -124,15 +129,18 @@ class TargetCounts:
         return self._counts.most_common(1)[0][0]
 
 
-def training_texts(spec: SourceSpec, limit: int | None) -> Iterator[Example]:
-    """Yield the first ``limit`` training rows without keeping them; any process.
+def training_texts(spec: SourceSpec, sample: Sample | None) -> Iterator[Example]:
+    """Yield the training rows, or a sample of them, without keeping them; any process.
 
     Raises:
         DataError, ConfigError: See :func:`~fullshard.data.read_split`; a limit on unusable rows is not applied.
     """
+    return _drawn(_texts(spec), None if sample is None else sample.drawn(_texts(spec)))
+
+
+def _texts(spec: SourceSpec) -> Iterator[Example]:
     table = open_table(spec, "train")
-    rows = _training_rows(table, sides_of(spec, table.reader.where))
-    return (example for _, example in islice(rows, limit))
+    return (example for _, example in _training_rows(table, sides_of(spec, table.reader.where)))
 
 
 def _training_rows(table: OpenedTable, sides: Sides | None) -> Iterator[tuple[Row, Example]]:
@@ -142,20 +150,25 @@ def _training_rows(table: OpenedTable, sides: Sides | None) -> Iterator[tuple[Ro
             yield row, example
 
 
-def _in_place(table: OpenedTable, sides: Sides | None) -> Iterator[tuple[int, Example]]:
-    """Yield the byte offset of each training row, and its example."""
+def _drawn(rows: Iterable[T], drawn: NDArray[np.bool_] | None) -> Iterator[T]:
+    """Yield the drawn ones of all rows, or all of them; reads to the end in either case, so that rows are counted."""
+    return iter(rows) if drawn is None else compress(rows, drawn)
+
+
+def _in_place(table: OpenedTable, rows: Iterable[tuple[Row, Example]]) -> Iterator[tuple[int, Example]]:
+    """Yield the byte offset of each row of a table, and its example."""
     reader = table.reader
     assert isinstance(reader, CsvFile | JsonLinesFile)
     reader.starts = starts = LineStarts(Path(reader.where))
-    for row, example in _training_rows(table, sides):
+    for row, example in rows:
         yield starts.take(row.line), example
 
 
-def _copied(table: OpenedTable, sides: Sides | None, path: Path) -> Iterator[tuple[int, Example]]:
-    """Copy each training row to a file as JSON; yield its byte offset there, and its example."""
+def _copied(table: OpenedTable, rows: Iterable[tuple[Row, Example]], path: Path) -> Iterator[tuple[int, Example]]:
+    """Copy each row to a file as JSON; yield its byte offset there, and its example."""
     start = 0
     with path.open("wb") as file:
-        for row, example in _training_rows(table, sides):
+        for row, example in rows:
             line = _as_line(row, table.wanted)
             file.write(line)
             yield start, example

@@ -270,6 +270,9 @@ def deciding_settings(config: RunConfig, world_size: int) -> dict[str, Any]:
         # A model on the Hub is represented by its id.
         if settings[key] is not None and Path(settings[key]).exists():
             settings[key] = _content(Path(settings[key]))
+    for key in ("data.max_train_samples", "data.max_eval_samples"):
+        # Earlier versions took the first rows: their runs must not go on with others.
+        settings[key] = settings[key] and f"{settings[key]} drawn by hash"
     for key in [key for key in settings if key.startswith("data.") and key.endswith("dataset_name")]:
         if settings[key] is not None and Path(settings[key]).is_dir():
             settings[key] = _dataset_content(Path(settings[key]))

@@ -9,12 +9,14 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from hashlib import blake2b
 from importlib.metadata import version
+from itertools import compress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fullshard.config import DataConfig, RunConfig
 from fullshard.data import (
     Example,
+    Sample,
     SourceSpec,
     Split,
     StreamedRows,
@@ -34,6 +36,7 @@ from fullshard.data import (
     open_tokens,
     read_split,
     sample_lengths,
+    sample_notes,
     tokenize_to,
     training_texts,
     with_rows_of,
@@ -106,19 +109,17 @@ class SetRows:
                 table = read_split(self.source(split), split)
             except UnusableRowsError as error:
                 raise DataError("\n".join([str(error), *self.listed(split, error.beyond_shown)])) from error
-            used = table.examples[: self.limit(split)]
-            notes = table.notes
-            if len(used) < len(table.examples):
-                name, option = ("training", "train") if split == "train" else ("held-out", "eval")
-                cut = f"{name}: the first {len(used):,} of {len(table.examples):,} rows (data.max_{option}_samples)"
-                notes = (*notes, cut)
+            used, notes, sample = table.examples, table.notes, self.sample(split)
+            if sample is not None:
+                drawn = sample.drawn(used)
+                used, notes = list(compress(used, drawn)), (*notes, *sample_notes(drawn, split))
             self.read[split] = (used, notes, table.skipped)
         return self.read[split]
 
     def training_rows(self) -> Iterable[Example]:
         """Return the training rows as text; streamed rows are read again at each call and not kept."""
         if self.config.data.streaming:
-            return training_texts(self.source("train"), self.limit("train"))
+            return training_texts(self.source("train"), self.sample("train"))
         return self.rows("train")[0]
 
     def num_training_rows(self) -> int:
@@ -149,7 +150,7 @@ class SetRows:
             self.say(f"finding the {what} of {spec.train_file or spec.dataset_name}")
             try:
                 # The number of rows is known only at the end.
-                return index_to(entry, spec, self.limit("train"), MOST_LABELS, by_answer=by_answer)
+                return index_to(entry, spec, self.sample("train"), MOST_LABELS, by_answer=by_answer)
             except UnusableRowsError as error:
                 raise DataError("\n".join([str(error), *self.listed("train", error.beyond_shown)])) from error
 
@@ -179,15 +180,19 @@ class SetRows:
             self.hashed[split] = fingerprint(self.source(split), split)
         return self.hashed[split]
 
-    def limit(self, split: Split) -> int | None:
-        """Return the maximum number of rows to use of a split, or None."""
-        return self.config.data.max_train_samples if split == "train" else self.config.data.max_eval_samples
+    def sample(self, split: Split) -> Sample | None:
+        """Return the rows to draw of a split; None: all are used."""
+        data = self.config.data
+        rows = data.max_train_samples if split == "train" else data.max_eval_samples
+        return None if rows is None else Sample(rows, self.config.seed)
 
     def key(self, split: Split, kind: str, *more: Any) -> str:
         """Return the name of a cache entry: a hash of everything that its content depends on."""
         versions = [version("tokenizers"), version("transformers")]
         # Notes contain file names, so the names are part of the key.
-        parts = [_FORMAT, kind, split, self.content(split), asdict(self.source(split)), self.limit(split)]
+        sample = self.sample(split)
+        drawn = None if sample is None else asdict(sample)
+        parts = [_FORMAT, kind, split, self.content(split), asdict(self.source(split)), drawn]
         return blake2b(json.dumps([*parts, *versions, *more], default=str).encode(), digest_size=16).hexdigest()
 
     def find(self, key: str, build: Callable[[Path], dict[str, Any]], what: str) -> tuple[Path, dict[str, Any]]:

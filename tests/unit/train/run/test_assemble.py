@@ -40,10 +40,10 @@ def test_max_new_tokens_is_the_targets_length_unless_given(tmp_path):
     assert assemble(config(tmp_path, evaluation={}), alone()).evaluation.generation.max_new_tokens == 8
 
 
-def test_sample_limits_take_the_first_rows(tmp_path):
+def test_sample_limits_draw_rows(tmp_path):
     parts = assemble(config(tmp_path, data__max_train_samples=6, data__max_eval_samples=2), alone())
     assert len(parts.train_set) == 6
-    assert [example.line for example in parts.evaluation.rows.examples] == [2, 3]
+    assert [example.line for example in parts.evaluation.rows.examples] not in ([], [2, 3])
 
 
 def told_alike(comm, action):

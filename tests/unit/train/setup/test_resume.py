@@ -116,6 +116,18 @@ def test_settings_that_decide_training_must_be_the_checkpoints(tmp_path):
     assert files(tmp_path / "out") == found
 
 
+def test_a_run_that_took_the_first_rows_does_not_go_on_with_drawn_ones(tmp_path):
+    run_until_stopped(tmp_path, None)
+
+    def as_before(index):  # earlier versions took the first rows
+        assert index["values"]["settings"]["data.max_train_samples"] == "13 drawn by hash"
+        index["values"]["settings"]["data.max_train_samples"] = 13
+
+    forge_index(tmp_path / "out" / "checkpoints" / "step-00000001", as_before)
+    with pytest.raises(ConfigError, match=r"data\.max_train_samples: 13 drawn by hash; in the checkpoint 13\n"):
+        run(tmp_path)
+
+
 def test_a_file_is_what_it_holds_wherever_it_is(tmp_path, monkeypatch):
     run_until_stopped(tmp_path, None)
     moved = shutil.copy(tmp_path / "train.csv", tmp_path / "moved.csv")
