@@ -20,6 +20,7 @@ from fullshard.errors import ConfigError, InvariantError
 from fullshard.models import uncompiled
 from fullshard.train.evaluation.generation import GenerationSpec, generate, require_right_text
 from fullshard.train.evaluation.metrics import Baseline, baselines, needs_text, perplexity, require_packages, score
+from fullshard.train.evaluation.words import counted_words
 from fullshard.train.forward import loss_sum
 from fullshard.train.reporting.reports import EvaluationReport, Prediction
 from fullshard.train.reporting.scores import Scores
@@ -55,6 +56,8 @@ class EvaluationSpec:
     generation: GenerationSpec  # settings of text generation
     metrics: tuple[Metric, ...]  # names of the metrics; the first decides which model is the best
     baselines: Mapping[str, Baseline]  # baseline of each metric that has one
+    # how words of text beyond ASCII are counted, by metric; empty: as by the metrics' packages
+    words: Mapping[str, str] = field(default_factory=dict)
     sets: Mapping[str, EvaluationSpec] = field(
         default_factory=dict
     )  # the baselines of each set of a mixture; empty: one set
@@ -102,6 +105,7 @@ def _spec_of(config: RunConfig, rows: HeldOut, metrics: tuple[Metric, ...]) -> E
             majority=rows.majority,
             lead_sentences=settings.lead_sentences,
         ),
+        words=counted_words(metrics, rows.references),
         sets={name: _spec_of(config, one, metrics) for name, one in rows.sets.items()},
     )
 
@@ -152,6 +156,7 @@ def evaluate(
         confusion=scores.confusion,
         predictions=_predictions(spec, texts),
         seconds=time.perf_counter() - started,
+        words=spec.words,
         sets=dict(zip(spec.sets, map(_set_values, spec.sets.values(), found), strict=False)),
     )
 

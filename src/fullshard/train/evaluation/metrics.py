@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import importlib
 import math
-import re
 from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -15,9 +14,9 @@ from typing import Any
 
 from fullshard.config.evaluation import Metric
 from fullshard.errors import ConfigError
+from fullshard.train.evaluation.words import WordsOfAnyScript, bleu_words, composed, sentences
 from fullshard.train.reporting.scores import LOSS_METRICS, Confusion, Scores
 
-_SENTENCE_END = re.compile(r"(?<=[.!?])\s+")
 _LABEL_METRICS = ("exact_match", "accuracy")
 
 References = Sequence[Sequence[str]]
@@ -40,7 +39,8 @@ def score(
     ``exact_match``: share of predictions equal to a reference of their row, runs of white space counted as one space.
     ``accuracy``: the same share, with a confusion matrix over the labels. ``rouge1``, ``rouge2``, ``rougeL``,
     ``rougeLsum``: mean F-measure as rouge-score computes it, words stemmed, against the best of a row's references;
-    for rougeLsum a sentence is a line. ``bleu``, ``chrf``: of all rows together as sacrebleu computes them.
+    for rougeLsum a sentence is a line. ``bleu``, ``chrf``: of all rows together as sacrebleu computes them. Of text
+    beyond ASCII, :mod:`~fullshard.train.evaluation.words` says what a word is.
 
     Args:
         metrics: Names; perplexity, which needs no text, is ignored.
@@ -148,19 +148,14 @@ def require_packages(metrics: Sequence[Metric]) -> None:
             _package("sacrebleu.metrics", "sacrebleu", name)
 
 
-def sentences(text: str) -> list[str]:
-    """Split a text into sentences, which end with a full stop, exclamation or question mark before white space."""
-    return _SENTENCE_END.split(text.strip())
-
-
 def lead(text: str, count: int) -> str:
     """Return the first sentences of a text, joined by spaces."""
     return " ".join(sentences(text)[:count])
 
 
 def _plain(text: str) -> str:
-    """Replace each run of white space by one space."""
-    return " ".join(text.split())
+    """Replace each run of white space by one space, and compose letters."""
+    return " ".join(composed(text).split())
 
 
 def _matches(predictions: Sequence[str], references: References) -> list[float]:
@@ -184,7 +179,9 @@ def _confusion(predictions: Sequence[str], references: References, labels: Colle
 
 
 def _rouge(names: Sequence[str], predictions: Sequence[str], references: References) -> dict[str, list[float]]:
-    scorer = _package("rouge_score.rouge_scorer", "rouge-score", names[0]).RougeScorer(list(names), use_stemmer=True)
+    own = _package("rouge_score.tokenizers", "rouge-score", names[0]).DefaultTokenizer(use_stemmer=True)
+    scorers = _package("rouge_score.rouge_scorer", "rouge-score", names[0])
+    scorer = scorers.RougeScorer(list(names), tokenizer=WordsOfAnyScript(own))
     # Only rougeLsum depends on line breaks.
     prepare = _line_by_line if "rougeLsum" in names else str
     pairs = zip(predictions, references, strict=True)
@@ -198,11 +195,20 @@ def _line_by_line(text: str) -> str:
 
 def _corpus(metric: str, predictions: Sequence[str], references: References) -> float:
     metrics = _package("sacrebleu.metrics", "sacrebleu", metric)
+    predictions = [composed(text) for text in predictions]
+    references = [[composed(one) for one in right] for right in references]
     scorer = metrics.BLEU(force=True) if metric == "bleu" else metrics.CHRF()
+    names = [bleu_words(right) for right in references] if metric == "bleu" else []
+    if set(names) - {"13a"}:
+        # Each row has its own tokenizer, so the rows are tokenized before.
+        words = {name: metrics.BLEU(tokenize=name, force=True).tokenizer for name in set(names)}
+        predictions = [words[name](text.rstrip()) for name, text in zip(names, predictions, strict=True)]
+        references = [[words[n](one.rstrip()) for one in right] for n, right in zip(names, references, strict=True)]
+        scorer = metrics.BLEU(tokenize="none", force=True)
     # sacrebleu takes streams: the first reference of each row, then the second of each, with None where there is none.
     width = max(len(right) for right in references)
     streams = [[right[i] if i < len(right) else None for right in references] for i in range(width)]
-    return scorer.corpus_score(list(predictions), streams).score / 100
+    return scorer.corpus_score(predictions, streams).score / 100
 
 
 def _package(module: str, package: str, metric: str) -> Any:

@@ -13,6 +13,7 @@ from rich.table import Table
 
 from fullshard.errors import CheckpointError, ConfigError
 from fullshard.storage import write_text
+from fullshard.train.evaluation.words import describe_words
 from fullshard.train.reporting.reports import EvaluationReport
 from fullshard.train.reporting.scores import Confusion, format_metric
 from fullshard.train.reporting.sinks import PREDICTIONS_NAME, SUMMARY_NAME
@@ -84,6 +85,8 @@ def draw_evaluation(console: Console, report: EvaluationReport, values: dict[str
         console.print(f"{name}: {one['rows']:,} rows, loss {one['loss']:.4f}, {found}", markup=False, soft_wrap=True)
     if report.confusion is not None:
         console.print(_confusion_table(report.confusion))
+    if report.words:
+        console.print(describe_words(report.words), markup=False, highlight=False, soft_wrap=True)
     basis = f"baseline: {report.baseline_name}; " if report.baseline_name else ""
     text = f"{basis}held-out loss {report.loss:.4f}; {report.seconds:.1f} s; written to {directory}"
     console.print(text, markup=False, highlight=False, soft_wrap=True)

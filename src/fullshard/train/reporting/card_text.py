@@ -85,6 +85,8 @@ def _result(run: Run) -> list[str]:
         # "always 'text'" quotes a target.
         name = end.baseline_name if run.texts or not end.baseline_name.startswith("always ") else "one target for all"
         text = f"Baseline: {_cell(name)}, which needs no model. "
+    if end.words:
+        text += " ".join(f"Words in {name}: {how}." for name, how in end.words.items()) + " "
     if end.intervals:
         text += (
             "Interval: Wilson's where each row is right or wrong, or where fewer than "

@@ -133,11 +133,14 @@ class EvaluationReport:
     seconds: float  # wall time on this rank
     # for each set of a mixture by name, the same fields: rows, loss, metrics and baselines; empty: one set
     sets: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    # how words of text beyond ASCII are counted, by metric; empty: as by the metrics' packages
+    words: Mapping[str, str] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, Any]:
         """Return JSON-able values, without predictions and confusion matrix."""
         fields = ("step", "epoch", "loss", "metric", "value", "baseline", "baseline_name", "metrics", "baselines")
         values = {"kind": "evaluation", **{name: getattr(self, name) for name in (*fields, "seconds")}}
+        values |= {"words": self.words} if self.words else {}
         return values | ({"sets": self.sets} if self.sets else {})
 
     @classmethod
@@ -217,6 +220,7 @@ class RunSummary:
     confusion: Confusion | None  # the confusion matrix if a metric is accuracy, else None
     predictions: tuple[Prediction, ...]  # predictions of the saved model, one for each held-out row
     sets: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # as in :class:`EvaluationReport`
+    words: Mapping[str, str] = field(default_factory=dict)  # as in :class:`EvaluationReport`
 
     def as_dict(self) -> dict[str, Any]:
         """Return JSON-able values, without the predictions; ``peak_bytes_per_rank`` is in rank order."""

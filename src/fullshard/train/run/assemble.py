@@ -17,6 +17,7 @@ from fullshard.models import RouterLoss
 from fullshard.optim import ShardedGradScaler
 from fullshard.storage import Base
 from fullshard.train.evaluation.evaluate import EvaluationSpec, HeldOut, evaluation_spec
+from fullshard.train.evaluation.words import describe_words
 from fullshard.train.reporting.flops import Flops, count_flops, peak_flops
 from fullshard.train.reporting.reports import SetFacts
 from fullshard.train.setup.advice import advice
@@ -113,6 +114,7 @@ def assemble(
         notes=(
             *ready_data.notes,
             *mixture_notes(config, ready_data),
+            *([describe_words(evaluation.words)] if evaluation is not None and evaluation.words else []),
             f"training batches: {about}{share:.1%} of all positions are padding",
             *router_notes,
             *ready.notes,

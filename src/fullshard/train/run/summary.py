@@ -110,6 +110,7 @@ def summarise(parts: Assembly, record: Record, train_seconds: float, ended_by: E
         confusion=None if best is None else best.confusion,
         predictions=() if best is None else best.predictions,
         sets={} if best is None else best.sets,
+        words={} if best is None else best.words,
     )
 
 

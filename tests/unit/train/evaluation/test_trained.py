@@ -3,6 +3,7 @@
 import copy
 import json
 import warnings
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -392,7 +393,17 @@ def test_an_evaluation_is_shown_and_written(labels, shown, tmp_path):
     saved = json.loads((tmp_path / "new" / "evaluation.json").read_text())
     assert saved == values
     assert saved["confusion"]["cells"] == [[0, 0, 3], [0, labels, 1], [1, 0, 2]]
-    assert not {"kind", "step", "epoch", "predictions"} & saved.keys()
+    assert not {"kind", "step", "epoch", "predictions", "words"} & saved.keys()
+
+
+def test_an_evaluation_says_how_words_of_other_scripts_are_counted(tmp_path):
+    done = replace(report(2), words={"rougeL": "words of any script"})
+    values = evaluation_values(done, model="m", data="d.csv", rows=6, world_size=2)
+    assert values["words"] == {"rougeL": "words of any script"}
+    console = Console(width=100, record=True)
+    draw_evaluation(console, done, values, tmp_path)
+    assert "rougeL: words of any script" in console.export_text()
+    assert EvaluationReport.from_values(asdict(done)) == done
 
 
 def test_a_runs_own_predictions_are_not_replaced(tmp_path):

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import io
+import json
 import re
 from pathlib import Path
 from xml.etree import ElementTree
@@ -334,3 +335,20 @@ def test_the_interval_of_scores_that_hardly_differ_is_that_of_a_share(scores):
     assert low < mean < high
     for bound in (low, high):
         assert abs(bound - mean) == pytest.approx(1.959963984540054 * (bound * (1 - bound) / rows) ** 0.5)
+
+
+def test_a_run_and_its_card_say_how_words_of_other_scripts_were_counted(tmp_path):
+    rows = "text,category\n" + "".join(f"где моя карта {row},карта\n" for row in range(8))
+    for name in ("ru_train.csv", "ru_held_out.csv"):
+        (tmp_path / name).write_text(rows)
+    files = {
+        "data__train_file": str(tmp_path / "ru_train.csv"),
+        "data__validation_file": str(tmp_path / "ru_held_out.csv"),
+    }
+    summary, _, out = run(tmp_path, evaluation={"metric": "rougeL", "max_new_tokens": 2}, **files)
+    recorded = [json.loads((out / "summary.json").read_text()), json.loads((out / "run.json").read_text())]
+    assert (
+        summary.words == recorded[0]["words"] == {"rougeL": "words of any script; characters in scripts without spaces"}
+    )
+    assert sum("rougeL: words of any script" in note for note in recorded[1]["notes"]) == 1
+    assert "Words in rougeL: words of any script" in card_of(out).text
