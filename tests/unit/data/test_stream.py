@@ -1,11 +1,12 @@
 """Every rank sees what torch's DistributedSampler would give it, and all together see every row exactly once."""
 
+import itertools
 from collections import Counter
 from math import prod
 
 import pytest
 import torch
-from hypothesis import given, strategies as st
+from hypothesis import assume, given, strategies as st
 from torch.utils.data import DistributedSampler
 
 from fullshard.data.batching import stream
@@ -112,25 +113,27 @@ def splits(draw):
     return num_rows, lengths, first, draw(st.permutations(second))
 
 
-def rows_of_steps(num_rows, lengths, split, group_rows, epoch):
-    """For each step the rows of all ranks in order of place: rank r has every world_size-th."""
+def plan_of(num_rows, lengths, split, **more):
     world_size, batch_size, accumulation = split
-    plan = EpochPlan(num_rows, world_size, batch_size, seed=7, epoch=epoch, lengths=lengths, group_rows=group_rows)
-    per_rank = [plan.micro_batches(rank) for rank in range(world_size)]
-    micro_batches = [
-        [row for together in zip(*some, strict=True) for row in together] for some in zip(*per_rank, strict=True)
-    ]
-    return [
-        [row for rows in micro_batches[start : start + accumulation] for row in rows]
-        for start in range(0, len(micro_batches), accumulation)
-    ]
+    return EpochPlan(num_rows, world_size, batch_size, accumulation=accumulation, lengths=lengths, **more)
 
 
-@given(splits(), st.integers(0, 3))
-def test_the_rows_of_each_step_are_those_of_any_other_split_of_the_global_batch(case, epoch):
+def rows_of_steps(plan):
+    """For each step the rows of all ranks in order of place: rank r has every world_size-th."""
+    found = []
+    for step in range(plan.num_steps):
+        per_rank = [plan.step_places(step, rank) for rank in range(plan.world_size)]
+        micro_batches = [[row_refs(places) for places in some] for some in zip(*per_rank, strict=True)]
+        found.append([row for some in micro_batches for together in zip(*some, strict=True) for row in together])
+    return found
+
+
+@given(splits(), st.integers(0, 3), st.booleans())
+def test_the_rows_of_each_step_are_those_of_any_other_split_of_the_global_batch(case, epoch, earlier):
     num_rows, lengths, first, second = case
-    group_rows = first[0] * first[1]
-    steps, others = (rows_of_steps(num_rows, lengths, split, group_rows, epoch) for split in (first, second))
+    group_rows = first[0] * first[1] if earlier else None  # as earlier versions chose and recorded it
+    more = {"seed": 7, "epoch": epoch, "group_rows": group_rows}
+    steps, others = (rows_of_steps(plan_of(num_rows, lengths, split, **more)) for split in (first, second))
     ours, theirs = ([[row.index for row in step if not row.filler] for step in run] for run in (steps, others))
     assert ours == theirs
     assert sorted(index for step in ours for index in step) == list(range(num_rows))
@@ -139,13 +142,17 @@ def test_the_rows_of_each_step_are_those_of_any_other_split_of_the_global_batch(
 
 
 @given(splits())
-def test_groups_are_of_one_micro_batch_of_all_ranks_unless_told(case):
-    num_rows, lengths, (world_size, batch_size, _), _ = case
-    plans = [
-        EpochPlan(num_rows, world_size, batch_size, lengths=lengths, group_rows=size)
-        for size in (None, world_size * batch_size)
-    ]
-    assert plans[0].rank_rows(0) == plans[1].rank_rows(0)
+def test_a_step_has_neighbours_by_length_in_its_window_and_so_has_each_micro_batch(case):
+    num_rows, lengths, split, _ = case
+    lengths = lengths or (1,) * num_rows
+    found = []
+    for step in rows_of_steps(plan_of(num_rows, lengths, split)):
+        of_step = [lengths[row.index] for row in step if not row.filler]
+        assert of_step == sorted(of_step, reverse=True)  # micro-batches are runs of it
+        found.append((-max(of_step), -min(of_step)))
+    assume(num_rows <= stream.WINDOW_GROUPS * prod(split))  # one window
+    found.sort()
+    assert all(longer[1] <= shorter[0] for longer, shorter in itertools.pairwise(found))
 
 
 @pytest.mark.parametrize("lengths", [None, tuple(range(1, 12))])

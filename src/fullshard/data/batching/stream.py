@@ -65,9 +65,10 @@ class EpochPlan:
     The n-th micro-batches of all ranks together are ``world_size * batch_size`` consecutive places of one order, which
     depends on neither: a step has the same rows, however ranks, batch size and accumulation divide a global batch.
 
-    With lengths, rows of similar length share a batch, which saves most of the padding. In training, rows are sorted by
-    length within windows of 50 groups of ``group_rows`` rows of the same permutation; then the groups are shuffled. In
-    evaluation, all rows are sorted, the longest first, so that memory peaks at the start.
+    With lengths, rows of similar length share a step, and those of most similar length a batch, which saves most of the
+    padding. In training, rows are sorted by length within windows of 50 groups of ``group_rows`` rows of the same
+    permutation; then the groups are shuffled. In evaluation, all rows are sorted, the longest first, so that memory
+    peaks at the start.
     """
 
     num_rows: int  # rows of the set
@@ -78,8 +79,8 @@ class EpochPlan:
     training: bool = True  # True: shuffled. False (evaluation): in the order of the set
     # length of each row, for grouping; None: rows are not grouped
     lengths: Sequence[int] | NDArray[np.int64] | None = None
-    # rows per group in training; None: ``world_size * batch_size``, so that a group is one micro-batch of all ranks. A
-    # run that resumes with another world size keeps its initial groups
+    # rows per group in training; None: the global batch, so that a group is a step and does not depend on how it is
+    # divided. Runs of earlier versions go on with a micro-batch of all ranks, with which they began
     group_rows: int | None = None
     accumulation: int = 1  # micro-batches per step; the last step of an epoch may have fewer
     mixture: Mixture | None = None  # in training, the mixture that rows are drawn from; None: each row once
@@ -181,7 +182,7 @@ class EpochPlan:
         self, order: NDArray[np.int64], lengths: NDArray[np.int64], generator: torch.Generator
     ) -> NDArray[np.int64]:
         """Reorder the rows so that each group has rows of similar length."""
-        size = self.group_rows or self.world_size * self.batch_size
+        size = self.group_rows or self.world_size * self.batch_size * self.accumulation
         windows = np.arange(len(order)) // (WINDOW_GROUPS * size)
         # By window, then the longest first; rows of equal length stay in order.
         order = order[np.lexsort((-lengths[order], windows))]

@@ -44,8 +44,8 @@ class Division:
 
     @property
     def group(self) -> int:
-        """Rows that are sorted by length together: a micro-batch of all ranks; with a token budget, micro-batches."""
-        return self.ranks * (self.accumulation if self.by_tokens else self.each)
+        """Rows of similar length that are together: those of a step; with a token budget, its micro-batches."""
+        return self.ranks * self.accumulation if self.by_tokens else self.global_batch
 
     def as_values(self) -> dict[str, Any]:
         """Return the values that :meth:`began` reads."""

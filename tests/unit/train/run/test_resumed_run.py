@@ -263,6 +263,19 @@ def test_on_other_ranks_the_same_rows_give_nearly_the_same_losses(tmp_path, one_
         assert ours[name].numpy() == pytest.approx(theirs[name].numpy(), abs=2e-5), name
 
 
+def test_however_a_step_is_divided_a_run_has_the_same_rows_and_nearly_the_same_losses(tmp_path, one_at_a_time):
+    found = []
+    for number, split in enumerate(SPLITS[:3]):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        found.append(split_run(folder, split, "group_by_length").steps)
+    sizes = [[(one.target_tokens, one.tokens) for one in some] for some in found]
+    losses = [[one.loss for one in some] for some in found]
+    assert sizes == [sizes[0]] * 3
+    assert losses[1:] == [pytest.approx(losses[0], rel=1e-5)] * 2
+    assert len(set(sizes[0])) > 1
+
+
 @pytest.mark.parametrize(
     ("began", "then", "sampling"), [(2, (1, 2), "group_by_length"), (3, (2,), "random"), (2, (4,), "random")]
 )

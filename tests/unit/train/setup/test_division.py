@@ -13,6 +13,11 @@ def test_other_ranks_take_the_same_rows_in_micro_batches_that_are_not_larger(ran
     assert Division(8, 4, 2, False).on(ranks) == Division(ranks, each, accumulation, False)
 
 
+@pytest.mark.parametrize(("ranks", "each", "accumulation"), [(1, 1, 6), (3, 1, 2), (2, 3, 1), (1, 6, 1)])
+def test_rows_are_grouped_by_the_global_batch(ranks, each, accumulation):
+    assert Division(ranks, each, accumulation, False).group == 6
+
+
 def test_micro_batches_become_smaller_where_they_must():
     assert Division(3, 4, 1, False).on(2) == Division(2, 3, 2, False)
 
@@ -20,6 +25,7 @@ def test_micro_batches_become_smaller_where_they_must():
 def test_a_token_budget_stays_as_it_is():
     assert Division(4, 1000, 1, True).on(2) == Division(2, 1000, 2, True)
     assert Division(4, 1000, 1, True).on(2).group == Division(4, 1000, 1, True).group
+    assert Division(4, 1000, 2, True).group == 8
     with pytest.raises(ConfigError, match="4 micro-batches a step, and 3 ranks"):
         Division(4, 1000, 1, True).on(3)
 
