@@ -83,6 +83,8 @@ def _show(look: Any, machine: Any) -> None:
     if look.encoding.example is not None:
         line = look.encoding.example[:_MOST_CHARACTERS]
         print(f"  not UTF-8: read as {look.encoding.name} (data.encoding), with lines such as {line!r}")
+    for note in look.notes:
+        print(f"  {note.removeprefix(f'{look.path}: ')}")
     if look.turns is not None:
         print(f"  {look.turns}: each row is a conversation")
     for one in look.columns:

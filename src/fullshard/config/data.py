@@ -44,6 +44,10 @@ class DataConfig(ConfigSection):
     delimiter: str | None = None
     """Character between the cells of CSV files; null: comma, semicolon, tab or |, found in the header and the first
     rows."""
+    quoting: Literal["auto", "none", "csv"] = "auto"
+    """Double quotes in CSV and TSV files. csv: they enclose cells that hold delimiters, line breaks or doubled quotes;
+    none: they are characters of the text, and each line is a row; auto: found by whether they pair up cell by cell, and
+    reported if they do not."""
     source_column: str | None = None
     """Column of the model's input text, or of conversations; null: chosen by its name, or the first of two columns."""
     target_column: str | None = None
@@ -105,7 +109,7 @@ class DataConfig(ConfigSection):
             raise ValueError("validation_fraction holds out training rows and cannot be combined with validation_file")
         if self.template is not None and self.source_column is not None:
             raise ValueError("template and source_column both set the source; give one")
-        self._fitting_delimiter()
+        self._fitting_cells()
         return self
 
     def _fitting_sets(self) -> None:
@@ -152,25 +156,32 @@ class DataConfig(ConfigSection):
         """The weight of each set; empty: they have none."""
         return tuple(one.weight for one in self.sets.values() if one.weight is not None)
 
-    def _fitting_delimiter(self) -> None:
-        """Check the delimiter and that there is a CSV file to which it applies.
+    def _fitting_cells(self) -> None:
+        """Check the delimiter, and that delimiter and quoting have a file to which they apply.
 
         Raises:
-            ValueError: It is not one character that can separate cells, or no file is CSV.
+            ValueError: The delimiter is not one character that can separate cells, or no file is of CSV or TSV.
         """
-        if self.delimiter is None:
-            return
-        if len(self.delimiter) != 1 or self.delimiter in ' "\r\n':
+        one = self.delimiter
+        if one is not None and (len(one) != 1 or one in ' "\r\n'):
             raise ValueError(
-                f"delimiter must be one character other than a blank, a quote or a line break; got {self.delimiter!r}. "
+                f"delimiter must be one character other than a blank, a quote or a line break; got {one!r}. "
                 'Write it in YAML\'s quotes, such as ";" or "\\t"'
             )
-        if self.format not in ("auto", "csv"):
-            raise ValueError(f"delimiter applies to CSV files, but format is {self.format}; leave it out")
+        if one is not None:
+            self._require_files("delimiter", "CSV", ("csv",))
+        if self.quoting != "auto":
+            self._require_files("quoting", "CSV and TSV", ("csv", "tsv"))
+
+    def _require_files(self, option: str, kinds: str, formats: tuple[str, ...]) -> None:
+        """Raise ValueError unless one of the files has one of the formats to which an option applies."""
+        if self.format not in ("auto", *formats):
+            raise ValueError(f"{option} applies to {kinds} files, but format is {self.format}; leave it out")
         files = [file for file in (self.train_file, self.validation_file) if file is not None]
-        if self.format == "auto" and not any(file.name.lower().endswith((".csv", ".csv.gz")) for file in files):
-            names = " and ".join(file.name for file in files) or "dataset_name"
-            raise ValueError(f"delimiter applies to CSV files; {names} is not one. Leave it out, or set format: csv")
+        names = [file.name.lower().removesuffix(".gz") for file in files]
+        if self.format == "auto" and not any(name.endswith(tuple(f".{one}" for one in formats)) for name in names):
+            given = " and ".join(file.name for file in files) or "dataset_name"
+            raise ValueError(f"{option} applies to {kinds} files; {given} is not one. Leave it out, or set format: csv")
 
     def _fitting_streaming(self) -> None:
         """Check that the rows can be streamed.
@@ -202,7 +213,9 @@ class DataConfig(ConfigSection):
             raise ValueError(f"{' and '.join(idle)} need dataset_name, which is not given")
         if self.validation_fraction and self.validation_split is not None and given("validation_split"):
             raise ValueError("validation_fraction holds out training rows and cannot be combined with validation_split")
-        if self.dataset_name is not None and (idle := given("format", "encoding", "delimiter", "validation_file")):
+        if self.dataset_name is not None and (
+            idle := given("format", "encoding", "delimiter", "quoting", "validation_file")
+        ):
             raise ValueError(f"{' and '.join(idle)} need train_file; dataset_name is given")
         own = ("source_column", "target_column", "template", "target_lists", "train_on", "weight_column")
         if self.format == "wikihow" and (idle := given(*own)):

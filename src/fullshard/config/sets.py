@@ -37,6 +37,8 @@ class SetConfig(ConfigSection):
     """As data.format."""
     delimiter: str | None = None
     """As data.delimiter."""
+    quoting: str | None = None
+    """As data.quoting."""
     source_column: str | None = None
     """As data.source_column."""
     target_column: str | None = None

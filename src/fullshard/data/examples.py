@@ -138,6 +138,7 @@ class SourceSpec:
     format: Literal["auto", "csv", "tsv", "jsonl", "json", "parquet", "wikihow", "phrasebank"] = "auto"
     encoding: str = "utf-8"
     delimiter: str | None = None
+    quoting: Literal["auto", "none", "csv"] = "auto"
     source_column: str | None = None
     target_column: str | None = None
     target_lists: Literal["references", "join"] = "references"

@@ -52,6 +52,7 @@ class Look:
     rows: int
     columns: tuple[Column, ...]  # empty if the rows are conversations
     turns: str | None = None  # the column that holds the conversations
+    notes: tuple[str, ...] = ()  # messages for the user about how it is read
 
     @cached_property
     def by_name(self) -> tuple[tuple[str, ...], str] | None:
@@ -114,7 +115,7 @@ def look_at(path: Path) -> Look:
     names = reader.columns()
     if talk := find_conversations(reader, names, SourceSpec(train_file=path), completed=True):
         rows = sum(1 for _ in reader.rows([talk.turns]))
-        return Look(path, kind, encoding, delimiter, rows, (), talk.turns)
+        return Look(path, kind, encoding, delimiter, rows, (), talk.turns, reader.notes)
     if len(set(names)) < 2:
         raise DataError(
             f"{path} has the columns {', '.join(map(repr, names)) or 'none'}: a source and a target column are needed."
@@ -129,7 +130,8 @@ def look_at(path: Path) -> Look:
                 texts[name].append(text)
     if not rows:
         raise DataError(f"{path} has a header but no rows: at least one row is needed.")
-    return Look(path, kind, encoding, delimiter, rows, tuple(_column(name, found) for name, found in texts.items()))
+    columns = tuple(_column(name, found) for name, found in texts.items())
+    return Look(path, kind, encoding, delimiter, rows, columns, notes=reader.notes)
 
 
 def _text(cell: object) -> str:

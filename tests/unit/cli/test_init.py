@@ -262,3 +262,14 @@ def test_the_suggested_model_fits():
         "h100": "google/flan-t5-xl",
         "two": "google/flan-t5-xl",
     }
+
+
+def test_quotes_that_are_text_are_told_and_no_row_is_lost(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    rows = "".join(f'"so {i}\tx\nnice {i}\ty\nday {i}\ty\nreally "\tx\n' for i in range(10))
+    (tmp_path / "train.tsv").write_text(f"text\tlabel\n{rows}")
+    assert cli.main(["init", "train.tsv", "--yes"]) == 0
+    printed = capsys.readouterr().out
+    assert "train.tsv: tsv, 40 rows" in printed
+    assert "(data.quoting: none)" in printed
+    assert "lines 2 to 5 " in printed

@@ -114,7 +114,9 @@ def test_many_bad_rows_are_cut_short(tmp_path):
 @pytest.mark.parametrize("tail", ['"never closed,b\nc,d\n', '"closed"then more,b\n'])
 def test_broken_quoting_names_the_line_it_starts_on(tmp_path, tail):
     path = write(tmp_path / "rows.csv", "text,label\na,b\n" + tail)
-    assert f"{path}:3: the CSV is malformed from here on" in message(path)
+    text = message(path, quoting="csv")
+    assert f"{path}:3: the CSV is malformed from here on" in text
+    assert "data.quoting: none" in text
 
 
 def test_broken_header(tmp_path):
@@ -285,7 +287,7 @@ def test_skipping_every_row_leaves_nothing_to_read(tmp_path):
 
 def test_broken_quotes_end_the_run_whatever_the_limit(tmp_path):
     path = write(tmp_path / "rows.csv", 'text,label\na,b\n"closed"then more,b\nc,d\n')
-    assert f"{path}:3: the CSV is malformed from here on" in message(path, max_bad_rows=99)
+    assert f"{path}:3: the CSV is malformed from here on" in message(path, max_bad_rows=99, quoting="csv")
 
 
 def test_lists_are_joined_in_the_source_and_are_references_in_the_target(tmp_path):
@@ -353,7 +355,8 @@ def test_the_fingerprint_is_of_the_bytes_and_the_options_not_of_the_place(tmp_pa
         fingerprint(replace(spec, **{name: value}), "train")
         for name, value in [
             ("format", "tsv"),
-            ("encoding", "utf-16"),
+            ("encoding", "latin-1"),
+            ("quoting", "none"),
             ("delimiter", ";"),
             ("source_column", "text"),
             ("target_column", "text"),
@@ -363,7 +366,7 @@ def test_the_fingerprint_is_of_the_bytes_and_the_options_not_of_the_place(tmp_pa
             ("validation_fraction", 0.5),
         ]
     } | {here, fingerprint(replace(spec, validation_fraction=0.5), "validation")}
-    assert len(changed) == 11
+    assert len(changed) == 12
     copied.train_file.write_bytes(spec.train_file.read_bytes().replace(b"row 2", b"row 3"))
     assert fingerprint(copied, "train") != here
     with pytest.raises(DataError, match="cannot be read"):

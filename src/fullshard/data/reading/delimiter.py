@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable, Iterator
 from itertools import chain, islice
 from pathlib import Path
+from typing import Literal
 
 from fullshard.errors import DataError
 
@@ -14,6 +15,9 @@ DELIMITERS = (",", ";", "\t", "|")
 
 _FIRST_ROWS = 20
 """Rows below the header that must have as many delimiters as the header."""
+
+_MOST_LINES = 100
+"""Lines in which header and first rows are looked for if quotes are text."""
 
 # A quote opens a cell only where a cell begins, whichever delimiter the file has. Possessive, so that a doubled quote
 # at the end of a line is never taken for the closing one.
@@ -36,12 +40,13 @@ def named_delimiter(line: str) -> str | None:
     return found.group(1) if found else None
 
 
-def find_delimiter(lines: Iterable[str], path: Path) -> str:
+def find_delimiter(lines: Iterable[str], path: Path, quoting: Literal["auto", "none", "csv"] = "csv") -> str:
     r"""Return the delimiter of a CSV text whose ``lines`` end at ``\n``; a comma wherever that is possible.
 
     A first line ``sep=;`` names it. Otherwise a delimiter is possible if it occurs in the header and equally often in
-    each of the first 20 rows, not counting those inside quoted cells. If none is possible, the file has one column or
-    broken rows, and a comma is returned.
+    each of the first 20 rows, not counting those inside quoted cells, unless ``quoting`` (``data.quoting``) says that
+    quotes are text; with auto, lone quotes hide none. If none is possible, the file has one column or broken rows, and
+    a comma is returned.
 
     Raises:
         DataError: Several are possible, but not the comma.
@@ -51,17 +56,26 @@ def find_delimiter(lines: Iterable[str], path: Path) -> str:
     named = named_delimiter(first)
     if named is not None:
         return named
-    records = (record for record in _unquoted(chain([first], lines)))
-    header = next((record for record in records if record.strip(_BLANK)), "")
-    rows = list(islice((record for record in records if record.strip("\r\n")), _FIRST_ROWS))
-    counts = {one: header.count(one) for one in DELIMITERS}
-    fitting = [one for one, count in counts.items() if count and all(row.count(one) == count for row in rows)]
+    head = [first, *islice(lines, _MOST_LINES)]
+    counts = {} if quoting == "none" else _fitting(_unquoted(chain(head, lines)))
+    if not counts and quoting != "csv":
+        counts = _fitting(head)
+    fitting = list(counts)
     if "," in fitting or not fitting:
         return ","
     if len(fitting) > 1:
         listed = " or ".join(f"{shown(one)} ({counts[one] + 1} columns)" for one in fitting)
         raise DataError(f"{path}: cells may be separated by {listed}: set data.delimiter to the one that does.")
     return fitting[0]
+
+
+def _fitting(records: Iterable[str]) -> dict[str, int]:
+    """Return the delimiters that occur in a header and equally often in each of the first rows, and how often."""
+    records = iter(records)
+    header = next((record for record in records if record.strip(_BLANK)), "")
+    rows = list(islice((record for record in records if record.strip("\r\n")), _FIRST_ROWS))
+    counts = {one: header.count(one) for one in DELIMITERS}
+    return {one: count for one, count in counts.items() if count and all(row.count(one) == count for row in rows)}
 
 
 def shown(delimiter: str) -> str:

@@ -55,7 +55,7 @@ def _table(path: Path, spec: SourceSpec) -> InputTable:
         column, target = None, parse_template(spec.template)[0][0]
     elif column is not None:
         target = column
-    here = replace(spec, train_file=None, dataset_name=None, format="auto", source_column=column, target_column=target)
+    here = replace(spec, dataset_name=None, format="auto", source_column=column, target_column=target)
     table = read_sources(with_rows_of(path, here, here.encoding), "validation")
     if spec.format != "wikihow":
         return table

@@ -135,6 +135,10 @@ def fingerprint(spec: SourceSpec, split: Split) -> str:
         digest.update(json.dumps(options).encode())
         return digest.hexdigest()
     path = _file(spec, split)
+    if _format(path, spec) in ("csv", "tsv"):
+        reader = _open(spec, split)
+        # What quotes are, not the option: runs of versions without it still resume if their rows are the same.
+        options += [["quoting", "none"]] if isinstance(reader, CsvFile) and reader.quoting == "none" else []
     files = [path, *split_lists(spec)]
     options += [_format(path, spec), path.suffix.lower(), [file.name for file in files[1:]]]
     digest.update(json.dumps(options).encode())
@@ -146,15 +150,17 @@ def fingerprint(spec: SourceSpec, split: Split) -> str:
 def with_rows_of(path: Path, spec: SourceSpec, encoding: str) -> SourceSpec:
     """Return a run's ``spec`` with another file for its held-out rows, such as one to predict for. Any process.
 
-    Columns and format stay. A CSV file whose header does not have the delimiter of ``spec`` gets its own.
+    Columns and format stay. A CSV file whose header does not have the delimiter of ``spec`` gets its own. What the
+    run file says of quotes holds for files of the format of the run's own.
 
     Raises:
         DataError: The file cannot be read.
     """
-    other = replace(spec, validation_file=path, validation_fraction=0.0, encoding=encoding)
+    quoting = spec.quoting if _is_like_own(path, spec) else "auto"
+    other = replace(spec, validation_file=path, validation_fraction=0.0, encoding=encoding, quoting=quoting)
     if spec.delimiter is None or _format(path, other) != "csv":
         return other
-    fits = len(CsvFile(path, encoding, spec.delimiter).columns()) > 1
+    fits = len(CsvFile(path, encoding, spec.delimiter, quoting).columns()) > 1
     return other if fits else replace(other, delimiter=None)
 
 
@@ -176,6 +182,12 @@ def _split_by_title(spec: SourceSpec) -> bool:
 def _of_dataset(spec: SourceSpec, split: Split) -> bool:
     """Return whether a split is read from a dataset; a file of held-out rows overrides the dataset's split."""
     return spec.dataset_name is not None and (split == "train" or spec.validation_file is None)
+
+
+def _is_like_own(path: Path, spec: SourceSpec) -> bool:
+    """Return whether a file has the format of the run's training file, by their suffixes."""
+    kinds = {Path(file.name.lower().removesuffix(".gz")).suffix for file in (path, spec.train_file) if file is not None}
+    return len(kinds) == 1
 
 
 def _file(spec: SourceSpec, split: Split) -> Path:
@@ -207,9 +219,9 @@ def _open(spec: SourceSpec, split: Split) -> RowReader:
     path = _file(spec, split)
     match _format(path, spec):
         case "csv":
-            return CsvFile(path, spec.encoding, spec.delimiter)
+            return CsvFile(path, spec.encoding, spec.delimiter, spec.quoting)
         case "tsv":
-            return CsvFile(path, spec.encoding, delimiter="\t")
+            return CsvFile(path, spec.encoding, "\t", spec.quoting)
         case "jsonl":
             return JsonLinesFile(path, spec.encoding)
         case "json":

@@ -7,20 +7,18 @@ import csv
 import gzip
 import json
 import re
-import threading
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol, TextIO
+from typing import Any, Literal, Protocol, TextIO
 
 from fullshard.data.reading.delimiter import find_delimiter, named_delimiter, shown
+from fullshard.data.reading.long_cells import LONG_CELLS
+from fullshard.data.reading.quoting import Quotes, Quoting, look_at_quotes
 from fullshard.errors import DataError
-
-CELL_LIMIT_CHARACTERS = 2**31 - 1
-"""Limit for the csv module, whose default of 131,072 characters is too short for articles."""
 
 _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 _OPTIONS = "data.encoding (of rows to predict or evaluate: --encoding)"
@@ -118,7 +116,7 @@ def csv_records(lines: Iterable[str], delimiter: str, *, strict: bool) -> Iterat
         delimiter: Delimiter of cells.
         strict: Whether unclosed or unescaped quotes are an error.
     """
-    with _LONG_CELLS:
+    with LONG_CELLS:
         reader = csv.reader(lines, delimiter=delimiter, strict=strict)
         line = 1
         while True:
@@ -132,6 +130,19 @@ def csv_records(lines: Iterable[str], delimiter: str, *, strict: bool) -> Iterat
             if record:
                 yield line, record
             line = reader.line_num + 1
+
+
+def plain_records(lines: Iterable[str], delimiter: str) -> Iterator[tuple[int, list[str]]]:
+    r"""Yield the cells of each line that is not empty, with its number; quotes are characters like any other.
+
+    Args:
+        lines: The text, split only at ``\n``.
+        delimiter: Delimiter of cells.
+    """
+    for number, line in enumerate(lines, start=1):
+        text = line.rstrip("\r\n")
+        if text:
+            yield number, text.split(delimiter)
 
 
 class LineStarts:
@@ -162,38 +173,55 @@ class LineStarts:
 class CsvFile:
     """A CSV or TSV file with a header."""
 
-    def __init__(self, path: Path, encoding: str, delimiter: str | None = None) -> None:
-        """Prepare to read ``path``; nothing is read yet. Delimiter None: found in the header and the first rows."""
+    def __init__(
+        self, path: Path, encoding: str, delimiter: str | None = None, quoting: Literal["auto", "none", "csv"] = "auto"
+    ) -> None:
+        """Prepare to read ``path``; nothing is read yet.
+
+        Args:
+            path: The file.
+            encoding: Its encoding.
+            delimiter: Delimiter of cells; None: found in the header and the first rows.
+            quoting: What quotes are (``data.quoting``); auto: found in one pass over the file.
+        """
         self.where = str(path)
         self.starts: LineStarts | None = None  # set by a caller that needs the positions of lines
         self._path, self._encoding, self._given = path, encoding, delimiter
+        self._asked: Literal["auto", "none", "csv"] = quoting
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """A message if the delimiter was found and is not a comma."""
-        if self._given is not None or self._delimiter == ",":
-            return ()
+        """Messages if the delimiter was found and is not a comma, if quotes are text, or if they may join rows."""
         found = shown(self._delimiter)
-        return (f"{self.where}: cells are separated by {found}, as its header and first rows show (data.delimiter).",)
+        how = f"{self.where}: cells are separated by {found}, as its header and first rows show (data.delimiter)."
+        quotes = None if self._asked == "none" else self._quotes.note(self.where)
+        is_news = self._given is None and self._delimiter != ","
+        return (*([how] if is_news else []), *([] if quotes is None else [quotes]))
+
+    @property
+    def quoting(self) -> Quoting:
+        """What quotes are: ``csv``, they enclose cells, or ``none``, they are characters of the text."""
+        return self._quotes.quoting if self._asked == "auto" else self._asked
 
     def columns(self) -> list[str]:
         """Return the header's names, without blanks around them."""
         with open_lines(self._path, self._encoding) as lines:
-            return self._header(csv_records(lines, self._delimiter, strict=True))
+            return self._header(self._records(lines))
 
     def rows(self, wanted: Sequence[str]) -> Iterator[Row]:
         """Yield the rows below the header, with all cells."""
         del wanted
         with open_lines(self._path, self._encoding) as text:
             lines = text if self.starts is None else self.starts.noting(text)
-            records = csv_records(lines, self._delimiter, strict=True)
+            records = self._records(lines)
             header = self._header(records)
             for line, record in records:
                 if isinstance(record, csv.Error):
                     raise DataError(
                         f"{self.where}:{line}: the CSV is malformed from here on ({record}), and the rest cannot be "
                         "parsed; data.max_bad_rows does not help. Put cells with quotes, delimiters or line "
-                        "breaks in double quotes and double the quotes in them, or convert the file to JSON Lines."
+                        "breaks in double quotes and double the quotes in them, or convert the file to JSON Lines. "
+                        "If quotes are characters of its text, set data.quoting: none."
                     )
                 problem = encoding_problem("".join(record), self._encoding)
                 if problem is None and len(record) != len(header):
@@ -202,7 +230,7 @@ class CsvFile:
 
     def row_at(self, lines: Iterator[str]) -> Row:
         """Return the row that starts at the first of the lines, which :meth:`rows` yielded before; its line is 0."""
-        _, record = next(csv_records(lines, self._delimiter, strict=True))
+        _, record = next(self._records(lines))
         assert not isinstance(record, csv.Error), "a row that was read before"
         return Row(0, dict(zip(self._names, record, strict=True)))
 
@@ -215,7 +243,19 @@ class CsvFile:
         if self._given is not None:
             return self._given
         with open_lines(self._path, self._encoding) as lines:
-            return find_delimiter(lines, self._path)
+            return find_delimiter(lines, self._path, self._asked)
+
+    @cached_property
+    def _quotes(self) -> Quotes:
+        """What a pass over the file says of its quotes; as asked if the user said what they are."""
+        with open_lines(self._path, self._encoding) as lines, LONG_CELLS:
+            found = look_at_quotes(lines, self._delimiter)
+        return found if self._asked == "auto" else Quotes(self._asked, found.swallowing)
+
+    def _records(self, lines: Iterable[str]) -> Iterator[tuple[int, list[str] | csv.Error]]:
+        if self.quoting == "none":
+            return plain_records(lines, self._delimiter)
+        return csv_records(lines, self._delimiter, strict=True)
 
     def _header(self, records: Iterator[tuple[int, list[str] | csv.Error]]) -> list[str]:
         """Consume and return the first record that is not blank."""
@@ -361,28 +401,3 @@ def _items_of(value: Any) -> list[Any] | None:
     if not all(isinstance(column, list) and len(column) == len(columns[0]) for column in columns):
         return None
     return [dict(zip(value, cells, strict=True)) for cells in zip(*columns, strict=True)]
-
-
-class _LongCells:
-    """Raises the csv module's limit on cell length while a table is read, then restores it."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._readers = 0
-        self._before = 0
-
-    def __enter__(self) -> None:
-        """Count one more reader; the limit is global to the module and shared by all threads."""
-        with self._lock:
-            if self._readers == 0:
-                self._before = csv.field_size_limit(CELL_LIMIT_CHARACTERS)
-            self._readers += 1
-
-    def __exit__(self, *exception: object) -> None:
-        with self._lock:
-            self._readers -= 1
-            if self._readers == 0:
-                csv.field_size_limit(self._before)
-
-
-_LONG_CELLS = _LongCells()

@@ -92,6 +92,7 @@ def index_to(
         "conversations": table.holds_conversations,
         "system_turns": system_turns.common,
         "in_place": in_place,
+        "quoting": table.reader.quoting if isinstance(table.reader, CsvFile) else None,
         "labels": targets.labels,
         "majority": targets.majority,
     }

@@ -73,7 +73,8 @@ class StreamedRows:
         self.starts = np.memmap(directory / "starts", np.int64, mode="r")
         answers = directory / ANSWERS_NAME
         self._answers = np.memmap(answers, np.int32, mode="r") if answers.exists() else None
-        self._table = open_table(spec, "train", kept["columns"])
+        # The index knows what quotes are: each rank would read the complete file for it.
+        self._table = open_table(replace(spec, quoting=kept["quoting"] or spec.quoting), "train", kept["columns"])
         own = self._table.reader
         if kept["in_place"]:
             assert isinstance(own, CsvFile | JsonLinesFile)

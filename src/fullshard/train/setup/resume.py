@@ -413,8 +413,14 @@ def _read_values(path: Place) -> tuple[int, Mapping[str, Any]]:
             f"{path / 'index.json'} has values that no run saves: {wrong[0]} is {shown(values.get(wrong[0]))}. "
             f"{instead_of(path)}"
         )
-    # Checkpoints of older versions, which had only AdamW and tokenized first, do not name these.
-    older = {"training.optimizer": "adamw", "training.tf32": True, "data.streaming": False}
+    # Checkpoints of older versions, which had only AdamW, tokenized first and knew quotes of CSV alone, do not name
+    # these. Whether files without such quotes give other rows now is seen by the rows' hash.
+    older = {
+        "training.optimizer": "adamw",
+        "training.tf32": True,
+        "data.streaming": False,
+        "data.quoting": "auto",
+    }
     settings = {**older, **values["settings"]}
     return index.step, {**values, **_added_values(path), "settings": settings}
 
