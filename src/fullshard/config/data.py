@@ -49,7 +49,9 @@ class DataConfig(ConfigSection):
     none: they are characters of the text, and each line is a row; auto: found by whether they pair up cell by cell, and
     reported if they do not."""
     source_column: str | None = None
-    """Column of the model's input text, or of conversations; null: chosen by its name, or the first of two columns."""
+    """Column of the model's input text, or of conversations; null: chosen by its name, or the first of two columns.
+    A name with dots, such as translation.en, reaches into objects; so do those of target_column, template and
+    weight_column."""
     target_column: str | None = None
     """Column of the model's target text; null: chosen by its name, or the second of two columns."""
     target_lists: Literal["references", "join"] = "references"

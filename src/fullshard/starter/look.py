@@ -10,12 +10,14 @@ from pathlib import Path
 
 from fullshard.data.examples import SourceSpec
 from fullshard.data.reading.arrow import ParquetFile
+from fullshard.data.reading.bad_rows import UnusableRowError
 from fullshard.data.reading.columns import KNOWN_SHAPES, choose
 from fullshard.data.reading.conversations import find_conversations
 from fullshard.data.reading.delimiter import find_delimiter
 from fullshard.data.reading.encoding import Encoding, find_encoding
+from fullshard.data.reading.nested import cell_of, nested_names
 from fullshard.data.reading.split import FORMATS
-from fullshard.data.reading.tables import CsvFile, JsonFile, JsonLinesFile, RowReader, open_lines
+from fullshard.data.reading.tables import CsvFile, JsonFile, JsonLinesFile, Row, RowReader, open_lines
 from fullshard.errors import DataError
 
 MOST_DISTINCT = 1_000
@@ -116,16 +118,16 @@ def look_at(path: Path) -> Look:
     if talk := find_conversations(reader, names, SourceSpec(train_file=path), completed=True):
         rows = sum(1 for _ in reader.rows([talk.turns]))
         return Look(path, kind, encoding, delimiter, rows, (), talk.turns, reader.notes)
-    if len(set(names)) < 2:
+    inner = nested_names(reader, names)
+    if len(set(inner)) < 2:
         raise DataError(
             f"{path} has the columns {', '.join(map(repr, names)) or 'none'}: a source and a target column are needed."
         )
-    rows, texts = 0, {name: list[str]() for name in names}
+    rows, texts = 0, {name: list[str]() for name in inner}
     for row in reader.rows(names):
         rows += 1
-        for name in names:
-            cell = row.cells.get(name) if row.problem is None else None
-            text = _text(cell)
+        for name in inner:
+            text = _text(row, name)
             if text.strip():
                 texts[name].append(text)
     if not rows:
@@ -134,8 +136,12 @@ def look_at(path: Path) -> Look:
     return Look(path, kind, encoding, delimiter, rows, columns, notes=reader.notes)
 
 
-def _text(cell: object) -> str:
-    """Return the text of a cell: the joined parts of a list, nothing for a nested object."""
+def _text(row: Row, name: str) -> str:
+    """Return the text of a row's cell: the joined parts of a list, nothing for an object or a row of another shape."""
+    try:
+        cell = cell_of(row, name) if row.problem is None else None
+    except UnusableRowError:
+        return ""
     if isinstance(cell, list):
         return " ".join(part for part in cell if isinstance(part, str))
     return str(cell) if isinstance(cell, (str, int, float)) else ""

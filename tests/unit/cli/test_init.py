@@ -273,3 +273,13 @@ def test_quotes_that_are_text_are_told_and_no_row_is_lost(tmp_path, monkeypatch,
     assert "train.tsv: tsv, 40 rows" in printed
     assert "(data.quoting: none)" in printed
     assert "lines 2 to 5 " in printed
+
+
+def test_objects_are_columns_by_the_names_inside(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    rows = [{"translation": {"en": f"the card {i} is lost", "de": f"die Karte {i} ist weg"}} for i in range(40)]
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert cli.main(["init", "train.jsonl", "--yes"]) == 0
+    config = load_run("run.yaml")
+    assert {config.data.source_column, config.data.target_column} == {"translation.en", "translation.de"}
+    assert cli.main(["config", "check", "run.yaml"]) == 0

@@ -15,6 +15,9 @@ from fullshard.errors import DataError
 _SAVED_MARKS = ("state.json", "dataset_dict.json")
 """Files that save_to_disk writes for one split and for several splits."""
 
+_Names = list[str] | Mapping[str, Any]
+"""Names of the classes of a column, or of the columns inside of it."""
+
 
 class ParquetFile:
     """A Parquet file."""
@@ -134,28 +137,42 @@ def _from_disk(library: Any, directory: Path, split: str) -> Any:
     return splits[split]
 
 
-def _class_names(feature: Any) -> list[str] | None:
-    """Return the names of a column's classes, or None if it has no classes."""
+def _class_names(feature: Any) -> _Names | None:
+    """Return the names of a column's classes, of an object by key, or None if it has no classes."""
     inner = getattr(feature, "feature", feature)  # a list of classes
+    if isinstance(inner, Mapping):
+        return {name: found for name, one in inner.items() if (found := _class_names(one))} or None
     return list(inner.names) if type(inner).__name__ == "ClassLabel" else None
 
 
-def _parquet_class_names(metadata: Mapping[bytes, bytes]) -> dict[str, list[str]]:
+def _parquet_class_names(metadata: Mapping[bytes, bytes]) -> Mapping[str, _Names]:
     """Return the class names that ``datasets`` recorded in a Parquet file, by column."""
     features = json.loads(metadata.get(b"huggingface", b"{}")).get("info", {}).get("features", {})
-    plain = {name: feature for name, feature in features.items() if isinstance(feature, dict)}
-    return {name: feature["names"] for name, feature in plain.items() if feature.get("_type") == "ClassLabel"}
+    return {name: found for name, feature in features.items() if (found := _recorded_names(feature))}
 
 
-def _named(cells: Mapping[str, object], names: Mapping[str, list[str]]) -> dict[str, object]:
+def _recorded_names(feature: Any) -> _Names | None:
+    """Return the names of a recorded column's classes, as :func:`_class_names` does."""
+    if not isinstance(feature, dict):
+        return None
+    if feature.get("_type") == "ClassLabel":
+        return feature["names"]
+    if isinstance(feature.get("_type"), str):
+        return _recorded_names(feature.get("feature"))
+    return {name: found for name, one in feature.items() if (found := _recorded_names(one))} or None
+
+
+def _named(cells: Mapping[str, object], names: Mapping[str, _Names]) -> dict[str, object]:
     """Replace class numbers in the cells by class names."""
     return {name: _class_name(cell, names[name]) if name in names else cell for name, cell in cells.items()}
 
 
-def _class_name(cell: Any, names: list[str]) -> object:
+def _class_name(cell: Any, names: _Names) -> object:
     """Return a class's name; None for a row without a class, whose number is -1."""
     if isinstance(cell, list):
         return [_class_name(item, names) for item in cell]
+    if isinstance(names, Mapping):
+        return _named(cell, names) if isinstance(cell, Mapping) else cell
     return names[cell] if isinstance(cell, int) and 0 <= cell < len(names) else None
 
 

@@ -66,7 +66,9 @@ def _scalar_text(name: str, cell: object, inside: str = "") -> str:
         raise UnusableRowError(f"column {name!r} holds {inside}nothing" if inside else f"column {name!r} is missing")
     number = isinstance(cell, (int, float, Decimal)) and not isinstance(cell, bool)
     if not number:
-        raise UnusableRowError(f"column {name!r} holds {inside}a {type(cell).__name__}, not text")
+        names = list(cell) if isinstance(cell, dict) and not inside else []
+        hint = f": name what is inside of it, such as {name}.{names[0]}" if names else ""
+        raise UnusableRowError(f"column {name!r} holds {inside}a {type(cell).__name__}, not text{hint}")
     if not math.isfinite(cell):  # type: ignore[reportArgumentType]
         raise UnusableRowError(f"column {name!r} holds {inside}{cell}, not text")
     return str(cell)

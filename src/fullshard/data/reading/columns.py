@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import re
 import string
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from fullshard.data.examples import Example, InputRow, SourceSpec
 from fullshard.data.reading.bad_rows import UnusableRowError
 from fullshard.data.reading.cells import cell_references, cell_text
 from fullshard.data.reading.delimiter import DELIMITERS, shown
+from fullshard.data.reading.nested import cell_of, column_of
 from fullshard.data.reading.tables import Row
 from fullshard.errors import ConfigError, DataError
 
@@ -67,8 +68,8 @@ _FURTHER_INPUTS = ("input", "context")
 class Recipe:
     """How the cells of a row become an example."""
 
-    sources: tuple[str, ...]  # columns of the source
-    target: str  # column of the target
+    sources: tuple[str, ...]  # columns of the source, or names inside of their cells
+    target: str  # column of the target, or a name inside of its cells
     fill: Callable[[Sequence[str]], str]  # combines those columns' texts into the source
     optional: tuple[str, ...] = ()  # source columns that may be missing in a row
     # whether a list in the target column is one text in pieces; otherwise it is several references
@@ -77,7 +78,7 @@ class Recipe:
 
     @property
     def columns(self) -> list[str]:
-        """The distinct columns that it reads."""
+        """The distinct names that it reads."""
         return list(dict.fromkeys((*self.sources, self.target)))
 
     def example(self, row: Row) -> Example:
@@ -87,7 +88,7 @@ class Recipe:
             UnusableRowError: A cell is missing, empty or of the wrong type.
         """
         source = self.source(row)
-        references = cell_references(self.target, row.cells.get(self.target), join=self.join_target)
+        references = cell_references(self.target, cell_of(row, self.target), join=self.join_target)
         return Example(source, references, row.line)
 
     def input_row(self, row: Row) -> InputRow:
@@ -106,14 +107,14 @@ class Recipe:
         """
         if row.problem is not None:
             raise UnusableRowError(row.problem)
-        texts = [self._source_text(name, row.cells) for name in self.sources]
+        texts = [self._source_text(name, row) for name in self.sources]
         if not any(text.strip() for text in texts):
             listed = " and ".join(repr(name) for name in self.sources)
             raise UnusableRowError(f"column {listed} is empty")
         return self.fill(texts)
 
-    def _source_text(self, name: str, cells: Mapping[str, object]) -> str:
-        cell = cells.get(name)
+    def _source_text(self, name: str, row: Row) -> str:
+        cell = cell_of(row, name)
         return "" if cell is None and name in self.optional else cell_text(name, cell)
 
 
@@ -234,11 +235,12 @@ def _checked(spec: SourceSpec, recipe: Recipe, columns: Sequence[str], where: st
 def _require(wanted: Iterable[str], columns: Sequence[str], where: str) -> None:
     """Raise DataError if a wanted column does not exist or exists twice."""
     for name in wanted:
-        count = columns.count(name)
-        if count == 0:
+        column = column_of(name, columns)
+        count = columns.count(column or name)
+        if column is None:
             raise DataError(f"{where} has no column {name!r}. {_its(columns)}")
         if count > 1:
-            raise DataError(f"{where} has {count} columns named {name!r}: rename all but one.")
+            raise DataError(f"{where} has {count} columns named {column!r}: rename all but one.")
 
 
 def _choose_by_name(spec: SourceSpec, columns: Sequence[str], where: str) -> tuple[tuple[str, ...], str, str]:

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from fullshard.data.examples import Conversation, Example, InputRow, SourceSpec, Turn, turn_text
 from fullshard.data.reading.bad_rows import UnusableRowError
+from fullshard.data.reading.nested import as_json, cell_of, column_of, columns_read
 from fullshard.data.reading.tables import Number, Row, RowReader, encoding_problem
 from fullshard.errors import DataError
 
@@ -62,7 +63,7 @@ class ConversationRecipe:
         messages = self._messages(row)
         given = len(messages)
         if self.completion is not None:
-            messages += _turns(self.completion, row.cells.get(self.completion))
+            messages += _turns(self.completion, cell_of(row, self.completion))
         first = given if self.completion is not None else 0
         answers = [index for index in range(first, len(messages)) if _is_learned(messages, index)]
         if not answers:
@@ -91,7 +92,7 @@ class ConversationRecipe:
     def _messages(self, row: Row) -> list[dict[str, Any]]:
         if row.problem is not None:
             raise UnusableRowError(row.problem)
-        messages = _turns(self.turns, row.cells.get(self.turns))
+        messages = _turns(self.turns, cell_of(row, self.turns))
         system = None if self.system is None else row.cells.get(self.system)
         if system is None or messages[0]["role"] in ("system", "developer"):
             return messages
@@ -112,31 +113,34 @@ class ConversationRecipe:
 
 
 def find_conversations(
-    reader: RowReader, columns: Sequence[str], spec: SourceSpec, *, completed: bool
+    reader: RowReader, columns: Sequence[str], spec: SourceSpec, *, completed: bool, from_text: bool = True
 ) -> ConversationRecipe | None:
     """Return how a table's rows become conversations; None if they are not.
 
     A column named by ``spec.source_column`` or one of :data:`COLUMNS`, or a ``prompt`` with its ``completion``, has
-    conversations if one of the first 100 rows has a list of objects there.
+    conversations if one of the first 100 rows has a list of objects there, or the JSON text of a list of turns.
 
     Args:
         reader: The table.
         columns: The names of its columns.
         spec: Columns; with a template, or a target column besides the source, rows are not conversations.
         completed: Whether rows have answers; else a prompt needs no completion.
+        from_text: Whether JSON text may be turns.
     """
     if spec.template is not None or spec.target_column not in (None, spec.source_column):
         return None
     names = {name.strip().lower(): name for name in reversed(columns)}
     pair = [names[name] for name in ("prompt", "completion") if name in names]
     if spec.source_column is not None:
-        candidates = [[name] for name in columns if name == spec.source_column]
+        candidates = [[spec.source_column]] if column_of(spec.source_column, columns) else []
     else:
         candidates = [[names[name]] for name in COLUMNS if name in names]
         candidates += [pair] if "prompt" in names and (len(pair) == 2 or not completed) else []
     for chosen in candidates:
-        looked_at = islice(reader.rows(chosen), _LOOKED_AT)
-        if any(all(_is_turns(row.cells.get(name)) for name in chosen) for row in looked_at):
+        # A prompt without its completion may be text of any kind, also JSON.
+        is_plain = not from_text or (chosen == pair and len(pair) == 1)
+        looked_at = islice(reader.rows(columns_read(chosen, columns)), _LOOKED_AT)
+        if any(all(_has_turns(row, name, is_plain=is_plain) for name in chosen) for row in looked_at):
             completion = chosen[1] if len(chosen) == 2 and completed else None
             return ConversationRecipe(chosen[0], completion, names.get("system"), names.get("tools"), spec.train_on)
     return None
@@ -255,14 +259,24 @@ def _without_weight(message: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in message.items() if key != "weight"}
 
 
-def _is_turns(cell: object) -> bool:
-    return isinstance(cell, list) and any(isinstance(turn, Mapping) for turn in cell)
+def _has_turns(row: Row, name: str, *, is_plain: bool) -> bool:
+    """Return True if a row has turns there, or unless text ``is_plain``, the JSON text of turns with roles."""
+    try:
+        cell = cell_of(row, name)
+    except UnusableRowError:
+        return False
+    if not isinstance(cell, str):
+        return isinstance(cell, list) and any(isinstance(turn, Mapping) for turn in cell)
+    turns = None if is_plain else as_json(cell)
+    keys = {key for key, _ in _KEYS}
+    return isinstance(turns, list) and any(isinstance(turn, Mapping) and keys & turn.keys() for turn in turns)
 
 
 def _turns(name: str, cell: object) -> list[dict[str, Any]]:
     """Return the turns of a cell, with roles renamed to their standard names."""
     if cell is None:
         raise UnusableRowError(f"column {name!r} is missing")
+    cell = as_json(cell)
     if not isinstance(cell, list):
         raise UnusableRowError(f"column {name!r} holds a {type(cell).__name__}, not a list of turns")
     if not cell:

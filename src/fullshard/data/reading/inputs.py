@@ -56,7 +56,9 @@ def _table(path: Path, spec: SourceSpec) -> InputTable:
     elif column is not None:
         target = column
     here = replace(spec, dataset_name=None, format="auto", source_column=column, target_column=target)
-    table = read_sources(with_rows_of(path, here, here.encoding), "validation")
+    # Text with a target of its own was trained on as text, even if it is JSON.
+    from_text = spec.target_column in (None, spec.source_column)
+    table = read_sources(with_rows_of(path, here, here.encoding), "validation", from_text=from_text)
     if spec.format != "wikihow":
         return table
     return replace(table, rows=[replace(row, source=cleaned_article(row.source)) for row in table.rows])

@@ -16,6 +16,7 @@ from fullshard.data.reading.conversations import (
     find_conversations,
     require_conversations,
 )
+from fullshard.data.reading.nested import cell_of, column_of, columns_read, with_inner_names
 from fullshard.data.reading.tables import Row, RowReader
 from fullshard.errors import DataError
 
@@ -48,8 +49,9 @@ class OpenedTable:
         self._recipe: Recipe | ConversationRecipe | None = find_conversations(reader, self.known, spec, completed=True)
         if self._recipe is None:
             require_conversations(spec, reader.where)
-            self._recipe = choose(spec, texts_of(self.known, spec), reader.where)
-        if weights is not None and self.known.count(weights) != 1:
+            with with_inner_names(reader, self.known):
+                self._recipe = choose(spec, texts_of(self.known, spec), reader.where)
+        if weights is not None and self.known.count(column_of(weights, self.known) or weights) != 1:
             raise DataError(
                 f"{reader.where} has {self.known.count(weights)} columns {weights!r} (data.weight_column); one is "
                 f"needed. Its columns: {', '.join(map(repr, self.known))}."
@@ -59,7 +61,7 @@ class OpenedTable:
     def wanted(self) -> list[str]:
         """The columns that are read."""
         assert self._recipe is not None
-        return list(dict.fromkeys([*self._recipe.columns, *([] if self._weights is None else [self._weights])]))
+        return columns_read([*self._recipe.columns, *([] if self._weights is None else [self._weights])], self.known)
 
     @property
     def holds_conversations(self) -> bool:
@@ -76,7 +78,7 @@ class OpenedTable:
         example = self._recipe.example(row)
         if self._weights is None:
             return example
-        return replace(example, weight=cell_weight(self._weights, row.cells.get(self._weights)))
+        return replace(example, weight=cell_weight(self._weights, cell_of(row, self._weights)))
 
     def usable_rows(self) -> Iterator[tuple[Row, Example]]:
         """Yield every usable row with its example, and count the others."""

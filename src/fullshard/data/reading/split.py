@@ -13,6 +13,7 @@ from fullshard.data.reading.bad_rows import UnusableRowError
 from fullshard.data.reading.columns import Recipe, choose, choose_sources
 from fullshard.data.reading.conversations import ConversationRecipe, find_conversations
 from fullshard.data.reading.holdout import Sides
+from fullshard.data.reading.nested import columns_read, with_inner_names
 from fullshard.data.reading.opened import OpenedTable, texts_of
 from fullshard.data.reading.phrasebank import open_phrasebank
 from fullshard.data.reading.tables import CsvFile, JsonFile, JsonLinesFile, RowReader, unreadable
@@ -77,8 +78,10 @@ def open_table(spec: SourceSpec, split: Split, columns: list[str] | None = None)
     return OpenedTable(_open(spec, split), spec, spec.weight_column if split == "train" else None, columns)
 
 
-def read_sources(spec: SourceSpec, split: Split) -> InputTable:
+def read_sources(spec: SourceSpec, split: Split, *, from_text: bool = True) -> InputTable:
     """Read the source of every row of a split, in columns given by the spec or chosen by name. Any process can call it.
+
+    ``from_text``: whether JSON text may be a conversation.
 
     Returns:
         The rows in order, also those that cannot be used.
@@ -92,12 +95,14 @@ def read_sources(spec: SourceSpec, split: Split) -> InputTable:
     unread = [] if columns else [row for row in reader.rows(()) if row.problem is not None]
     if unread:
         return InputTable([InputRow("", row.line, row.problem) for row in unread], reader.notes)
-    recipe: Recipe | ConversationRecipe | None = find_conversations(reader, columns, spec, completed=False)
+    recipe: Recipe | ConversationRecipe | None
+    recipe = find_conversations(reader, columns, spec, completed=False, from_text=from_text)
     if recipe is None:
         by_name = spec.template is None and spec.source_column is None
-        recipe = (choose_sources if by_name else choose)(spec, texts_of(columns, spec), reader.where)
+        with with_inner_names(reader, columns):
+            recipe = (choose_sources if by_name else choose)(spec, texts_of(columns, spec), reader.where)
     rows: list[InputRow] = []
-    for row in reader.rows(recipe.columns):
+    for row in reader.rows(columns_read(recipe.columns, columns)):
         try:
             rows.append(recipe.input_row(row))
         except UnusableRowError as problem:

@@ -1,0 +1,185 @@
+"""Names with dots reach into cells as datasets' ``flatten`` does, in every format, and JSON text is what it says."""
+
+import csv
+import json
+
+import datasets
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from fullshard.data import SourceSpec, StreamedRows, TokenizeSpec, index_to, read_inputs, read_split
+from fullshard.errors import DataError
+
+ROWS = [{"id": str(i), "translation": {"en": f"the card {i}", "de": f"die Karte, {i}"}} for i in range(6)]
+NAMES = {"source_column": "translation.en", "target_column": "translation.de"}
+
+
+def write_text(path, rows=ROWS):
+    with path.open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(rows[0])
+        writer.writerows([cell if isinstance(cell, str) else json.dumps(cell) for cell in row.values()] for row in rows)
+    return {"train_file": path}
+
+
+def write_lines(path, rows=ROWS):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return {"train_file": path}
+
+
+def write_parquet(path, rows=ROWS):
+    pq.write_table(pa.Table.from_pylist(rows), path)
+    return {"train_file": path}
+
+
+def write_json(path, rows=ROWS):
+    path.write_text(json.dumps(rows))
+    return {"train_file": path}
+
+
+def write_dataset(path, rows=ROWS):
+    datasets.Dataset.from_list(rows).save_to_disk(path)
+    return {"dataset_name": str(path)}
+
+
+WRITE = {
+    "rows.jsonl": write_lines,
+    "rows.json": write_json,
+    "rows.parquet": write_parquet,
+    "dataset": write_dataset,
+    "rows.csv": write_text,
+}
+
+
+def flat():
+    """The pairs as ``datasets`` names them."""
+    rows = datasets.Dataset.from_list(ROWS).flatten()
+    return list(zip(rows["translation.en"], rows["translation.de"], strict=True))
+
+
+@pytest.mark.parametrize("name", WRITE)
+def test_columns_and_templates_reach_in(name, tmp_path):
+    spec = WRITE[name](tmp_path / name)
+    rows = read_split(SourceSpec(**spec, **NAMES), "train").examples
+    assert [(row.source, row.target) for row in rows] == flat()
+    template = {"template": "{id}: {translation.en}", "target_column": "translation.de"}
+    rows = read_split(SourceSpec(**spec, **template), "train").examples
+    assert [(row.source, row.target) for row in rows] == [(f"{i}: {en}", de) for i, (en, de) in enumerate(flat())]
+
+
+@pytest.mark.parametrize("name", WRITE)
+def test_a_table_without_the_columns_names_those_inside(name, tmp_path):
+    rows = [{"translation": row["translation"]} for row in ROWS]
+    with pytest.raises(DataError, match=r"'translation\.en', 'translation\.de'"):
+        read_split(SourceSpec(**WRITE[name](tmp_path / name, rows)), "train")
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.parquet", "rows.csv"])
+def test_streamed_and_predicted_rows_are_the_same(name, tmp_path, t5_like):
+    spec = SourceSpec(**WRITE[name](tmp_path / name), **NAMES, validation_fraction=0.4)
+    entry = tmp_path / "entry"
+    entry.mkdir()
+    kept = json.loads(json.dumps(index_to(entry, spec, None, 10)))
+    how = TokenizeSpec(causal=False, max_source_length=9, max_target_length=9)
+    streamed = StreamedRows(entry, kept, spec, t5_like, how).examples(range(kept["rows"]))
+    first = read_split(spec, "train").examples
+    assert [(row.source, row.target) for row in streamed] == [(row.source, row.target) for row in first]
+    assert 0 < len(first) < len(ROWS)
+    assert [row.source for row in read_inputs(spec.train_file, spec).rows] == [en for en, _ in flat()]
+
+
+def test_a_column_of_that_name_goes_before_what_is_inside(tmp_path):
+    spec = write_lines(tmp_path / "rows.jsonl", [{"a": {"b": "inside"}, "a.b": "itself", "c": {"d.e": {"f": "deep"}}}])
+    found = read_split(SourceSpec(**spec, source_column="a.b", target_column="c.d.e.f"), "train").examples[0]
+    assert (found.source, found.target) == ("itself", "deep")
+
+
+def test_lists_give_the_values_of_their_objects_and_numbers_keep_their_text(tmp_path):
+    row = {
+        "q": {"text": "who?"},
+        "answers": {"text": ["Ada", "Ada L."]},
+        "more": [{"t": "x"}, {"t": "y"}],
+        "n": {"v": 1},
+    }
+    text = json.dumps(row).replace('"v": 1', '"v": 1.50')
+    (tmp_path / "rows.jsonl").write_text(f"{text}\n")
+    spec = {"train_file": tmp_path / "rows.jsonl", "template": "{q.text} {more.t} {n.v}"}
+    found = read_split(SourceSpec(**spec, target_column="answers.text"), "train").examples[0]
+    assert (found.source, found.references) == ("who? x y 1.50", ("Ada", "Ada L."))
+
+
+@pytest.mark.parametrize(
+    ("cell", "reason"),
+    [
+        ({"fr": "x"}, "column 'translation' has no 'en', but 'fr'"),
+        ("plain", "column 'translation' holds a str, and no object with 'en'"),
+        (None, "column 'translation.en' is missing"),
+        ({"en": None}, "column 'translation.en' is missing"),
+        ({"en": {"a": "x"}}, "column 'translation.en' holds a dict, not text: name what is inside of it"),
+    ],
+)
+def test_a_row_without_the_name_is_unusable_with_its_reason(cell, reason, tmp_path):
+    spec = write_lines(tmp_path / "rows.jsonl", [*ROWS, {"id": "7", "translation": cell}])
+    with pytest.raises(DataError) as caught:
+        read_split(SourceSpec(**spec, **NAMES), "train")
+    assert f"rows.jsonl:7: {reason}" in str(caught.value)
+    assert "1 of 7 rows" in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", ["parquet", "dataset"])
+def test_classes_inside_of_objects_have_their_names(kind, tmp_path):
+    label = {"label": datasets.ClassLabel(names=["no", "yes"]), "all": [datasets.ClassLabel(names=["a", "b"])]}
+    features = datasets.Features({"text": datasets.Value("string"), "about": label})
+    rows = datasets.Dataset.from_list([{"text": "x", "about": {"label": 1, "all": [1, 0]}}], features=features)
+    if kind == "parquet":
+        rows.to_parquet(tmp_path / "rows.parquet")
+        spec = {"train_file": tmp_path / "rows.parquet"}
+    else:
+        rows.save_to_disk(tmp_path / "rows")
+        spec = {"dataset_name": str(tmp_path / "rows")}
+    for name, references in (("about.label", ("yes",)), ("about.all", ("b", "a"))):
+        found = read_split(SourceSpec(**spec, source_column="text", target_column=name), "train").examples
+        assert found[0].references == references
+
+
+TALK = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]
+
+
+@pytest.mark.parametrize("name", WRITE)
+@pytest.mark.parametrize("column", ["messages", "conversations", "data.turns"])
+def test_conversations_as_json_text_are_conversations(name, column, tmp_path):
+    turns = TALK if column == "messages" else [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "hello"}]
+    text = json.dumps(turns)
+    rows = [{"id": "1", **({"data": {"turns": text}} if "." in column else {column: text})}] * 3
+    spec = WRITE[name](tmp_path / name, rows)
+    named = {"source_column": column} if "." in column else {}
+    rows = read_split(SourceSpec(**spec, **named), "train").examples
+    assert [list(row.conversation.messages) for row in rows] == [TALK] * 3
+    if "train_file" in spec:
+        asked = read_inputs(spec["train_file"], SourceSpec(**named)).rows[0]
+        assert list(asked.conversation.messages) == TALK[:1]
+
+
+def test_text_with_a_target_of_its_own_stays_text_though_it_is_json(tmp_path):
+    spec = write_lines(tmp_path / "rows.jsonl", [{"talk": json.dumps(TALK), "summary": "a greeting"}])
+    names = {"source_column": "talk", "target_column": "summary"}
+    row = read_split(SourceSpec(**spec, **names), "train").examples[0]
+    assert (row.conversation, row.source) == (None, json.dumps(TALK))
+    assert read_inputs(spec["train_file"], SourceSpec(**names)).rows[0].source == json.dumps(TALK)
+    spec = write_lines(tmp_path / "rows.jsonl", [{"prompt": json.dumps(TALK[:1]), "completion": "hello"}])
+    assert read_split(SourceSpec(**spec), "train").examples[0].conversation is None
+    assert read_inputs(spec["train_file"], SourceSpec()).rows[0].conversation is None
+
+
+def test_a_prompt_and_its_completion_as_json_text_are_one_conversation(tmp_path):
+    spec = write_lines(tmp_path / "rows.jsonl", [{"prompt": json.dumps(TALK[:1]), "completion": json.dumps(TALK[1:])}])
+    row = read_split(SourceSpec(**spec), "train").examples[0]
+    assert list(row.conversation.messages) == TALK
+
+
+@pytest.mark.parametrize("text", ["[not json", "[1, 2]", "[]", '["a"]', "{}"])
+def test_other_text_is_text(text, tmp_path):
+    spec = write_lines(tmp_path / "rows.jsonl", [{"conversation": text, "label": "x"}])
+    row = read_split(SourceSpec(**spec, source_column="conversation", target_column="label"), "train").examples[0]
+    assert row.source == text
