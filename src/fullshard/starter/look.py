@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
 from fullshard.data.examples import SourceSpec
-from fullshard.data.reading.arrow import ParquetFile
 from fullshard.data.reading.bad_rows import UnusableRowError
 from fullshard.data.reading.columns import KNOWN_SHAPES, choose
 from fullshard.data.reading.conversations import find_conversations
 from fullshard.data.reading.delimiter import find_delimiter
 from fullshard.data.reading.encoding import Encoding, find_encoding
 from fullshard.data.reading.nested import cell_of, nested_names
-from fullshard.data.reading.split import FORMATS
-from fullshard.data.reading.tables import CsvFile, JsonFile, JsonLinesFile, Row, RowReader, open_lines
+from fullshard.data.reading.split import format_of, open_file
+from fullshard.data.reading.tables import Row, open_lines
 from fullshard.errors import DataError
 
 MOST_DISTINCT = 1_000
@@ -100,7 +98,7 @@ def look_at(path: Path) -> Look:
         DataError: The file cannot be read, is empty, is neither UTF-8 nor windows-1252, or has fewer than two columns
             and no conversations.
     """
-    kind = _format(path)
+    kind = format_of(path, SourceSpec())
     encoding = Encoding("utf-8")
     if kind != "parquet":
         encoding = find_encoding(path, "write a run file of your own with data.encoding: utf-16")
@@ -113,7 +111,7 @@ def look_at(path: Path) -> Look:
     if kind == "csv":
         with open_lines(path, encoding.name) as lines:
             delimiter = find_delimiter(lines, path)
-    reader = _reader(path, kind, encoding.name, delimiter)
+    reader = open_file(path, SourceSpec(encoding=encoding.name, delimiter=delimiter))
     names = reader.columns()
     if talk := find_conversations(reader, names, SourceSpec(train_file=path), completed=True):
         rows = sum(1 for _ in reader.rows([talk.turns]))
@@ -165,22 +163,3 @@ def _is_number(text: str) -> bool:
     except ValueError:
         return False
     return True
-
-
-def _format(path: Path) -> str:
-    suffixes = [suffix.lower() for suffix in path.suffixes]
-    last = suffixes[-1] if suffixes else ""
-    kind = FORMATS.get(suffixes[-2] if last == ".gz" and len(suffixes) > 1 else last)
-    if kind is None or (last == ".gz" and kind == "parquet"):
-        raise DataError(f"{path}: a data file must end in {', '.join(FORMATS)} (or that and .gz).")
-    if not os.path.exists(path):
-        raise DataError(f"There is no file {path}.")
-    return kind
-
-
-def _reader(path: Path, kind: str, encoding: str, delimiter: str | None) -> RowReader:
-    if kind == "parquet":
-        return ParquetFile(path)
-    if kind in ("csv", "tsv"):
-        return CsvFile(path, encoding, "\t" if kind == "tsv" else delimiter)
-    return JsonLinesFile(path, encoding) if kind == "jsonl" else JsonFile(path, encoding)

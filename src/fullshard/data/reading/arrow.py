@@ -9,7 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from fullshard.data.reading.tables import Row, unreadable
+from fullshard.data.reading.tables import Row, is_parquet, require_no_other_kind, unreadable
 from fullshard.errors import DataError
 
 _SAVED_MARKS = ("state.json", "dataset_dict.json")
@@ -48,6 +48,8 @@ class ParquetFile:
     @cached_property
     def _file(self) -> Any:
         parquet = _library("pyarrow.parquet", "pyarrow", f"{self._path} is a Parquet file")
+        if not is_parquet(self._path):
+            require_no_other_kind(self._path)
         try:
             return parquet.ParquetFile(self._path)
         except (OSError, ValueError) as error:  # pyarrow's errors are subclasses of these two

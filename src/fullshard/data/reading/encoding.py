@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fullshard.data.examples import SourceSpec
-from fullshard.data.reading.tables import encoding_problem, open_lines
+from fullshard.data.reading.tables import encoding_problem, is_parquet, open_lines
 from fullshard.errors import DataError
 
 _SHOWN_CHARACTERS = 60
@@ -72,7 +72,7 @@ def encoding_of_rows(path: Path, spec: SourceSpec, given: str | None) -> tuple[s
     """
     if given is not None:
         return given, ()
-    if path.suffix.lower() == ".parquet" or spec.format == "parquet":
+    if path.suffix.lower() == ".parquet" or spec.format == "parquet" or is_parquet(path):
         return spec.encoding, ()
     if codecs.lookup(spec.encoding).name != "utf-8":
         return spec.encoding, (f"the rows are read as {spec.encoding}, the run's data.encoding (--encoding)",)

@@ -13,6 +13,7 @@ from fullshard.data.reading.bad_rows import UnusableRowError
 from fullshard.data.reading.columns import Recipe, choose, choose_sources
 from fullshard.data.reading.conversations import ConversationRecipe, find_conversations
 from fullshard.data.reading.holdout import Sides
+from fullshard.data.reading.kind import kind_note, kind_of
 from fullshard.data.reading.nested import columns_read, with_inner_names
 from fullshard.data.reading.opened import OpenedTable, texts_of
 from fullshard.data.reading.phrasebank import open_phrasebank
@@ -140,7 +141,7 @@ def fingerprint(spec: SourceSpec, split: Split) -> str:
         digest.update(json.dumps(options).encode())
         return digest.hexdigest()
     path = _file(spec, split)
-    if _format(path, spec) in ("csv", "tsv"):
+    if spec.format not in ("wikihow", "phrasebank"):
         reader = _open(spec, split)
         # What quotes are, not the option: runs of versions without it still resume if their rows are the same.
         options += [["quoting", "none"]] if isinstance(reader, CsvFile) and reader.quoting == "none" else []
@@ -163,7 +164,7 @@ def with_rows_of(path: Path, spec: SourceSpec, encoding: str) -> SourceSpec:
     """
     quoting = spec.quoting if _is_like_own(path, spec) else "auto"
     other = replace(spec, validation_file=path, validation_fraction=0.0, encoding=encoding, quoting=quoting)
-    if spec.delimiter is None or _format(path, other) != "csv":
+    if spec.delimiter is None or format_of(path, other) != "csv":
         return other
     fits = len(CsvFile(path, encoding, spec.delimiter, quoting).columns()) > 1
     return other if fits else replace(other, delimiter=None)
@@ -217,24 +218,43 @@ def _format(path: Path, spec: SourceSpec) -> str:
     return FORMATS[inner]
 
 
+def format_of(path: Path, spec: SourceSpec) -> str:
+    """Return the format of a file: the given one, else by its content, where its suffix says another.
+
+    Raises:
+        DataError: Its suffix is unknown, or it cannot be read.
+    """
+    named = _format(path, spec)
+    return kind_of(path, named, spec.encoding) if spec.format == "auto" else named
+
+
 def _open(spec: SourceSpec, split: Split) -> RowReader:
     """Open the table with the rows of a split."""
     if _of_dataset(spec, split):
         return _open_dataset(spec, split)
-    path = _file(spec, split)
-    match _format(path, spec):
-        case "csv":
-            return CsvFile(path, spec.encoding, spec.delimiter, spec.quoting)
-        case "tsv":
-            return CsvFile(path, spec.encoding, "\t", spec.quoting)
-        case "jsonl":
-            return JsonLinesFile(path, spec.encoding)
-        case "json":
-            return JsonFile(path, spec.encoding)
-        case "parquet":
-            return ParquetFile(path)
-        case _:
-            return open_phrasebank(path, spec.encoding)
+    return open_file(_file(spec, split), spec)
+
+
+def open_file(path: Path, spec: SourceSpec) -> RowReader:
+    """Open a table in a file, of any format but WikiHow's; the files that the spec names are not read.
+
+    Raises:
+        DataError: See :func:`format_of`.
+    """
+    kind = format_of(path, spec)
+    notes = tuple(kind_note(path, _format(path, spec), kind))
+    if kind in ("csv", "tsv"):
+        cells = CsvFile(path, spec.encoding, "\t" if kind == "tsv" else spec.delimiter, spec.quoting)
+        cells.named = notes
+        return cells
+    if kind == "phrasebank":
+        return open_phrasebank(path, spec.encoding)
+    if kind == "parquet":
+        reader = ParquetFile(path)
+    else:
+        reader = (JsonLinesFile if kind == "jsonl" else JsonFile)(path, spec.encoding)
+    reader.notes = notes
+    return reader
 
 
 def _open_dataset(spec: SourceSpec, split: Split) -> DatasetRows:

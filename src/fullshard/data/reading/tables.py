@@ -22,6 +22,28 @@ from fullshard.errors import DataError
 
 _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 _OPTIONS = "data.encoding (of rows to predict or evaluate: --encoding)"
+_LONE_CR = re.compile("\r(?!\n)")
+_LOOKED_AT = 2**16
+"""Characters of a file in which its line ends are looked for."""
+
+_UNPACK = "unpack it, or compress it with gzip"
+_NO_TABLE = (
+    (b"PK\x03\x04", "a zip archive or an Excel workbook", "unpack the archive, or save the sheet as CSV"),
+    (b"\xd0\xcf\x11\xe0", "an Excel workbook (.xls)", "save the sheet as CSV"),
+    (b"PAR1", "a Parquet file", "give it the suffix .parquet, or set data.format: parquet"),
+    (b"ARROW1", "an Arrow file", "convert it to Parquet"),
+    (b"BZh", "compressed with bzip2", _UNPACK),
+    (b"\xfd7zXZ", "compressed with xz", _UNPACK),
+    (b"\x28\xb5\x2f\xfd", "compressed with zstandard", _UNPACK),
+    (b"SQLite format 3\0", "an SQLite database", "export the table as CSV"),
+    (b"%PDF-", "a PDF", "extract its table as CSV"),
+    (b"version https://git-lfs", "a pointer of Git LFS", "fetch the file itself: git lfs pull"),
+)
+"""Beginnings of files that are no tables of text, what they are, and what to do."""
+
+_PAGE = ("a web page", "download the file itself, not the page that shows it")
+_WEB_PAGES = tuple((mark, *_PAGE) for mark in (b"<!doctype html", b"<html"))
+
 _BYTE_ESCAPES = range(0xDC80, 0xDD00)
 """Code points to which surrogateescape decodes the bytes 0x80 to 0xff that are not valid text."""
 
@@ -71,27 +93,71 @@ def encoding_problem(text: str, encoding: str) -> str | None:
 
 @contextmanager
 def open_lines(path: Path, encoding: str) -> Iterator[TextIO]:
-    r"""Open a text file, gzipped or not, whose lines end only at ``\n``.
+    r"""Open a text file, gzipped or not, whose lines end only at ``\n``; at ``\r`` if that is how its lines end.
 
-    A byte-order mark is removed. An undecodable byte becomes a lone surrogate, so that the rest of the file stays
-    readable.
+    A file is gzipped if its first bytes say so, whatever its name. A byte-order mark is removed. An undecodable byte
+    becomes a lone surrogate, so that the rest of the file stays readable.
 
     Raises:
-        DataError: The file cannot be read or decoded, or the encoding is unknown.
+        DataError: The file cannot be read or decoded, is not text, or the encoding is unknown.
     """
     try:
         name = codecs.lookup(encoding).name
     except LookupError as error:
         raise DataError(f"data.encoding: {encoding!r} is not an encoding of Python, such as utf-8.") from error
-    opened = gzip.open if path.suffix.lower() == ".gz" else open
     codec = "utf-8-sig" if name == "utf-8" else name
     try:
-        with opened(path, "rt", encoding=codec, errors="surrogateescape", newline="\n") as lines:
+        opened = gzip.open if is_gzip(path) else open
+        require_no_other_kind(path)
+        with opened(path, "rt", encoding=codec, errors="surrogateescape", newline="") as text:
+            end = "\r" if _ends_in_cr(text.read(_LOOKED_AT)) else "\n"  # type: ignore[reportArgumentType]
+        with opened(path, "rt", encoding=codec, errors="surrogateescape", newline=end) as lines:
             yield lines  # type: ignore[reportReturnType]
     except (OSError, EOFError, zlib.error) as error:
         raise unreadable(path, error) from error
     except UnicodeError as error:
         raise DataError(f"{path} cannot be decoded as {encoding}: {error}. Set {_OPTIONS} to its encoding.") from error
+
+
+def is_gzip(path: Path) -> bool:
+    """Return whether a file is gzipped, by its first bytes; False for a missing file."""
+    return _first_bytes(path).startswith(b"\x1f\x8b")
+
+
+def is_parquet(path: Path) -> bool:
+    """Return whether a file is Parquet, by its first bytes; False for a missing file."""
+    return _first_bytes(path).startswith(b"PAR1")
+
+
+def has_own_line_ends(path: Path, encoding: str) -> bool:
+    r"""Return whether a file's lines end with ``\r`` alone, so that :func:`open_lines` ends them there."""
+    with open_lines(path, encoding) as lines:
+        return next(iter(lines), "").endswith("\r")
+
+
+def _first_bytes(path: Path) -> bytes:
+    try:
+        with path.open("rb") as file:
+            return file.read(64)
+    except OSError:
+        return b""
+
+
+def require_no_other_kind(path: Path) -> None:
+    """Raise DataError, with what it is, for a file that is no table but of a kind that is known by its first bytes."""
+    first = _first_bytes(path)
+    # A text of lines may begin like a web page.
+    for mark, what, remedy in _NO_TABLE if path.suffix.lower() == ".txt" else (*_NO_TABLE, *_WEB_PAGES):
+        if first.lstrip().lower().startswith(mark.lower()):
+            raise DataError(f"{path} is {what}, not a table that can be read: {remedy}.")
+
+
+def _ends_in_cr(head: str) -> bool:
+    r"""Return whether lines end with ``\r`` alone: the first line does, and more of them than with ``\n``."""
+    lone = _LONE_CR.search(head)
+    if lone is None or 0 <= head.find("\n") < lone.start():
+        return False
+    return len(_LONE_CR.findall(head)) > head.count("\n")
 
 
 def unreadable(path: Path, error: Exception) -> DataError:
@@ -186,6 +252,7 @@ class CsvFile:
         """
         self.where = str(path)
         self.starts: LineStarts | None = None  # set by a caller that needs the positions of lines
+        self.named: tuple[str, ...] = ()  # messages about the file's name, for ``notes``
         self._path, self._encoding, self._given = path, encoding, delimiter
         self._asked: Literal["auto", "none", "csv"] = quoting
 
@@ -196,7 +263,7 @@ class CsvFile:
         how = f"{self.where}: cells are separated by {found}, as its header and first rows show (data.delimiter)."
         quotes = None if self._asked == "none" else self._quotes.note(self.where)
         is_news = self._given is None and self._delimiter != ","
-        return (*([how] if is_news else []), *([] if quotes is None else [quotes]))
+        return (*self.named, *([how] if is_news else []), *([] if quotes is None else [quotes]))
 
     @property
     def quoting(self) -> Quoting:

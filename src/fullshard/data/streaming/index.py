@@ -20,7 +20,8 @@ from fullshard.data.reading.holdout import Sides
 from fullshard.data.reading.opened import OpenedTable
 from fullshard.data.reading.sample import Sample, sample_notes
 from fullshard.data.reading.split import open_table, sides_of
-from fullshard.data.reading.tables import CsvFile, JsonLinesFile, LineStarts, Row
+from fullshard.data.reading.tables import CsvFile, JsonFile, JsonLinesFile, LineStarts, Row, has_own_line_ends, is_gzip
+from fullshard.errors import DataError
 
 T = TypeVar("T")
 
@@ -59,6 +60,11 @@ def index_to(
     """
     drawn = None if sample is None else sample.drawn(_texts(spec))
     table = open_table(spec, "train")
+    if isinstance(table.reader, JsonFile):
+        raise DataError(
+            f"{table.reader.where} is JSON in one piece, which data.streaming cannot read row by row. Convert it to "
+            "JSON Lines, or leave streaming out."
+        )
     in_place, sides = reads_in_place(table, spec), sides_of(spec, table.reader.where)
     targets, system_turns, rows = TargetCounts(most_labels), SystemTurnCounts(), 0
     with ExitStack() as stack:
@@ -100,8 +106,10 @@ def index_to(
 
 def reads_in_place(table: OpenedTable, spec: SourceSpec) -> bool:
     """Return True if single rows of a table can be read where they are."""
-    text = isinstance(table.reader, CsvFile | JsonLinesFile) and not table.reader.where.lower().endswith(".gz")
-    return text and spec.encoding.lower().replace("_", "-") in ("utf-8", "utf8", "ascii")
+    if not isinstance(table.reader, CsvFile | JsonLinesFile):
+        return False
+    path, is_utf8 = Path(table.reader.where), spec.encoding.lower().replace("_", "-") in ("utf-8", "utf8", "ascii")
+    return is_utf8 and not is_gzip(path) and not has_own_line_ends(path, spec.encoding)
 
 
 class TargetCounts:
