@@ -29,10 +29,12 @@ outlives its terminal, and every run outlives its output: what cannot be written
 
 If a rank is lost (killed, out of memory, crashed in native code, cut off), all ranks end and start again from the
 newest checkpoint, at most --max-restarts times, with the same result. An error that would recur ends the run at
-once, and so does a step that fails twice in the same way. Under torchrun, torchrun restarts.
+once, and so do a step that fails twice in the same way and a rank killed for memory before the first step. Under
+torchrun, torchrun restarts.
 
-Each rank plans its memory first, in at most five seconds (see `fullshard plan`). A run that cannot fit is not started:
-the message has the numbers and settings that need less. --no-plan starts without a plan.
+A run whose shards, gradients, optimizer state and largest unit cannot fit is refused at once. Otherwise each rank plans
+its memory, which takes seconds (see `fullshard plan`), and a run that cannot fit is not started: the message has the
+numbers and settings that need less. --no-plan starts it anyway.
 
 With --config_file, sharding, precision and number of ranks come from Accelerate's configuration file, as written by
 `accelerate config` or `fullshard config`. The run file may omit them or set the same values; different values are an

@@ -11,19 +11,21 @@ import fcntl
 import json
 import os
 import shutil
+import signal
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from fullshard.launch.failure import Failure, first_sentence
+from fullshard.launch.memory_kills import memory_kills
 from fullshard.launch.messages import say
 from fullshard.variables import ATTEMPT_VARIABLE, KEEP_LOCK_NAME, KEEP_VARIABLE
 
 _SHARED_MEMORY = Path("/dev/shm")
 _PREFIX = "fullshard-keep-"
-_REACHED_NAME = "reached.json"
+_REACHED_NAME, _PLAN_NAME = "reached.json", "plan.txt"
 _LOST_NAME, _STARTED_NAME = "lost", "started"  # files whose modification times are the moments
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
@@ -41,6 +43,7 @@ class Reached:
     path: str | None = None  # the newest checkpoint that this command saved
     finished: bool = False  # whether the model is published
     told: bool = False  # whether the summary of --json is printed
+    began: int | None = None  # steps taken when the attempt began to train
 
 
 @dataclass(frozen=True)
@@ -102,6 +105,22 @@ def note(reached: Reached) -> None:
         with contextlib.suppress(OSError):  # the launcher has ended, and its directory is gone
             temporary.write_text(json.dumps(asdict(reached)))
             os.replace(temporary, path)
+
+
+def note_plan(line: str) -> None:
+    """Record a line about the run's planned memory, for the message of a rank that is killed; rank 0."""
+    directory = os.environ.get(KEEP_VARIABLE)
+    if directory is not None:
+        with contextlib.suppress(OSError), Path(directory, _PLAN_NAME).open("a") as file:
+            file.write(f"{line}\n")
+
+
+def _noted_plan(directory: Path) -> str:
+    """Return what rank 0 recorded about the run's planned memory in any attempt."""
+    try:
+        return "; ".join(Path(directory, _PLAN_NAME).read_text().splitlines())
+    except FileNotFoundError:
+        return "its memory was not planned"
 
 
 def last_note(directory: str | Path | None) -> Reached | None:
@@ -168,6 +187,8 @@ class Restarts:
         self.done = 0
         self._most = most
         self._directory = directory
+        self._kills = memory_kills()
+        self._stepped = False  # whether any attempt took a step
         self._before: tuple[int | None, Failure] | None = None  # the last failure, and the steps taken until then
         self._farthest = -1
         self._in_vain = 0  # attempts in a row without progress beyond earlier ones, and the one before
@@ -175,19 +196,28 @@ class Restarts:
     def after(self, failure: Failure) -> float | Failure:
         """Report a failure and decide what follows.
 
-        The ranks do not restart after an error that would recur, after ``most`` restarts, or if the same rank fails in
-        the same way after the same number of steps as in the previous attempt.
+        The ranks do not restart after an error that would recur, after ``most`` restarts, if the same rank fails in
+        the same way after the same number of steps as in the previous attempt, or if memory ran out before any attempt
+        took a step.
 
         Returns:
             Seconds to wait before the ranks restart; or, if they do not, the failure to report, which is the first one
             if the same happened twice.
         """
-        if self._most == 0 or not failure.may_pass:
-            return failure
         reached = last_note(self._directory) or Reached(self.done)
         step = reached.step if reached.attempt == self.done else None
-        what = f"{first_sentence(failure)}, {'before the first step' if step is None else f'after step {step:,}'}"
-        if self._before is not None and step is not None and _same((step, failure), self._before):
+        self._stepped |= step is not None and step != reached.began
+        ran_out = self._ran_out(failure)
+        if ran_out is not False:
+            failure = replace(failure, message=f"{failure.message} The run's plan: {_noted_plan(self._directory)}.")
+        if self._most == 0 or not failure.may_pass:
+            return failure
+        what = f"{first_sentence(failure)}, {f'after step {step:,}' if step else 'before the first step'}"
+        if ran_out and not self._stepped:
+            say(f"{what}: memory ran out and would again, so the ranks are not started again")
+            return failure
+        comparable = step is not None or ran_out is None  # a rank that is killed twice while it starts
+        if self._before is not None and comparable and _same((step, failure), self._before):
             say(f"{what}, as in the attempt before: the ranks are not started again")
             return self._before[1]
         if self.done >= self._most:
@@ -203,6 +233,13 @@ class Restarts:
         when = f"in {seconds:g} s" if seconds else "now"
         say(f"{what}; restart {self.done} of {self._most} {when}, {from_step}")
         return seconds
+
+    def _ran_out(self, failure: Failure) -> bool | None:
+        """Return whether the kernel killed a rank because memory ran out; None if the system does not say."""
+        if failure.exit_code != 128 + signal.SIGKILL:
+            return False
+        before, self._kills = self._kills, memory_kills()
+        return None if before is None or self._kills is None else self._kills > before
 
 
 def pause_s(failures: int) -> float:

@@ -38,12 +38,12 @@ from fullshard.planner.forms import (
     tensors_in,
     written_by,
 )
-from fullshard.planner.limit import check_time
+from fullshard.planner.limit import spend
 from fullshard.planner.meter import Meter
 from fullshard.planner.work import IN_PLACE
 
 _OPERATORS_A_CHECK = 64
-"""Operators from one look at the clock to the next: some milliseconds."""
+"""Operators from one look at the limit to the next: some milliseconds."""
 
 _GROUPED = torch.ops.aten._grouped_mm.default
 """The products of experts. Torch knows their shape for bf16 only, but computes every dtype."""
@@ -180,11 +180,11 @@ class HollowMode(TorchDispatchMode):
 
         Raises:
             ModelError: Its result depends on values, or torch does not know its shape.
-            TookTooLongError: See :func:`~fullshard.planner.limit.time_limit`.
+            TooMuchWorkError: See :func:`~fullshard.planner.limit.work_limit`.
         """
         self.operators += 1
         if not self.operators % _OPERATORS_A_CHECK:
-            check_time()
+            spend(_OPERATORS_A_CHECK)
         with torch._C.DisableTorchFunctionSubclass():
             taken = None
             if self._in_attention and func is torch.ops.aten.add.Tensor:

@@ -1,37 +1,47 @@
-"""A time limit for plans."""
+"""A limit on the work of plans, counted in operators: the same plans are made on a busy machine and on an idle one."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
 from fullshard.errors import ConfigError
 
-_DEADLINE_S: ContextVar[float] = ContextVar("deadline", default=float("inf"))
-"""Processor time of this thread after which its plans are abandoned: a busy machine does not change the outcome."""
+
+class _Allowance:
+    """The operators that plans may still take."""
+
+    def __init__(self, operators: float) -> None:
+        self.left = operators
 
 
-class TookTooLongError(ConfigError):
-    """A plan was abandoned at its time limit."""
+_ALLOWANCE: ContextVar[_Allowance | None] = ContextVar("allowance", default=None)
+
+
+class TooMuchWorkError(ConfigError):
+    """A plan was abandoned at its limit."""
 
 
 @contextmanager
-def time_limit(seconds: float) -> Iterator[None]:
-    """End plans inside the context after ``seconds`` of this thread's processor time, by :class:`TookTooLongError`."""
-    token = _DEADLINE_S.set(time.thread_time() + seconds)
+def work_limit(operators: int) -> Iterator[None]:
+    """End plans inside the context by :class:`TooMuchWorkError` once they have taken so many operators together."""
+    token = _ALLOWANCE.set(_Allowance(operators))
     try:
         yield
     finally:
-        _DEADLINE_S.reset(token)
+        _ALLOWANCE.reset(token)
 
 
-def check_time() -> None:
-    """Raise if the time is up. A plan calls it wherever it may spend long, such as in each operator.
+def spend(operators: int) -> None:
+    """Count work of a plan; called wherever it may be much. What takes as long as an operator counts as one.
 
     Raises:
-        TookTooLongError: The time is up.
+        TooMuchWorkError: It is more than the limit.
     """
-    if time.thread_time() > _DEADLINE_S.get():
-        raise TookTooLongError("A plan took longer than its limit, and was abandoned.")
+    allowance = _ALLOWANCE.get()
+    if allowance is None:
+        return
+    allowance.left -= operators
+    if allowance.left < 0:
+        raise TooMuchWorkError("A plan took more operators than its limit, and was abandoned.")

@@ -102,7 +102,7 @@ class Plan:
         host: What a rank keeps in host memory besides. Of a run file ``checkpoint_copies``, from the first checkpoint
             that is written while training continues, and ``snapshots``, from which a lost rank is started again. On
             GPUs also ``offloaded``: the peak of offloaded shards, their gradients and the optimizer's state.
-        unplanned: Phases after the steps that were not planned within the time limit.
+        unplanned: Phases after the steps left out because of the limit on a plan's work.
     """
 
     world_size: int

@@ -21,7 +21,7 @@ from fullshard.planner.blocks import REST, Blocks
 from fullshard.planner.course import Course, CourseRecorder
 from fullshard.planner.hollow import HollowMode
 from fullshard.planner.host import set_apart
-from fullshard.planner.limit import TookTooLongError
+from fullshard.planner.limit import TooMuchWorkError
 from fullshard.planner.meter import PHASES, Meter
 from fullshard.planner.ranks import Ledger
 from fullshard.planner.work import Work
@@ -69,7 +69,7 @@ class Rehearsal:
     work: Work  # of the last step; empty if not requested
     course: Course | None = None  # of the step with the highest moment; None: not asked for
     host: Mapping[str, int] = field(default_factory=dict)  # further bytes in host memory, by kind
-    unplanned: tuple[str, ...] = ()  # phases after the steps for which the time did not suffice
+    unplanned: tuple[str, ...] = ()  # phases after the steps that were too much work
 
 
 def rehearse(
@@ -148,7 +148,7 @@ def _after_steps(made: Rehearsed, meter: Meter, peaks: dict[str, int]) -> tuple[
     host = {kind: size() for kind, size in made.host.items()}
     host |= {"offloaded": meter.host_peak} if meter.host_peak else {}
     left = list(made.after)
-    with suppress(TookTooLongError):  # the steps' needs are known, and usually the largest
+    with suppress(TooMuchWorkError):  # the steps' needs are known, and usually the largest
         for name, run in made.after.items():
             meter.restart(partial(str, name), lambda: None)
             run(meter)

@@ -32,11 +32,11 @@ if TYPE_CHECKING:
 
 
 class SimulatedComm:
-    """Rank 0 of simulated ranks: others return what this one does, and collectives of tensors are refused."""
+    """One of simulated ranks: others return what this one does, and collectives of tensors are refused."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, rank: int = 0) -> None:
         """Simulate ``size`` ranks on the meta device."""
-        self.rank = 0
+        self.rank = rank
         self.size = size
         self.device = torch.device("meta")
 
@@ -45,8 +45,9 @@ class SimulatedComm:
         return [value] * self.size
 
     def split(self, groups: list[list[int]]) -> SimulatedComm:
-        """Return rank 0 of the first group."""
-        return SimulatedComm(len(groups[0]))
+        """Return this rank of its group."""
+        own = next(group for group in groups if self.rank in group)
+        return SimulatedComm(len(own), own.index(self.rank))
 
     def announce(self, what: str) -> None:
         """Do nothing: no collective follows."""
@@ -70,7 +71,7 @@ def inspect_units(config: RunConfig, world_size: int) -> UnitTable:
     Raises:
         UserError: Data, tokenizer, model or wrapping cannot be used.
     """
-    return units(_lay_out(config, prepare_tokenizer(config), world_size))
+    return units(lay_out(config, prepare_tokenizer(config), world_size))
 
 
 def check_kind(config: RunConfig) -> None:
@@ -135,7 +136,7 @@ def dry_run(config: RunConfig, world_size: int, progress: Progress = lambda what
     tracker_sinks(config)
     if config.training.checkpoints_to is not None:
         file_system(config.training.checkpoints_to)  # checks for its package; the store itself is not contacted
-    model = _lay_out(config, data.tokenizer, world_size)
+    model = lay_out(config, data.tokenizer, world_size)
     table = units(model)
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     root, *blocks = table.rows
@@ -161,7 +162,13 @@ def dry_run(config: RunConfig, world_size: int, progress: Progress = lambda what
     )
 
 
-def _lay_out(config: RunConfig, tokenizer: PreTrainedTokenizerBase, world_size: int) -> nn.Module:
+def lay_out(config: RunConfig, tokenizer: PreTrainedTokenizerBase, world_size: int, rank: int = 0) -> nn.Module:
+    """Return the run's model, sharded as ``rank`` of simulated ranks, on the meta device; any process, alone.
+
+    Raises:
+        UserError: The model cannot be built, or the settings do not match it.
+    """
     model = outline_model(config, tokenizer)
-    shard_model(model, config, SimulatedComm(world_size), None if config.model.path is None else UnreadWeights())
+    ranks = SimulatedComm(world_size, rank)
+    shard_model(model, config, ranks, None if config.model.path is None else UnreadWeights())
     return model

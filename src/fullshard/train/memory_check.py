@@ -9,7 +9,6 @@ import hashlib
 import json
 import os
 import sys
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -18,21 +17,28 @@ from typing import Any
 from fullshard.comm import Comm, free_memory
 from fullshard.config import RunConfig
 from fullshard.errors import MemoryLimitError, UserError
-from fullshard.planner import TookTooLongError, time_limit
+from fullshard.planner import TooMuchWorkError, work_limit
 from fullshard.planner.plan import LABELS, PHASE_LABELS
 from fullshard.resilience import KeepDirectory
 from fullshard.sizes import format_bytes
 from fullshard.train.auto import gpu_sheet
 from fullshard.train.fit import Load
+from fullshard.train.least_memory import lacking, require_least
 from fullshard.train.plan import RunPlan, plan_prepared
 from fullshard.train.remedies import Need, find_remedies
 from fullshard.train.run.out_of_memory import Planned
+from fullshard.train.setup.data_plan import make_plan
+from fullshard.train.setup.learning_rate import learning_rate_schedule
 from fullshard.train.setup.prepare import Prepared
 from fullshard.train.setup.quantization import require_kernels
 from fullshard.train.setup.resume import checkpoints_directory
 
-LIMIT_S = 4.5
-"""Seconds of processor time after which a start continues without a plan."""
+LEAST_OPERATORS = 500_000
+"""Operators that a plan may take for any run: some twenty seconds of processor time. Llamas of 6.5 and 65 billion
+parameters take 73,000 and 250,000."""
+
+OPERATORS_A_BATCH = 500
+"""Operators that a plan may take for each micro-batch of the run: at most a fourth of the run's own."""
 
 
 @dataclass(frozen=True)
@@ -64,18 +70,26 @@ class _Checked:
         return Planned(self.values, self.table, lambda: _remedy_lines(_need(self, load, data, comm), verdicts=False))
 
 
-def check_memory(load: Load, data: Prepared, comm: Comm, tell: Callable[[str], None]) -> Planned | None:
+def check_memory(
+    load: Load,
+    data: Prepared,
+    comm: Comm,
+    tell: Callable[[str], None],
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Planned | None:
     """Plan the run, each rank itself, and refuse it if ranks need more than there is; every rank calls it.
 
-    Only the peaks of tensors are compared with the free memory, including a machine's swap and caches; what the
-    processes already hold is not free. A plan that takes more than 4.5 s of processor time is abandoned. An attempt
-    after the loss of a rank takes the previous one's result.
+    What cannot fit by arithmetic alone is refused before anything is planned. Only the peaks of tensors are compared
+    with the free memory, including a machine's swap and caches; what the processes already hold is not free. A plan
+    that takes too many operators for the run's length is abandoned. An attempt after the loss of a rank takes the
+    previous one's result.
 
     Args:
         load: Reads the run file with further overrides.
         data: The run's data.
         comm: The ranks.
         tell: Receives a line for the user.
+        progress: Called with the steps planned and those to plan.
 
     Returns:
         The plan; None if there is none.
@@ -90,7 +104,7 @@ def check_memory(load: Load, data: Prepared, comm: Comm, tell: Callable[[str], N
         found = _read(file)
         if all(comm.all_gather_object(found is not None)):
             return None if not found else _Checked(**found).planned(load, data, comm)
-    checked = _check(load, data, comm, tell)
+    checked = _check(load, data, comm, tell, progress)
     if file is not None:
         _write(file, checked)
     return None if checked is None else checked.planned(load, data, comm)
@@ -119,19 +133,21 @@ def _write(file: Path, checked: _Checked | None) -> None:
         temporary.replace(file)
 
 
-def _check(load: Load, data: Prepared, comm: Comm, tell: Callable[[str], None]) -> _Checked | None:
+def _check(
+    load: Load, data: Prepared, comm: Comm, tell: Callable[[str], None], progress: Callable[[int, int], None]
+) -> _Checked | None:
     """Plan the run and refuse it if it does not fit; see :func:`check_memory`."""
     with contextlib.suppress(UserError):  # which the plan tells
         require_kernels(load(()))  # half a second of imports, which the run itself needs
-    started = time.thread_time()
     free = free_memory(comm.device)
     comm.barrier()  # all have looked before one plans, which takes some memory
+    require_least(load, data, comm, free)
     kind = comm.device.type
-    everyone: list[_Rank] = comm.all_gather_object(_Rank(_tried(load, data, comm, started), free))
+    everyone: list[_Rank] = comm.all_gather_object(_Rank(_tried(load, data, comm, progress), free))
     short = shortage(everyone, kind)
     if short is not None:
         # Those batches are at least as large as the run's. It is refused only for batches that come.
-        come: list[_Rank] = comm.all_gather_object(_Rank(_tried(load, data, comm, started, listed=True), free))
+        come: list[_Rank] = comm.all_gather_object(_Rank(_tried(load, data, comm, progress, listed=True), free))
         everyone = [min(pair, key=lambda rank: rank.needs(kind)) for pair in zip(everyone, come, strict=True)]
         short = shortage(everyone, kind)
     without = next((rank.plan for rank in everyone if isinstance(rank.plan, str)), None)
@@ -153,7 +169,7 @@ def _check(load: Load, data: Prepared, comm: Comm, tell: Callable[[str], None]) 
     least = min((size for rank in everyone for size in rank.free.values()), default=None)
     left = "" if least is None else f"; {format_bytes(least)} are free"
     later = sorted({phase for rank in everyone if isinstance(rank.plan, RunPlan) for phase in rank.plan.unplanned})
-    left += f"; not planned in {LIMIT_S} s: {', '.join(later)}" if later else ""
+    left += f"; too much work to plan: {', '.join(later)}" if later else ""
     keeps = kind == "cpu" and _keeps_snapshots(load(()))
     also = f" and {format_bytes(max(rank.snapshots() for rank in everyone))} for snapshots" if keeps else ""
     tell(f"planned: a rank needs at most {format_bytes(checked.before)} for tensors{also}{left}")
@@ -192,32 +208,35 @@ def needed_bytes(plan: RunPlan, kind: str) -> int:
 
 def shortage(ranks: Sequence[_Rank], kind: str, *, snapshots: bool = False) -> tuple[str, int, int] | None:
     """Return a pool with too little memory for its ranks, what they need and what it has; None if there is enough."""
-    free: dict[str, int] = {}
-    for rank in ranks:
-        for pool, size in rank.free.items():
-            free[pool] = min(size, free.get(pool, size))
-    for pool, there in free.items():
-        needed = sum(rank.needs(kind) + snapshots * rank.snapshots() for rank in ranks if pool in rank.free)
-        if needed > there:
-            return pool, needed, there
-    return None
+    return lacking([(rank.needs(kind) + snapshots * rank.snapshots(), rank.free) for rank in ranks])
 
 
-def _tried(load: Load, data: Prepared, comm: Comm, started: float, *, listed: bool = False) -> RunPlan | str:
+def _tried(
+    load: Load, data: Prepared, comm: Comm, progress: Callable[[int, int], None], *, listed: bool = False
+) -> RunPlan | str:
     """Return the plan of this rank, or why there is none."""
+    most = LEAST_OPERATORS
     try:
-        with time_limit(started + LIMIT_S - time.thread_time()):
-            device = gpu_sheet(comm.device)
-            each = int(os.environ.get("LOCAL_WORLD_SIZE", comm.size))
-            return plan_prepared(load(()), data, comm.size, device, roughly=comm.rank, listed=listed, ranks_each=each)
-    except TookTooLongError:
-        return f"it took longer than {LIMIT_S} s; `fullshard plan` with the run file has no limit"
+        config, device = load(()), gpu_sheet(comm.device)
+        most = max(most, OPERATORS_A_BATCH * _micro_batches(config, data, comm.size))
+        each = int(os.environ.get("LOCAL_WORLD_SIZE", comm.size))
+        how = {"roughly": comm.rank, "listed": listed, "ranks_each": each, "progress": progress}
+        with work_limit(most):
+            return plan_prepared(config, data, comm.size, device, **how)
+    except TooMuchWorkError:
+        return f"it needs more than {most:,} operators, much for a run of this length; `fullshard plan` has no limit"
     except UserError as error:
         return str(error)
     except Exception as error:  # a failing plan must not prevent a run that may work
         return f"{type(error).__name__} in the plan: {(str(error).splitlines() or [''])[0]}"
     finally:
         _return_memory()
+
+
+def _micro_batches(config: RunConfig, data: Prepared, world_size: int) -> int:
+    """Return the micro-batches of the run on one rank."""
+    epoch = make_plan(config, data.train_set, world_size, causal=data.causal)
+    return learning_rate_schedule(config, epoch.num_steps).total_steps * config.training.gradient_accumulation_steps
 
 
 def _return_memory() -> None:

@@ -38,11 +38,11 @@ from fullshard.planner import (
     Rates,
     Rehearsed,
     candidates,
-    check_time,
     highest,
     real_tensors,
     rehearse_on,
     speed_of,
+    spend,
     time_step,
 )
 from fullshard.sizes import format_duration
@@ -306,7 +306,7 @@ def largest_steps(config: RunConfig, data: Prepared, world_size: int, *, listed:
     if not listed and not training.packing and training.per_device_train_batch_tokens is None:
         return [[longest_batch(config, data)] * training.gradient_accumulation_steps]
     found: tuple[dict[Shape, _Step], dict[Shape, _Step]] = ({}, {})
-    for step in _in_time(_steps(config, data, world_size)):
+    for step in _counted(_steps(config, data, world_size)):
         for place, (shape, _) in enumerate(step):
             found[min(place, 1)].setdefault(shape, step)
     chosen = [step for steps in found if steps for step in _largest(steps)]
@@ -358,7 +358,7 @@ def _largest_held_out(config: RunConfig, data: Prepared, world_size: int) -> Hel
 
     def largest(tokens: Callable[[Shape], int], *, causal: bool) -> Batch:
         batches = chain.from_iterable(step_shapes(plan, rows, plan.num_steps, causal=causal))
-        _, found = max(_in_time(batches), key=lambda one: tokens(one[0]))
+        _, found = max(_counted(batches), key=lambda one: tokens(one[0]))
         return _with_padding(_collated(found, rows, spec))
 
     return HeldOutBatches(
@@ -367,10 +367,10 @@ def _largest_held_out(config: RunConfig, data: Prepared, world_size: int) -> Hel
     )
 
 
-def _in_time(values: Iterable[T]) -> Iterator[T]:
-    """Yield ``values`` within the plan's time limit: there are as many as the data has batches."""
+def _counted(values: Iterable[T]) -> Iterator[T]:
+    """Yield ``values`` within the limit on a plan's work: there are as many as the data has batches."""
     for value in values:
-        check_time()
+        spend(1)
         yield value
 
 

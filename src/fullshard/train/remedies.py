@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from fullshard.config import RunConfig
 from fullshard.errors import UserError
-from fullshard.planner import Hardware, time_limit
+from fullshard.planner import Hardware, work_limit
 from fullshard.sizes import format_bytes
 from fullshard.train.fit import Load, micro_batches
 from fullshard.train.plan import RunPlan, plan_prepared
@@ -17,8 +17,8 @@ from fullshard.train.setup.prepare import Prepared
 MOST = 3
 """Number of remedies to name."""
 
-SECONDS = 20.0
-"""Time limit for all of their plans, in seconds."""
+OPERATORS = 600_000
+"""Limit on the work of all of their plans: some twenty seconds of processor time."""
 
 
 @dataclass(frozen=True)
@@ -51,12 +51,12 @@ class Need:
 def find_remedies(need: Need) -> list[Remedy]:
     """Return the three cheapest settings with which a rank fits, or else the three that save most; any rank, alone.
 
-    Settings are tried from those that cost least to those that change rounding, and plans that take too long are left
-    out.
+    Settings are tried from those that cost least to those that change rounding, and plans that are too much work are
+    left out.
     """
     found: list[Remedy] = []
     begun = with_precision(need.load(()), Devices.of_sheet(need.device))
-    with time_limit(SECONDS):
+    with work_limit(OPERATORS):
         for overrides in dict.fromkeys(_settings(begun)):
             try:
                 config = need.load(overrides)

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from fullshard.errors import CheckpointError, ProcessGroupError
-from fullshard.launch import attempts, launch
+from fullshard.launch import attempts, launch, memory_kills as counting
 from fullshard.launch.attempts import Reached, Restarts, kept_directory
 from fullshard.launch.failure import Failure
 from fullshard.launch.programs import again
@@ -117,6 +117,89 @@ def test_another_step_is_another_failure_until_the_restarts_are_used_up(run, tmp
     assert ended.exit_code == 137
     assert started(tmp_path) == 3
     assert "2 restarts are used up (--max-restarts)" in capfd.readouterr().err
+
+
+@pytest.fixture
+def kills(monkeypatch):
+    """Set what the system says about processes killed for memory, from one look to the next."""
+
+    def say(*counts):
+        looks = iter(counts)
+        monkeypatch.setattr(attempts, "memory_kills", lambda: next(looks))
+
+    return say
+
+
+NOTED = """
+from fullshard.launch.attempts import note_plan
+rank or note_plan("planned: a rank needs at most 9.00 GiB for tensors; 8.00 GiB are free")
+rank or note_plan("another line")
+"""
+WITH_PLAN = "The run's plan: planned: a rank needs at most 9.00 GiB for tensors; 8.00 GiB are free; another line."
+
+
+def begun(began, step):
+    note = f"dict(attempt=attempt, began={began}, step={step})"
+    return f"with open(keep + '/reached.json', 'w') as file: json.dump({note}, file)"
+
+
+@pytest.mark.parametrize("reached", ["", begun(0, 0), begun(12, 12)])
+def test_memory_that_runs_out_before_the_first_step_would_run_out_again(run, tmp_path, capfd, kills, reached):
+    kills(3, 4)
+    ended = run(NOTED + reached + "\nif rank == 0: die()\nsignal.pause()")
+    assert started(tmp_path) == 1
+    assert (ended.rank, ended.exit_code) == (0, 137)
+    assert ended.message.endswith(WITH_PLAN)
+    assert "the ranks are not started again" in capfd.readouterr().err
+
+
+def test_memory_that_runs_out_later_may_suffice_next_time(run, tmp_path, kills):
+    kills(3, 4)
+    assert run(NOTED + f"if attempt == 0:\n    {begun(0, 1)}\n    if rank == 0: die()\n    signal.pause()") is None
+    assert started(tmp_path) == 2
+
+
+def test_a_rank_that_somebody_else_killed_before_the_first_step_is_started_again(run, tmp_path, kills):
+    kills(3, 3, 3)
+    assert run("if rank == 0 and attempt < 2: die()\nsignal.pause() if attempt < 2 else 0") is None
+    assert started(tmp_path) == 3
+
+
+def test_where_nobody_counts_a_rank_that_is_killed_twice_before_the_first_step_is_not_started_again(
+    run, tmp_path, kills
+):
+    kills(None, None, None)
+    ended = run("if rank == 0: die()\nsignal.pause()")
+    assert started(tmp_path) == 2
+    assert ended.message.endswith("The run's plan: its memory was not planned.")
+
+
+@pytest.mark.parametrize("most", [0, 1])
+def test_the_plan_is_told_also_where_nothing_is_started_again(run, kills, most):
+    kills(0, 1)
+    assert run(NOTED + "if rank == 0: die()\nsignal.pause()", most=most).message.endswith(WITH_PLAN)
+
+
+@pytest.mark.parametrize(
+    ("group", "file", "text"),
+    [
+        ("0::/job/a", "job/a/memory.events", "low 0\noom 9\noom_kill 7\n"),
+        ("4:cpu,memory:/job", "memory/job/memory.oom_control", "oom_kill_disable 0\nunder_oom 0\noom_kill 7\n"),
+        ("0::/", None, ""),
+    ],
+)
+def test_kills_are_counted_by_the_control_group_or_else_by_the_machine(tmp_path, monkeypatch, group, file, text):
+    monkeypatch.setattr(counting, "_PROC", tmp_path / "proc")
+    monkeypatch.setattr(counting, "_GROUPS", tmp_path / "groups")
+    assert counting.memory_kills() is None
+    (tmp_path / "proc" / "self").mkdir(parents=True)
+    (tmp_path / "proc" / "self" / "cgroup").write_text(f"8:pids:/\n{group}\n")
+    assert counting.memory_kills() is None
+    (tmp_path / "proc" / "vmstat").write_text("nr_free_pages 12\noom_kill 41\n")
+    if file is not None:
+        (tmp_path / "groups" / file).parent.mkdir(parents=True)
+        (tmp_path / "groups" / file).write_text(text)
+    assert counting.memory_kills() == (41 if file is None else 7)
 
 
 def test_an_error_that_would_come_again_is_not_tried_again(run, tmp_path):

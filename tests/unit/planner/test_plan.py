@@ -13,7 +13,7 @@ import fullshard
 from fullshard import ShardingStrategy, optim
 from fullshard.comm import MemoryMeter
 from fullshard.errors import ConfigError, ModelError
-from fullshard.planner import Plan, Rehearsed, TookTooLongError, highest, rehearse
+from fullshard.planner import Plan, Rehearsed, TooMuchWorkError, highest, rehearse
 from support.planned import batch, make_model
 
 MIB = 1 << 20
@@ -192,7 +192,7 @@ def test_an_evaluation_is_a_phase_of_its_own():
     assert (with_one.parts, with_one.account, with_one.sent) == (without.parts, without.account, without.sent)
 
 
-def test_a_phase_that_there_is_no_time_for_is_named_and_the_steps_stay():
+def test_a_phase_that_is_too_much_work_is_named_and_the_steps_stay():
     def build(comm):
         model = fullshard.fully_shard(Wide(), comm)
         optimizer = torch.optim.AdamW(model.parameters(), fused=True)
@@ -202,11 +202,11 @@ def test_a_phase_that_there_is_no_time_for_is_named_and_the_steps_stay():
             model(torch.zeros(8, 256)).mean().backward()
             optimizer.step()
 
-        def too_long(_meter):
-            raise TookTooLongError
+        def too_much(_meter):
+            raise TooMuchWorkError
 
         return Rehearsed(
-            model, optimizer, step, after={"quick": lambda meter: None, "late": too_long, "last": too_long}
+            model, optimizer, step, after={"quick": lambda meter: None, "late": too_much, "last": too_much}
         )
 
     found = rehearse(build, 0, 2)

@@ -26,14 +26,13 @@ def run_file(tmp_path_factory):
 @pytest.fixture
 def start(run_file, monkeypatch):
     """Starts a run of one rank, or of several equal ones, with so many bytes free; returns its plan and the lines."""
-    monkeypatch.setattr(memory_check, "LIMIT_S", 100.0)  # a busy machine must not change what is said
 
-    def start(free, *overrides, ranks=1, path=run_file):
+    def start(free, *overrides, ranks=1, path=run_file, progress=lambda done, total: None):
         lines = []
         load = partial(read, path, overrides)
         monkeypatch.setattr(memory_check, "free_memory", lambda device: {"machine: x": free})
         comm = PlannedComm(0, ranks, torch.device("cpu"))
-        return check_memory(load, prepare(load(())), comm, lines.append), lines
+        return check_memory(load, prepare(load(())), comm, lines.append, progress), lines
 
     def read(path, overrides, more):
         return load_run(path, [*overrides, *more])
@@ -102,28 +101,37 @@ def test_batches_that_do_not_come_are_not_counted(start, run_file):
     one += ["training.train_sampling_strategy=random", "seed=0"]
     bound = needed_bytes(plan_run(load_run(run_file, one), 1), "cpu")
     with pytest.raises(MemoryLimitError):
-        start(1000, *one)
+        start(bound // 2, *one)
     planned, _ = start(bound - 1, *one)
     assert planned.values["highest_bytes"] - planned.values["host"]["snapshots"] < bound
 
 
-def test_what_cannot_be_planned_starts_with_a_line_about_it(start):
+def test_what_cannot_be_planned_starts_with_a_line_about_it(start, peak):
     override = "training.torch_compile=true"
-    planned, (line,) = start(1000, override)
+    planned, (line,) = start(peak, override)
     assert planned is None
     assert line.startswith(f"starting without a plan: A plan does not support {override.split('=')[0]}")
 
 
-def test_a_plan_that_takes_too_long_is_given_up(start, monkeypatch):
-    monkeypatch.setattr(memory_check, "LIMIT_S", 0.0)
-    planned, (line,) = start(1000)
+def test_a_plan_may_take_work_in_proportion_to_the_run(start, peak, monkeypatch):
+    """A micro-batch may take ten operators, and the run has 21; no clock decides."""
+    monkeypatch.setattr(memory_check, "LEAST_OPERATORS", 0)
+    monkeypatch.setattr(memory_check, "OPERATORS_A_BATCH", 10)
+    planned, (line,) = start(peak)
     assert planned is None
-    assert line == "starting without a plan: it took longer than 0.0 s; `fullshard plan` with the run file has no limit"
+    assert line.startswith("starting without a plan: it needs more than 210 operators")
+    assert start(peak, "training.num_train_epochs=1000")[0] is not None
+
+
+def test_the_steps_that_are_planned_are_told(start, peak):
+    told = []
+    start(peak, progress=lambda done, total: told.append((done, total)))
+    assert told == [(1, 2), (2, 2)]
 
 
 def test_a_fault_of_the_planner_does_not_keep_a_run_from_starting(start, monkeypatch):
     monkeypatch.setattr(memory_check, "plan_prepared", lambda *_, **__: 1 / 0)
-    planned, lines = start(1000)
+    planned, lines = start(10**9)
     assert planned is None
     assert lines == ["starting without a plan: ZeroDivisionError in the plan: division by zero"]
 
@@ -173,10 +181,11 @@ def test_a_later_attempt_takes_the_plan_of_the_one_before(start, peak, attempts,
 
 def test_a_later_attempt_that_had_no_plan_makes_none(start, peak, attempts, monkeypatch):
     attempts(0)
-    monkeypatch.setattr(memory_check, "LIMIT_S", 0.0)
+    monkeypatch.setattr(memory_check, "OPERATORS_A_BATCH", 0)
+    monkeypatch.setattr(memory_check, "LEAST_OPERATORS", 0)
     assert start(peak)[0] is None
     attempts(1)
-    monkeypatch.setattr(memory_check, "LIMIT_S", 100.0)
+    monkeypatch.setattr(memory_check, "LEAST_OPERATORS", 10**9)
     assert start(peak) == (None, [])
 
 

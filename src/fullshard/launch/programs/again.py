@@ -37,7 +37,7 @@ class ReachedSink(Sink):
         step, before = run.resumed_step, self._before
         saved = step if before is None else min(step, before.saved)
         path = self._reached.path if before is not None and saved == before.saved else None
-        self._note(step=step, saved=saved, path=path, finished=False)
+        self._note(step=step, began=step, saved=saved, path=path, finished=False)
         self._restored_s = None if before is None else time.time()
 
     def step(self, report: StepReport) -> None:

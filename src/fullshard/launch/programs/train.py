@@ -18,6 +18,7 @@ from rich.console import Console
 from fullshard.comm import init_from_env, shutdown
 from fullshard.config import RunConfig, load_run, require_base, require_output_dir
 from fullshard.errors import RunStopped, UserError
+from fullshard.launch.attempts import note_plan
 from fullshard.launch.messages import say
 from fullshard.launch.programs.again import ReachedSink, resume_again
 from fullshard.launch.programs.rank import run_as_rank
@@ -80,7 +81,11 @@ def _train(options: argparse.Namespace, *, is_first: bool) -> None:
     precision = chosen_precision(load, comm, tell)
     chosen = (*precision, *chosen_settings(lambda more: load([*precision, *more]), prepared, comm, tell))
     config = load(chosen)
-    planned = None if options.no_plan else check_memory(lambda more: load([*chosen, *more]), prepared, comm, tell)
+    planned = None
+    if not options.no_plan:
+        with WorkProgress("planning", shown=is_first) as progress:
+            tells = _told_and_noted if is_first else tell
+            planned = check_memory(lambda more: load([*chosen, *more]), prepared, comm, tells, progress)
     push = _uploads(config) if is_first else None
     sinks = _sinks(config, reached, push, to_stderr=options.json) if is_first else []
     try:
@@ -98,6 +103,12 @@ def _train(options: argparse.Namespace, *, is_first: bool) -> None:
         if push is not None:
             push.join()
         push_finished(config, say)
+
+
+def _told_and_noted(line: str) -> None:
+    """Tell the user about the plan, and record it for the message of a rank that is killed for memory."""
+    say(line)
+    note_plan(line)
 
 
 def _uploads(config: RunConfig) -> PushSink | None:
