@@ -3,7 +3,7 @@
 import json
 
 import torch
-from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
+from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, Trainer
 
 from fullshard import unsharded
 from fullshard.config import RunConfig
@@ -84,8 +84,10 @@ def train_plain(base, kind, config, causal, steps=3, change=lambda model: model)
     """peft and torch alone, on all rows at once; ``change`` is applied to the base."""
     settings = dict(config.model.adapter)
     model = add_adapter(change(load_base(base)), AdapterSpec(base=str(base), **settings), seed=config.seed).model
-    held = [p for p in model.parameters() if p.requires_grad]
-    groups = [{"params": [p for p in held if (p.dim() >= 2) == wide], "weight_decay": 0.1 * wide} for wide in (1, 0)]
+    held = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    decayed = Trainer.get_decay_parameter_names(None, model)
+    of_decay = {decay: [p for name, p in held.items() if (name in decayed) == (decay > 0)] for decay in (0.1, 0.0)}
+    groups = [{"params": params, "weight_decay": decay} for decay, params in of_decay.items()]
     optimizer = torch.optim.AdamW([group for group in groups if group["params"]], lr=1e-2)
     batch, losses = batch_of(range(4), causal=causal), []
     for _ in range(steps):
@@ -93,7 +95,7 @@ def train_plain(base, kind, config, causal, steps=3, change=lambda model: model)
         loss = model(**inputs, labels=batch.labels_BT).loss
         optimizer.zero_grad()
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(held, 1.0)
+        torch.nn.utils.clip_grad_norm_(held.values(), 1.0)
         optimizer.step()
         losses.append(loss.item())
     return model, losses

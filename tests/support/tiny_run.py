@@ -73,12 +73,16 @@ class Memory:
     def __init__(self):
         self.steps, self.evaluations, self.checkpoints = [], [], []
         self.progress, self.begun, self.ended, self.closed, self.traces = [], [], [], 0, []
+        self.estimates = []
 
     def start(self, run):
         self.begun.append(run)
 
     def step(self, report):
         self.steps.append(report)
+
+    def estimate(self, steps):
+        self.estimates.append(steps)
 
     def evaluating(self, done, total):
         self.progress.append((done, total))

@@ -28,11 +28,13 @@ class EvaluationConfig(ConfigSection):
     """Maximum tokens generated per row; null: those of the longest target, or data.max_target_length where rows are
     streamed or there is no run."""
     min_new_tokens: NonNegativeInt = 0
-    """Minimum tokens generated per row."""
+    """Minimum tokens generated per row. This and the options below replace the model's own generation settings also
+    where they are left out, unlike in Hugging Face's generate: a score then means the same for every model."""
     num_beams: PositiveInt = 1
     """Width of the beam search; 1: greedy."""
     length_penalty: float = 1.0
-    """Exponent of the length that divides beam scores; above 1 favors longer texts. Needs num_beams of at least 2."""
+    """Exponent of the length that divides beam scores; the greater, the longer the texts. Needs num_beams of at least
+    2."""
     no_repeat_ngram_size: NonNegativeInt = 0
     """Length of token sequences that may not repeat within a prediction; 0: no limit."""
 

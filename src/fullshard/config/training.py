@@ -11,6 +11,7 @@ from pydantic import (
     PositiveFloat,
     PositiveInt,
     SerializerFunctionWrapHandler,
+    ValidationInfo,
     field_validator,
     model_serializer,
     model_validator,
@@ -60,16 +61,20 @@ class TrainingConfig(ConfigSection):
     gradient_accumulation_steps: PositiveInt = 1
     """Micro-batches per optimizer step."""
     train_sampling_strategy: Literal["group_by_length", "random"] = "group_by_length"
-    """group_by_length: batch rows of similar length; random: like torch's DistributedSampler."""
+    """group_by_length: batch rows of similar length; random: like torch's DistributedSampler, and the default of
+    Hugging Face."""
     packing: bool = False
     """Concatenate the rows of a micro-batch into one sequence without padding. Attention stays within each row, so loss
     and gradients equal those of the padded batch. For the models listed in docs/concepts/training.md."""
     num_train_epochs: PositiveFloat = 3
     """Passes over the training rows."""
     max_steps: PositiveInt | None = None
-    """Stop after this many optimizer steps, if that comes first; null: all epochs."""
+    """Train this many optimizer steps, over as many epochs as that takes, whatever num_train_epochs says; null or -1:
+    num_train_epochs decides."""
     max_train_minutes: PositiveFloat | None = None
-    """Stop after the step in which this many minutes have passed, including evaluations, if that comes first."""
+    """Stop after the step in which this many minutes have passed, including evaluations, if that comes first. The
+    learning rate's schedule then follows the time: it is that of the steps that fit at the pace so far, so a decay ends
+    with the time. Such a run depends on the clock, and so does a resumed one."""
     optimizer: OptimizerName = "adamw"
     """adamw; adafactor: T5's optimizer, with one state element per row and column, as in Hugging Face's Trainer; muon:
     orthogonalized momentum for the matrices inside the model, AdamW for the rest, at AdamW's learning rate; adamw_8bit,
@@ -78,7 +83,8 @@ class TrainingConfig(ConfigSection):
     """Peak learning rate. null: adafactor's relative steps, min(0.01, 1 / sqrt(step)) times the root mean square of
     each parameter; needs lr_scheduler_type: constant and no warm-up."""
     weight_decay: NonNegativeFloat = 0.0
-    """Decoupled weight decay of any optimizer; vectors (biases, norms) do not decay."""
+    """Decoupled weight decay of any optimizer. As in Hugging Face's Trainer, parameters whose name contains bias or
+    norm do not decay, nor do those of layer norms; with muon, no vectors."""
     adam_beta1: Fraction = 0.9
     """AdamW's decay rate of the gradient's mean; not with adafactor."""
     adam_beta2: Fraction = 0.999
@@ -86,7 +92,8 @@ class TrainingConfig(ConfigSection):
     adam_epsilon: PositiveFloat = 1e-8
     """AdamW's epsilon; not with adafactor."""
     lr_scheduler_type: Literal["linear", "cosine", "constant", "step"] = "linear"
-    """linear, cosine: decay to zero at the last step; constant; step: times lr_gamma every lr_step_size epochs."""
+    """linear, cosine: decay to zero at the last step; constant, which warms up too, unlike Hugging Face's (there
+    constant_with_warmup, accepted here as another name); step: times lr_gamma every lr_step_size epochs."""
     warmup_steps: NonNegativeFloat = 0
     """Optimizer steps in which the learning rate rises from zero to its peak; below 1: share of all steps."""
     lr_step_size: PositiveInt = 1
@@ -94,7 +101,7 @@ class TrainingConfig(ConfigSection):
     lr_gamma: PositiveFloat = 0.7
     """Factor of each decay; needs lr_scheduler_type: step."""
     max_grad_norm: PositiveFloat | None = 1.0
-    """Clip gradients to this norm over all ranks; null: no clipping."""
+    """Clip gradients to this norm over all ranks; null or 0: no clipping."""
     label_smoothing_factor: Fraction = 0.0
     """Share of each target's probability that is distributed over the vocabulary in training."""
     z_loss: NonNegativeFloat = 0.0
@@ -112,7 +119,8 @@ class TrainingConfig(ConfigSection):
     allow_fp16: bool = False
     """Allow fp16 for a model whose activations are known to overflow in it, such as T5."""
     gradient_checkpointing: bool = False
-    """Recompute each block's activations in backward instead of storing them."""
+    """Recompute each block's activations in backward instead of storing them; Hugging Face also calls it
+    activation_checkpointing."""
     fused_cross_entropy: bool | Literal["auto"] = "auto"
     """Compute the loss from the last hidden states in chunks, so that the full logits are never in memory. auto: where
     they could take more than 5 % of the memory of a GPU, or of the machine, and the model allows it."""
@@ -121,27 +129,32 @@ class TrainingConfig(ConfigSection):
     on_nonfinite: Literal["stop", "skip"] = "stop"
     """On a non-finite loss or gradient: stop the run, or skip and count the step."""
     eval_strategy: Literal["epoch", "steps", "no"] = "epoch"
-    """When to evaluate: after each epoch, every eval_steps optimizer steps, or never."""
+    """When to evaluate: after each epoch, every eval_steps optimizer steps, or never; unless never, also after the
+    last step. Hugging Face's default is no."""
     eval_steps: PositiveInt | None = None
-    """Optimizer steps between evaluations; required with eval_strategy: steps, else not allowed."""
+    """Optimizer steps between evaluations, a whole number; required with eval_strategy: steps, else not allowed.
+    Hugging Face also takes a share of all steps."""
     early_stopping_patience: PositiveInt | None = None
     """End the run after this many consecutive evaluations without improvement; null: never."""
     early_stopping_threshold: NonNegativeFloat = 0.0
     """Minimum improvement of the metric for early stopping. Metrics are shares from 0 to 1, so 0.01 is one percentage
     point. It does not affect which model is kept as the best."""
     logging_steps: PositiveInt = 1
-    """Optimizer steps between records in the metrics file and in trackers."""
+    """Optimizer steps between records in the metrics file and in trackers. Hugging Face's default is 500."""
     save_strategy: Literal["epoch", "steps", "no"] = "epoch"
-    """When to save a checkpoint: after each epoch, every save_steps optimizer steps, or only when the run stops."""
+    """When to save a checkpoint: after each epoch, every save_steps optimizer steps, or only when the run is stopped;
+    unless no, also after the last step. Hugging Face's default is steps, every 500."""
     save_steps: PositiveInt | None = None
-    """Optimizer steps between checkpoints; required with save_strategy: steps, else not allowed."""
+    """Optimizer steps between checkpoints, a whole number; required with save_strategy: steps, else not allowed.
+    Hugging Face's default is 500, and it also takes a share of all steps."""
     save_total_limit: PositiveInt | None = 2
-    """Number of newest checkpoints to keep; null: all."""
+    """Number of newest checkpoints to keep; null: all, Hugging Face's default. The best model is kept in addition."""
     checkpoints_to: str | None = None
     """URL of a prefix in an object store (s3://bucket/run, opened by fsspec) for this run's checkpoints; null:
     output_dir/checkpoints. Everything else of the run stays in output_dir."""
     report_to: tuple[Tracker, ...] = ()
-    """Trackers to report to, if they are installed: tensorboard, wandb, mlflow."""
+    """Trackers to report to, if they are installed: tensorboard, wandb, mlflow. Empty or none, Hugging Face's word:
+    none."""
     run_name: str | None = None
     """Name of the run in trackers; null: the last component of output_dir."""
 
@@ -154,18 +167,28 @@ class TrainingConfig(ConfigSection):
 
     push_to_hub: PushConfig | None = None
     """Upload the finished run's model and card, without texts of rows, with the token from HF_TOKEN or of `hf auth
-    login`: owner/name, or a mapping with repo, private, checkpoints. A failed upload is only reported."""
+    login`: owner/name, or a mapping with repo, private, checkpoints. A failed upload is only reported. Hugging Face's
+    true with hub_model_id is the repository's name here; null or false: no upload."""
 
     @field_validator("push_to_hub", mode="before")
     @classmethod
     def _repo_or_mapping(cls, value: object) -> object:
-        return {"repo": value} if isinstance(value, str) else value
+        if value is True:
+            raise ValueError("expected the repository to upload to, such as ada/my-t5; got true")
+        return {"repo": value} if isinstance(value, str) else value or None
 
     @field_validator("eval_strategy", "save_strategy", mode="before")
     @classmethod
     def _undo_yaml_no(cls, value: object) -> object:
         """Undo YAML 1.1's reading of a bare ``no`` as false."""
         return "no" if value is False else value
+
+    @field_validator("max_steps", "max_grad_norm", mode="before")
+    @classmethod
+    def _unset_as_in_hugging_face(cls, value: object, info: ValidationInfo) -> object:
+        """Accept Hugging Face's numbers for an option that is not set."""
+        unset = -1 if info.field_name == "max_steps" else 0
+        return None if value == unset and value is not False else value
 
     @field_validator("warmup_steps")
     @classmethod

@@ -332,15 +332,12 @@ def _largest(steps: Mapping[Shape, _Step]) -> list[_Step]:
 
 def _steps(config: RunConfig, data: Prepared, world_size: int) -> Iterator[_Step]:
     """Yield every step of the run on every rank."""
-    training = config.training
     first = make_plan(config, data.train_set, world_size, causal=data.causal)
-    epochs = ceil(training.num_train_epochs)
-    left = training.max_steps or first.num_steps * epochs
-    for epoch in range(epochs):
+    left, packed = learning_rate_schedule(config, first.num_steps).total_steps, config.training.packing
+    for epoch in range(ceil(left / first.num_steps)):
         steps = min(left, first.num_steps)
         left -= steps
-        plan = first.for_epoch(epoch)
-        yield from step_shapes(plan, data.train_set, steps, causal=data.causal, packed=training.packing)
+        yield from step_shapes(first.for_epoch(epoch), data.train_set, steps, causal=data.causal, packed=packed)
 
 
 def _collated(indices: NDArray[np.int64], rows: TokenizedSet, spec: CollateSpec) -> Batch:

@@ -49,6 +49,9 @@ class Sink:
     def step(self, report: StepReport) -> None:
         """Receive the report of an optimizer step."""
 
+    def estimate(self, steps: int) -> None:
+        """Receive how many steps of the run fit its time limit at the pace of the first ones."""
+
     def evaluating(self, done: int, total: int) -> None:
         """Receive the progress of an evaluation, in batches."""
 
@@ -245,6 +248,13 @@ class ConsoleSink(Sink):
         ):
             self._last_line = time.monotonic()
             self._print(self._describe(report))
+
+    def estimate(self, steps: int) -> None:
+        """Print how many steps fit the time limit."""
+        self._print(
+            f"training.max_train_minutes: time for about {steps:,} of {self._total_steps:,} steps at this pace; the "
+            "learning rate's schedule ends with the time or the steps, whichever comes first"
+        )
 
     def evaluating(self, done: int, total: int) -> None:
         """Show the progress of the evaluation next to the bar."""

@@ -11,18 +11,13 @@ from fullshard.train.reporting.reports import EndedBy, EvaluationReport
 from fullshard.train.run.record import Record
 
 
-def ends_early(settings: TrainingConfig, record: Record, train_seconds: float, comm: Comm) -> EndedBy | None:
-    """Return why the run ends here, or None. Every rank calls it after each step and gets the same answer.
-
-    Ranks' clocks differ, so the time is up as soon as ``train_seconds`` of any rank are.
-    """
+def ends_early(settings: TrainingConfig, record: Record, train_seconds: float) -> EndedBy | None:
+    """Return why the run ends here, or None; the same on every rank if ``train_seconds`` are."""
     patience = settings.early_stopping_patience
     if patience is not None and record.stale_evaluations >= patience:
         return "early_stopping"
     limit = settings.max_train_minutes
-    if limit is not None and any_rank(comm, train_seconds >= 60.0 * limit):
-        return "time"
-    return None
+    return "time" if limit is not None and train_seconds >= 60.0 * limit else None
 
 
 def count_stale(record: Record, report: EvaluationReport, threshold: float) -> int:
@@ -35,6 +30,13 @@ def count_stale(record: Record, report: EvaluationReport, threshold: float) -> i
         return 0
     gain = report.value - best.value if higher_is_better(report.metric) else best.value - report.value
     return 0 if gain > threshold else record.stale_evaluations + 1
+
+
+def longest(comm: Comm, seconds: float) -> float:
+    """Return the greatest of the ranks' values, whose clocks differ. Every rank calls it and gets the same answer."""
+    most = torch.tensor(seconds, dtype=torch.float64, device=comm.device)
+    comm.all_reduce(most, "max").wait()
+    return float(most)
 
 
 def any_rank(comm: Comm, value: bool) -> bool:  # noqa: FBT001

@@ -1,7 +1,8 @@
 """The training loop: steps, evaluations, the best model, checkpoints and the summary, all reported to sinks.
 
 A run is exact: a step depends only on the settings, the weights, the optimizer's state and the random state, all of
-which are in a checkpoint. A run that resumes from a checkpoint therefore repeats what followed it bit for bit.
+which are in a checkpoint. A run that resumes from a checkpoint therefore repeats what followed it bit for bit, except
+with ``max_train_minutes``: the learning rate follows the time that is left.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from fullshard.train.reporting.sinks import Sink
 from fullshard.train.run.assemble import Assembly, assemble
 from fullshard.train.run.best import BestModel
 from fullshard.train.run.checkpoints import RunCheckpoints, with_checkpoint
-from fullshard.train.run.early_stop import any_rank, count_stale, ends_early
+from fullshard.train.run.early_stop import any_rank, count_stale, ends_early, longest
 from fullshard.train.run.out_of_memory import Planned, explain, is_out_of_memory
 from fullshard.train.run.record import Record
 from fullshard.train.run.step import IssuedStep, StepSpec, issue_step
@@ -47,6 +48,9 @@ from fullshard.train.setup.resume import (
     mark_finished,
     or_snapshot,
 )
+
+_PACE_STEPS = 5
+"""Steps of an attempt after which it is told how many fit the time limit: the first ones take longer."""
 
 
 def train(
@@ -161,6 +165,7 @@ class TrainingRun:
         self._checkpoints = RunCheckpoints(parts, start, checkpoints, self._best, sinks)
         self._timetable = Timetable(parts)
         decided = parts.scaler is None and parts.config.training.on_nonfinite == "stop"
+        self._schedule = parts.schedule
         self._late = decided and device_of(parts.comm.device).queues
         self._unread: IssuedStep | None = None
         self._read_s = 0.0
@@ -182,7 +187,7 @@ class TrainingRun:
         with self._stop:
             self._make_up_evaluation()
             for due in self._timetable.steps_after(self.resumed_step):
-                reason = self._early_end()
+                reason = self._early_end(due.position.step - 1)
                 if reason is not None:
                     self.ended_by = reason
                     self._save_and_evaluate_early_end()
@@ -228,11 +233,21 @@ class TrainingRun:
         for sink in self._sinks:
             sink.start(start)
 
-    def _early_end(self) -> EndedBy | None:
-        """Return why the run ends before its next step, or None. A run has at least one step."""
-        if self.record.last is None:
+    def _early_end(self, steps: int) -> EndedBy | None:
+        """Return why the run ends before its next step, after ``steps``, or None. A run has at least one step.
+
+        With a time limit, the schedule is from now on that of the steps that fit.
+        """
+        if steps == 0:
             return None
-        reason = ends_early(self._config.training, self.record, self.train_seconds, self._comm)
+        limit, seconds = self._config.training.max_train_minutes, 0.0
+        if limit is not None:
+            seconds = longest(self._comm, self.train_seconds)
+            self._schedule = self._parts.schedule.within(60.0 * limit, steps=steps, seconds=seconds)
+            if steps - self.resumed_step == _PACE_STEPS:
+                for sink in self._sinks:
+                    sink.estimate(self._schedule.total_steps)
+        reason = ends_early(self._config.training, self.record, seconds)
         if reason is not None:
             self._read_step()
         return reason
@@ -263,7 +278,7 @@ class TrainingRun:
         spec = StepSpec(
             step=due.position.step,
             epoch=due.position.epoch,
-            learning_rate=learning_rate(settings, parts.schedule, due.position.step, record.skipped_steps),
+            learning_rate=learning_rate(settings, self._schedule, due.position.step, record.skipped_steps),
             max_grad_norm=settings.max_grad_norm,
             causal=parts.collate.causal,
             stop=self._stop.requested,

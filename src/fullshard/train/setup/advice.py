@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import ceil
 
 from fullshard.config import RunConfig
 from fullshard.config.training import NEW_MODEL_LEARNING_RATE
@@ -27,12 +28,22 @@ _LEAST_SAVED = 32
 def advice(config: RunConfig, prepared: Prepared, plan: BatchPlan, world_size: int) -> tuple[str, ...]:
     """Return lines of advice for a run's user, empty if nothing is unusual; any rank."""
     return (
+        *_on_steps(config, plan.num_steps),
         *_on_learning_rate(config),
         *_on_batch(config, len(prepared.train_set), plan.num_steps, world_size),
         *_on_shared_rows(prepared.train_set, prepared.held_out_set),
         *_on_limit(config, prepared),
         *_on_messages(config),
     )
+
+
+def _on_steps(config: RunConfig, an_epoch: int) -> Iterator[str]:
+    steps, epochs = config.training.max_steps, config.training.num_train_epochs
+    if steps is not None and steps != ceil(an_epoch * epochs):
+        yield (
+            f"training.max_steps: {steps:,} steps, {steps / an_epoch:.2f} epochs; training.num_train_epochs={epochs:g} "
+            "does not count"
+        )
 
 
 def _on_learning_rate(config: RunConfig) -> Iterator[str]:

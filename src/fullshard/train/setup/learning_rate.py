@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
 from typing import Literal
 
@@ -22,6 +22,7 @@ class LearningRateSchedule:
     total_steps: int  # optimizer steps of the run
     steps_per_epoch: int  # optimizer steps of one epoch
     warmup_steps: int = 0  # steps over which the factor first rises linearly from 0
+    warmup_share: float | None = None  # the share of all steps that they are, if that was asked for
     step_epochs: int = 1  # epochs between two decays of ``step``
     gamma: float = 1.0  # factor of each decay of ``step``
 
@@ -38,19 +39,29 @@ class LearningRateSchedule:
             return self.gamma ** (step // self.steps_per_epoch // self.step_epochs)
         return 1.0
 
+    def within(self, limit_s: float, *, steps: int, seconds: float) -> LearningRateSchedule:
+        """Return the schedule of as many steps as fit a time limit at the pace of the first ``steps``.
+
+        At the limit that is the step that is taken then, so a decay ends with the time, evaluations included.
+        """
+        if steps == 0 or seconds <= 0.0:
+            return self
+        total = min(self.total_steps, max(steps + 1, ceil(steps * limit_s / seconds)))
+        warmup = self.warmup_steps if self.warmup_share is None else ceil(self.warmup_share * total)
+        return replace(self, total_steps=total, warmup_steps=warmup)
+
 
 def learning_rate_schedule(config: RunConfig, steps_per_epoch: int) -> LearningRateSchedule:
     """Return the learning rate schedule of a run, including its number of steps."""
     settings = config.training
-    total_steps = ceil(steps_per_epoch * settings.num_train_epochs)
-    if settings.max_steps is not None:
-        total_steps = min(total_steps, settings.max_steps)
+    total_steps = settings.max_steps or ceil(steps_per_epoch * settings.num_train_epochs)
     warmup = settings.warmup_steps
     return LearningRateSchedule(
         kind=settings.lr_scheduler_type,
         total_steps=total_steps,
         steps_per_epoch=steps_per_epoch,
         warmup_steps=ceil(warmup * total_steps) if warmup < 1 else int(warmup),
+        warmup_share=warmup if 0 < warmup < 1 else None,
         step_epochs=settings.lr_step_size,
         gamma=settings.lr_gamma,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -28,6 +29,9 @@ Groups = list[dict[str, Any]]
 _FP32 = 4
 """Bytes of an element and of a step count that is a tensor: shards are fp32 in every precision."""
 
+_UNDECAYED = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
+"""Names without weight decay in Hugging Face's Trainer; T5's table of relative positions is one, by its name."""
+
 _TABLES = 2 * 256 * _FP32
 """Bytes of the two lookup tables of 8-bit codes, shared by all parameters."""
 
@@ -44,7 +48,7 @@ class _Kind:
 def make_optimizer(model: nn.Module, config: RunConfig) -> Optimizer:
     """Make the optimizer of a run over all trainable parameters, in the same order everywhere. Every rank calls it.
 
-    As in Hugging Face's Trainer, vectors (biases, norms) have no weight decay.
+    Weight decay is as in Hugging Face's Trainer, by names; with Muon, vectors (biases, norms) have none.
 
     Raises:
         ConfigError: The model has no trainable parameters.
@@ -81,7 +85,12 @@ def held_state_bytes(optimizer: Optimizer, device: torch.device | None = None) -
 def _groups(model: nn.Module, settings: TrainingConfig) -> Groups:
     """Return the trainable parameters in groups with their options, the same on every rank; no group is empty."""
     if settings.optimizer != "muon":
-        return decay_groups(model, settings.weight_decay)
+        norms = {id(p) for one in model.modules() if isinstance(one, nn.LayerNorm) for p in one.parameters()}
+
+        def undecayed(name: str, param: nn.Parameter) -> bool:
+            return id(param) in norms or _UNDECAYED.search(name.lower()) is not None
+
+        return decay_groups(model, settings.weight_decay, no_decay=undecayed)
     groups = muon_groups(model, weight_decay=settings.weight_decay)
     trainable = [{**group, "params": [p for p in group["params"] if p.requires_grad]} for group in groups]
     if not any(group["params"] for group in trainable):

@@ -84,7 +84,7 @@ def test_no_evaluation_reads_no_held_out_file(tmp_path):
     assert assemble(RunConfig.model_validate(values), alone()).evaluation is None
 
 
-def test_vectors_do_not_decay(tmp_path):
+def test_norms_and_biases_do_not_decay(tmp_path):
     parts = assemble(config(tmp_path, training__weight_decay=0.5), alone())
     groups = parts.optimizer.param_groups
     assert [group["weight_decay"] for group in groups] == [0.5, 0.0]
@@ -92,6 +92,7 @@ def test_vectors_do_not_decay(tmp_path):
     assert {names[id(p)].rpartition(".")[0].rpartition(".")[2] for p in groups[1]["params"]} == {
         "layer_norm",
         "final_layer_norm",
+        "relative_attention_bias",  # a matrix, but Hugging Face's Trainer goes by the name
     }
     assert sum(len(group["params"]) for group in groups) == len(names)
 
@@ -121,7 +122,8 @@ def test_the_optimizer_has_every_shard_also_empty_ones_so_that_ranks_agree_about
         ({}, 2, 2, 4),  # 13 rows a rank in 4 micro-batches
         ({"training__gradient_accumulation_steps": 1}, 2, 4, 8),
         ({"training__max_steps": 3}, 1, 4, 3),
-        ({"training__max_steps": 99}, 1, 4, 8),
+        ({"training__max_steps": 99}, 1, 4, 99),  # more than two epochs
+        ({"training__max_steps": -1}, 1, 4, 8),
     ],
 )
 def test_steps(tmp_path, changes, world_size, per_epoch, total):

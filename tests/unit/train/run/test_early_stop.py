@@ -7,7 +7,7 @@ import pytest
 from fullshard.config import TrainingConfig
 from fullshard.testing import run_ranks
 from fullshard.train.reporting.reports import EvaluationReport
-from fullshard.train.run.early_stop import count_stale, ends_early
+from fullshard.train.run.early_stop import count_stale, ends_early, longest
 from fullshard.train.run.record import Record
 
 
@@ -42,11 +42,11 @@ def test_what_ends_a_run(stale, seconds, end):
 
     def rank(comm):
         # Only rank 1's clock says so; all must agree.
-        mine = seconds if comm.rank == 1 else 0.0
-        return ends_early(limits, Record(stale_evaluations=stale), mine, comm)
+        mine = longest(comm, seconds if comm.rank == 1 else 0.0)
+        return ends_early(limits, Record(stale_evaluations=stale), mine)
 
     assert run_ranks(2, rank) == [end, end]
 
 
-def test_without_limits_no_rank_is_asked():
-    assert ends_early(TrainingConfig(), Record(stale_evaluations=99), 1e9, comm=None) is None
+def test_without_limits_nothing_ends_a_run():
+    assert ends_early(TrainingConfig(), Record(stale_evaluations=99), 1e9) is None

@@ -1,0 +1,81 @@
+"""With max_train_minutes the learning rate decays over the time, so that it ends with the run. Time here is counted."""
+
+import pytest
+import torch
+from transformers import get_scheduler
+
+from fullshard.errors import RunStopped
+from fullshard.train import StopRequest
+from fullshard.train.run.loop import TrainingRun
+from fullshard.train.setup.learning_rate import LearningRateSchedule
+from support.interrupted_run import Director, run
+
+PEAK = 1e-2
+
+
+def theirs(kind, steps, warmup=0):
+    """The rates of transformers' scheduler for a run of so many steps."""
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=PEAK)
+    scheduler = get_scheduler(kind, optimizer, num_warmup_steps=warmup, num_training_steps=steps)
+    rates = []
+    for _ in range(steps):
+        rates.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        scheduler.step()
+    return rates
+
+
+@pytest.mark.parametrize("kind", ["linear", "cosine"])
+@pytest.mark.parametrize("share", [None, 0.25])
+def test_at_an_even_pace_the_schedule_is_that_of_the_steps_that_fit(kind, share):
+    warmup = 0 if share is None else 126
+    schedule = LearningRateSchedule(kind, 504, 168, warmup_steps=warmup, warmup_share=share)
+    rates = [PEAK * schedule.within(600.0, steps=n, seconds=15.0 * n).factor(n) for n in range(1, 40)]
+    assert rates == pytest.approx(theirs(kind, 40, 0 if share is None else 10)[1:])
+
+
+def test_where_all_steps_fit_the_schedule_is_the_runs_own():
+    schedule = LearningRateSchedule("linear", 504, 168, warmup_steps=5)
+    assert schedule.within(600.0, steps=7, seconds=7.0) == schedule
+    assert schedule.within(600.0, steps=0, seconds=0.0) == schedule
+
+
+def test_an_evaluation_on_the_way_takes_its_share_of_the_decay():
+    schedule = LearningRateSchedule("linear", 504, 168)
+    before = schedule.within(600.0, steps=20, seconds=200.0).factor(20)
+    after = schedule.within(600.0, steps=20, seconds=500.0).factor(20)
+    assert (before, after) == pytest.approx((2 / 3, 1 / 6))
+
+
+@pytest.fixture
+def six_seconds_a_step(monkeypatch):
+    def seconds(self):
+        return 0.0 if self.record.last is None else 6.0 * self.record.last.step
+
+    monkeypatch.setattr(TrainingRun, "train_seconds", property(seconds))
+
+
+LIMITED = {"training__max_train_minutes": 0.6, "training__warmup_steps": 0, "training__eval_strategy": "no"}
+LIMITED |= {"data__validation_file": None, "training__learning_rate": PEAK}
+
+
+@pytest.mark.usefixtures("six_seconds_a_step")
+@pytest.mark.parametrize("kind", ["linear", "cosine"])
+def test_a_run_that_its_time_ends_decays_as_one_of_so_many_steps(tmp_path, kind):
+    memory = run(tmp_path, training__lr_scheduler_type=kind, **LIMITED)
+    rates = [report.learning_rate for report in memory.steps]
+    assert memory.ended[0].ended_by == "time"
+    assert len(rates) == 6
+    assert rates[1:] == pytest.approx(theirs(kind, 6)[1:])
+    assert memory.estimates == [6]
+
+
+@pytest.mark.usefixtures("six_seconds_a_step")
+def test_a_resumed_run_decays_over_the_time_that_is_left(tmp_path):
+    stop = StopRequest()
+    director = Director(("step", 3), lambda: setattr(stop, "requested", True))
+    with pytest.raises(RunStopped):
+        run(tmp_path, director, stop=stop, **LIMITED)
+    memory = run(tmp_path, **LIMITED)
+    assert memory.begun[0].resumed_step == 4  # a request is seen in the next step
+    assert [report.learning_rate for report in memory.steps] == pytest.approx(theirs("linear", 6)[4:])
