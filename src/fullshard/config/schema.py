@@ -30,8 +30,9 @@ class ShardingConfig(ConfigSection):
     gathered from forward to backward; no_shard: shard nothing and all-reduce gradients; hybrid_shard,
     hybrid_shard_zero2: like the first two within each machine, replicated across machines."""
     wrap: str | PositiveInt | tuple[str, ...] = "auto"
-    """Which modules become units: auto (the repeated blocks), none (one unit), a list of class names, or a number:
-    modules with at least that many parameters, not counting those of units inside them."""
+    """Which modules become units: auto (the repeated blocks, or the only one of a list; none of these in a model of at
+    most 1,000,000 parameters: one unit), none (one unit), a list of class names, or a number: modules with at least
+    that many parameters, not counting those of units inside them."""
     prefetch: Literal["backward_pre", "backward_post", "none"] = "backward_pre"
     """When backward gathers the next unit. backward_pre: before the current unit's backward; backward_post: after its
     gradients are sent; none: when it is needed."""

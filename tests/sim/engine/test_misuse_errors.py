@@ -40,10 +40,11 @@ def test_an_unknown_class_lists_those_that_would_work():
 
 def test_one_giant_unit_is_refused_unless_asked_for():
     def work(comm):
-        model = fully_shard(nn.Linear(4, 4), comm)
+        model = fully_shard(nn.Linear(1024, 1024), comm)
         with pytest.raises(WrapError, match="wrap=None"):
-            model(torch.ones(4))
-        fully_shard(nn.Linear(4, 4), comm, wrap=None)(torch.ones(4))
+            model(torch.ones(1024))
+        fully_shard(nn.Linear(1024, 1024), comm, wrap=None)(torch.ones(1024))
+        fully_shard(nn.Linear(4, 4), comm)(torch.ones(4))
 
     run_ranks(1, work)
 

@@ -6,6 +6,7 @@ import pytest
 
 from fullshard import units
 from fullshard.config import RunConfig
+from fullshard.engine.setup import wrap as wrapping
 from fullshard.errors import UserError, WrapError
 from fullshard.testing import run_ranks
 from fullshard.train.dry_run import dry_run, inspect_units
@@ -58,10 +59,11 @@ def test_wrapping_errors_come_out(tmp_path):
         (10**9, ["sharding.wrap: 1000000000 makes no unit", "or set sharding.wrap: none"]),
     ],
 )
-def test_wrapping_errors_have_the_run_files_remedies(tmp_path, wrap, remedies):
-    model = {"config": MODEL | {"num_layers": 1, "num_decoder_layers": 1}, "tokenizer": {"vocab_size": 60}}
+def test_wrapping_errors_have_the_run_files_remedies(tmp_path, monkeypatch, wrap, remedies):
+    monkeypatch.setattr(wrapping, "_repeated_blocks", lambda model: [])  # as in a large model without blocks
+    monkeypatch.setattr(wrapping, "ONE_UNIT_NUMEL", 0)
     with pytest.raises(WrapError) as caught:
-        inspect_units(config(tmp_path, model=model, sharding__wrap=wrap), 2)
+        inspect_units(config(tmp_path, sharding__wrap=wrap), 2)
     text = str(caught.value)
     assert all(remedy in text for remedy in remedies)
     assert not any(word in text for word in ("wrap=", "TransformerBlocks", "MinNumel"))

@@ -109,8 +109,9 @@ def fully_shard(  # noqa: PLR0913 (the front door: each argument is a policy)
         wrap: Which modules are units: ``"auto"`` (the model's repeated blocks, small neighbours merged),
             :class:`TransformerBlocks`, :class:`MinNumel`, :class:`Named`, a predicate over modules, or None (one unit
             for the entire model). After calls on blocks, ``"auto"`` makes no units but the root. A module without
-            repeated blocks becomes one unit under ``"auto"``, to be included by a later call on the root; its own
-            forward raises ``WrapError``, because it would be gathered at once: pass ``wrap=None`` if you want that.
+            repeated blocks, and without any that is alone in a ``ModuleList``, becomes one unit under ``"auto"``, to be
+            included by a later call on the root. If it has more than 1,000,000 parameters, its own forward raises
+            ``WrapError``, because it would be gathered at once: pass ``wrap=None`` if you want that.
         strategy: What is sharded.
         reshard_after_forward: FSDP2's name: False turns FULL_SHARD into SHARD_GRAD_OP, and the hybrid ones likewise.
         mp_policy: Compute, reduce and other dtypes; None: the parameters' own.

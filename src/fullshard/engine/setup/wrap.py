@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -19,6 +19,9 @@ TINY_NUMEL = 1_000_000
 """Under ``wrap="auto"``, neighbours are merged up to this many elements: a unit costs a collective's latency and some
 microseconds of Python twice a step, more than a gather of a few megabytes."""
 
+ONE_UNIT_NUMEL = 1_000_000
+"""Elements of a model without blocks up to which ``wrap="auto"`` makes one unit of it without being asked."""
+
 LARGE_NUMEL = 1 << 20
 """Smallest number of elements of an embedding or head outside the blocks that becomes a unit."""
 
@@ -31,7 +34,7 @@ Found = tuple[str, tuple[nn.Module, ...]]
 
 
 class NoRepeatedBlocksError(WrapError):
-    """``wrap="auto"`` found no repeated blocks."""
+    """``wrap="auto"`` found no repeated blocks in a model that is too large for one unit."""
 
 
 @dataclass
@@ -84,23 +87,46 @@ def _has_parameters(module: nn.Module) -> bool:
 
 
 def _repeated_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Return the outermost modules in a ModuleList or Sequential that holds another module of their class."""
-    blocks: list[tuple[str, nn.Module]] = []
+    """Return the outermost modules in a container that holds another module of their class, or that are alone in one.
 
-    def visit(prefix: str, module: nn.Module) -> None:
-        children = [(f"{prefix}{name}", child) for name, child in module.named_children() if _has_parameters(child)]
+    Those that are alone, as in a model of one layer, are blocks only where no larger modules than leaves repeat; those
+    in a ModuleDict only if they are not leaves: it may hold anything.
+    """
+    repeated: list[tuple[str, nn.Module]] = []
+    alone: list[tuple[str, nn.Module]] = []
+
+    def visit(prefix: str, module: nn.Module, *, inside: bool) -> None:
+        members = list(_members(prefix, module))
         counts: Counter[type] = Counter()
         if isinstance(module, (nn.ModuleList, nn.Sequential)):
-            counts.update(type(child) for _, child in children)
-        for name, child in children:
+            counts.update(type(child) for _, child in members)
+        elif isinstance(module, nn.ModuleDict):
+            counts.update(type(child) for _, child in members if _is_composite(child))
+        for name, child in members:
             if counts[type(child)] > 1:
-                blocks.append((name, child))
-            else:
-                visit(f"{name}.", child)
+                repeated.append((name, child))
+                continue
+            single = len(members) == 1 and isinstance(module, nn.ModuleList) and _is_composite(child) and not inside
+            if single:
+                alone.append((name, child))
+            visit(f"{name}.", child, inside=inside or single)
 
-    visit("", model)
-    composite = [block for block in blocks if next(block[1].children(), None) is not None]
-    return composite or blocks
+    visit("", model, inside=False)
+    return [block for block in repeated if _is_composite(block[1])] or alone or repeated
+
+
+def _members(prefix: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the children that have parameters; of lists and dicts in a list their own, since those have no forward."""
+    for name, child in module.named_children():
+        nested = isinstance(module, nn.ModuleList) and isinstance(child, (nn.ModuleList, nn.ModuleDict))
+        if nested:
+            yield from _members(f"{prefix}{name}.", child)
+        elif _has_parameters(child):
+            yield f"{prefix}{name}", child
+
+
+def _is_composite(module: nn.Module) -> bool:
+    return next(module.children(), None) is not None
 
 
 def candidate_classes(model: nn.Module) -> list[str]:
@@ -118,11 +144,12 @@ def find_units(model: nn.Module, wrap: WrapPolicy) -> list[Found]:
 
     Args:
         model: The root module.
-        wrap: ``"auto"`` (repeated blocks), :class:`TransformerBlocks`, :class:`MinNumel`, :class:`Named`, a predicate
-            over modules, or None (none).
+        wrap: ``"auto"`` (repeated blocks; none in a small model without any), :class:`TransformerBlocks`,
+            :class:`MinNumel`, :class:`Named`, a predicate over modules, or None (none).
 
     Raises:
-        WrapError: The policy names a class or module that does not exist, matches nothing, or finds no repeated blocks.
+        WrapError: The policy names a class or module that does not exist, matches nothing, or finds no
+            repeated blocks in a large model.
     """
     if isinstance(wrap, Named):
         return _find_named(model, wrap)
@@ -133,13 +160,13 @@ def _find_modules(model: nn.Module, wrap: WrapPolicy) -> list[tuple[str, nn.Modu
     if wrap is None:
         return []
     if wrap == "auto":
-        found = _repeated_blocks(model)
-        if not found:
+        found, numel = _repeated_blocks(model), sum(p.numel() for p in model.parameters())
+        if not found and numel > ONE_UNIT_NUMEL:
             raise NoRepeatedBlocksError(
-                f"{type(model).__name__} has no repeated blocks, so all of its "
-                f"{sum(p.numel() for p in model.parameters()):,} parameters would be one unit, gathered at once on "
-                f"every rank. If you want that, {ONE_UNIT}; otherwise name the classes to wrap: {BY_CLASS}. "
-                f"Classes in this model: {', '.join(candidate_classes(model)) or 'none with submodules'}."
+                f"{type(model).__name__} has no repeated blocks, so all of its {numel:,} parameters would be one unit, "
+                f"gathered at once on every rank; above {ONE_UNIT_NUMEL:,} that must be asked for. If you want that, "
+                f"{ONE_UNIT}; otherwise name the classes to wrap: {BY_CLASS}. Classes in this model: "
+                f"{', '.join(candidate_classes(model)) or 'none with submodules'}."
             )
         return _with_large_leaves(model, found)
     modules = [(name, module) for name, module in model.named_modules() if name]

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from fullshard.engine.setup.wrap import ROOT_NAME, assign_parameters, check_parameters, find_units
 from fullshard.errors import WrapError
@@ -31,6 +32,103 @@ def unit_of(model, wrap="auto"):
 )
 def test_repeated_blocks_are_found(make, expected):
     assert sorted(names(make())) == sorted(expected)
+
+
+SEQ2SEQ = {
+    "bart",
+    "blenderbot",
+    "led",
+    "m2m_100",
+    "marian",
+    "mbart",
+    "mt5",
+    "pegasus",
+    "switch_transformers",
+    "t5",
+    "umt5",
+}
+CAUSAL = {
+    "bloom",
+    "codegen",
+    "falcon",
+    "gemma2",
+    "gpt2",
+    "gpt_bigcode",
+    "gpt_neo",
+    "gpt_neox",
+    "gptj",
+    "granite",
+    "llama",
+}
+CAUSAL |= {
+    "mamba",
+    "mistral",
+    "mixtral",
+    "mpt",
+    "olmo",
+    "opt",
+    "phi",
+    "qwen2",
+    "qwen3",
+    "qwen3_moe",
+    "stablelm",
+    "xglm",
+}
+LAYERS = {
+    "num_layers",
+    "num_decoder_layers",
+    "encoder_layers",
+    "decoder_layers",
+    "num_hidden_layers",
+    "n_layer",
+    "n_layers",
+}
+
+
+def with_layers(kind, count):
+    """A model of a type on the meta device, with as many layers in each stack."""
+    config = AutoConfig.for_model(kind)
+    if kind == "gpt_neo":
+        config = AutoConfig.for_model(kind, attention_types=[[["global"], count]], num_layers=count)
+    for name in LAYERS:
+        if hasattr(config, name):
+            setattr(config, name, count)
+    make = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+    with torch.device("meta"):
+        return make.from_config(config)
+
+
+@pytest.mark.parametrize("kind", sorted(SEQ2SEQ | CAUSAL))
+def test_a_model_of_one_layer_has_the_blocks_of_a_larger_one(kind):
+    larger = [name.removesuffix(".0") for name in names(with_layers(kind, 2)) if name.endswith(".0")]
+    assert larger
+    assert [name.removesuffix(".0") for name in names(with_layers(kind, 1)) if name.endswith(".0")] == larger
+
+
+def pair():
+    return nn.ModuleList([Block(3, 3), nn.Sequential(nn.Linear(3, 3), nn.ReLU())])
+
+
+@pytest.mark.parametrize(
+    ("model", "expected"),
+    [
+        (nn.ModuleList([pair(), pair()]), ["0.0", "0.1", "1.0", "1.1"]),
+        (nn.ModuleList([nn.ModuleDict({"a": Block(3, 3)}), nn.ModuleDict({"a": Block(3, 3)})]), ["0.a", "1.a"]),
+        (nn.ModuleDict({"stage": nn.ModuleList([nn.ModuleList([Block(3, 3)])])}), ["stage.0.0"]),
+        (nn.ModuleDict({"a": Block(3, 3), "b": Block(3, 3), "head": nn.Linear(3, 3)}), ["a", "b"]),
+        (nn.ModuleDict({"tokens": nn.Embedding(3, 3), "places": nn.Embedding(3, 3)}), []),
+        (Block(3, 3), []),
+    ],
+)
+def test_lists_in_lists_and_dicts_have_no_forward_but_what_is_in_them_has(model, expected):
+    assert names(model) == expected
+
+
+def test_a_large_model_without_blocks_is_refused_and_a_small_one_is_one_unit():
+    """1,000 x 1,000 elements are the most that small blocks are merged to."""
+    assert names(nn.Linear(1000, 1000, bias=False)) == []
+    with pytest.raises(WrapError, match=r"1,001,000 parameters would be one unit.*above 1,000,000"):
+        names(nn.Linear(1000, 1001, bias=False))
 
 
 def test_leaf_modules_are_blocks_only_where_nothing_larger_repeats():
