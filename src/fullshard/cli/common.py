@@ -84,7 +84,9 @@ def add_overrides(parser: argparse.ArgumentParser, help_text: str) -> None:
 def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of a verb that reads a run file."""
     parser.add_argument("config", metavar="CONFIG", type=Path, help="run file (YAML)")
-    add_overrides(parser, "override a setting of the run file, such as training.learning_rate=1e-4")
+    add_overrides(
+        parser, "override a setting of the run file, such as training.learning_rate=1e-4; key=null unsets one"
+    )
     add_json(parser)
 
 

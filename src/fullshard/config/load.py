@@ -41,7 +41,8 @@ def load_run(
 
     Args:
         path: The YAML file.
-        overrides: Settings of the form ``section.key=value``, the value in YAML, applied in order.
+        overrides: Settings of the form ``section.key=value``, the value in YAML, applied in order. Null (``null``,
+            ``~`` or nothing) unsets: an option that does not take null, or a section, has its default.
         under: Nested settings used where neither the file nor the overrides set a value.
         reads_data: Whether the data will be read; False: it may be missing.
 
@@ -77,7 +78,7 @@ def check_run(
     if values.get("sharding") == "auto":
         values["sharding"] = {"auto": True}  # so that an override can add a setting
     typed = dict(_apply(values, override) for override in overrides)
-    resolved, problems = _resolve_files(values, path.parent, reads_data=reads_data)
+    resolved, problems = _resolve_files(_without_unset(values, RunConfig), path.parent, reads_data=reads_data)
     try:
         run = RunConfig.model_validate(resolved)
     except ValidationError as error:
@@ -184,6 +185,22 @@ def _apply(values: dict[str, Any], override: str) -> tuple[str, str]:
             raise ConfigError(f"The override {override!r} needs {section} to be a section; it is {target!r}.")
     target[keys[-1]] = value
     return ".".join(keys), text
+
+
+def _without_unset(values: Mapping[str, Any], section: type[BaseModel]) -> dict[str, Any]:
+    """Return the settings without each null of an option or section that does not take null: it has its default."""
+    kept = dict(values)
+    for name, field in section.model_fields.items():
+        key = field.alias or name
+        if key not in kept:
+            continue
+        kinds = (field.annotation, *get_args(field.annotation))
+        nested = next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)), None)
+        if kept[key] is None and types.NoneType not in kinds:
+            del kept[key]
+        elif nested is not None and isinstance(kept[key], Mapping):
+            kept[key] = _without_unset(kept[key], nested)
+    return kept
 
 
 def _as_text(key: str, typed: str) -> str:

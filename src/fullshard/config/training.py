@@ -210,15 +210,6 @@ class TrainingConfig(ConfigSection):
             return ()
         return (value,) if isinstance(value, str) else value
 
-    @model_validator(mode="before")
-    @classmethod
-    def _take_back(cls, values: Any) -> Any:
-        """Allow null on the command line to remove an option that the run file sets for another optimizer."""
-        if not isinstance(values, Mapping):
-            return values
-        options = {name for names in _NOT_OF_OPTIMIZER.values() for name in names}
-        return {name: value for name, value in values.items() if value is not None or name not in options}
-
     @model_validator(mode="after")
     def _fits_the_optimizer(self) -> Self:
         """Report all contradictions with the optimizer at once, with the overrides that resolve them."""

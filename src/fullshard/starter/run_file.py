@@ -20,6 +20,9 @@ from fullshard.starter.machine import Machine
 NEW_MODEL = "new"
 """Answer that chooses a small model with random weights, which needs no download."""
 
+_USUAL_NAMES = {"train", "training", "data", "dataset", "all", "rows", "table", "input"}
+"""Names that tables of different data have."""
+
 _FRACTIONS = (0.1, 0.2, 0.3, 0.5)
 _STEPS_AN_EPOCH = 40
 _NEW_MODEL_STEPS = 400
@@ -109,8 +112,14 @@ def read_rows(look: Look, choice: Choice) -> Rows:
 
 
 def _run_name(path: Path) -> str:
-    """Name the run after the table, without suffixes unless another table here has the same stem."""
+    """Name the run after the table, without suffixes unless another table here has the same stem.
+
+    A name that only says what the rows are for follows that of the directory, unless that is the working directory.
+    """
     name = path.name.partition(".")[0]
+    where = path.resolve().parent
+    if name.lower() in _USUAL_NAMES and where != Path.cwd():
+        return f"{where.name}-{name}"
     others = (one.name for one in path.parent.iterdir() if FORMATS.keys() & {end.lower() for end in one.suffixes})
     alike = sum(other.partition(".")[0] == name for other in others)
     return path.name.replace(".", "-") if alike > 1 else name

@@ -111,6 +111,17 @@ def test_tables_of_one_name_have_run_directories_of_their_own(tmp_path, monkeypa
     assert "cannot be used" not in capsys.readouterr().out
 
 
+def test_tables_of_two_directories_with_a_usual_name_have_run_directories_of_their_own(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    found = []
+    for name in ("train.csv", "news/train.csv", "bank/Train.csv", "bank/letters.csv"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        pairs(tmp_path / name)
+        assert cli.main(["init", name, "--yes", "--out", f"{len(found)}.yaml"]) == 0
+        found.append(str(load_run(f"{len(found)}.yaml").output_dir))
+    assert found == ["runs/train", "runs/news-train", "runs/bank-Train", "runs/letters"]
+
+
 def test_a_table_of_another_encoding_is_read_in_it_and_said(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     rows = [f"Frage {i} {'über' if i % 2 else 'zur'} Karte;Karte {i % 4}\n" for i in range(40)]

@@ -2,10 +2,15 @@
 
 import shlex
 from pathlib import Path
+from types import NoneType
+from typing import get_args
 
 import pytest
+from pydantic import BaseModel
 
 from fullshard.config import RunConfig, load_run, read_run, require_output_dir
+from fullshard.config.evaluation import EvaluationConfig
+from fullshard.config.schema import ShardingConfig
 from fullshard.errors import ConfigError
 
 
@@ -46,6 +51,43 @@ def test_overrides_win_in_order_and_take_yaml_values(run_file):
     assert run.seed == 3
 
 
+def without_null(section, prefix=""):
+    """Yield the options that do not take null, with their defaults."""
+    for name, field in section.model_fields.items():
+        key, kinds = prefix + (field.alias or name), (field.annotation, *get_args(field.annotation))
+        nested = next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)), None)
+        if NoneType not in kinds and not field.is_required():
+            yield key, field.get_default(call_default_factory=True)
+        if nested is not None and NoneType not in kinds:
+            yield from without_null(nested, f"{key}.")
+
+
+UNSET = dict(without_null(RunConfig))
+
+
+@pytest.mark.parametrize("null", ["null", "~", ""])
+def test_null_unsets_every_option(run_file, null):
+    """Those that the run file sets, and those that the command line set before."""
+    run_file.write_text(run_file.read_text() + "evaluation:\n  num_beams: 3\n")
+    assert len(UNSET) > 50
+    for key, default in UNSET.items():
+        value = load_run(run_file, [f"{key}=[wrong]", f"{key}={null}"])
+        for part in key.split("."):
+            value = getattr(value, {"class": "model_class"}.get(part, part))
+        assert value == default, key
+
+
+def test_null_unsets_an_option_and_a_section_in_the_file_too(run_file):
+    """As YAML reads a section whose lines are all comments."""
+    run_file.write_text(run_file.read_text() + "evaluation:\nsharding:\n  wrap:\n")
+    run = load_run(run_file)
+    assert (run.evaluation, run.sharding) == (EvaluationConfig(), ShardingConfig())
+
+
+def test_null_unsets_no_option_that_is_needed(run_file):
+    assert problems(run_file, "output_dir=null")[1:] == ["output_dir: is required"]
+
+
 def test_override_value_may_hold_equals_signs(run_file):
     assert load_run(run_file, ["data.source_prefix='a=b: '"]).data.source_prefix == "a=b: "
 
@@ -63,7 +105,7 @@ def test_override_whose_value_is_not_yaml(run_file):
         load_run(run_file, ["data.template={question} of {topic}"])
 
 
-@pytest.mark.parametrize("text", ["yes", "null", "2024-01-01", "1.5e+5", "017", "summarize: ", "{a}", 'it\'s: "so"'])
+@pytest.mark.parametrize("text", ["yes", "2024-01-01", "1.5e+5", "017", "summarize: ", "{a}", 'it\'s: "so"'])
 def test_what_the_answer_says_to_write_gives_the_text(run_file, text):
     with pytest.raises(ConfigError) as caught:
         load_run(run_file, [f"data.source_prefix={text}"])
@@ -140,8 +182,6 @@ def test_unknown_key_like_no_other_lists_what_there_is(run_file):
          "meant as text, write 'data.source_column=\"3\"'"),
         ("data.source_prefix=yes", "data.source_prefix: expected a valid string; got True (as YAML reads yes). "
          "If it is meant as text, write 'data.source_prefix=\"yes\"'"),
-        ("data.source_prefix=null", "data.source_prefix: expected a valid string; got None (as YAML reads null). "
-         "If it is meant as text, write 'data.source_prefix=\"null\"'"),
         ("data.source_prefix=it's: ", "data.source_prefix: expected a valid string; got {\"it's\": None} (as YAML "
          "reads it's: ). If it is meant as text, write 'data.source_prefix=\"it'\"'\"'s: \"'"),
         ("training.warmup_steps=1.5", "training.warmup_steps: expected a whole number of steps, or a share of all "

@@ -11,7 +11,7 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
-from fullshard.config import RunConfig
+from fullshard.config import RUN_NAME, RunConfig
 from fullshard.data import split_lists
 from fullshard.errors import CheckpointError, ConfigError, DataError
 from fullshard.resilience import OfOtherRanks, Snapshot
@@ -73,6 +73,9 @@ of an evaluation."""
 
 _STATE_SETTINGS = ("model.", "global batch", "training.optimizer")
 """Prefixes of the settings that must not change even if the user names the checkpoint."""
+
+_DATA_FILES = ("train_file", "validation_file", "dataset_name")
+"""Ends of the names of settings that say which data a run is of."""
 
 _EVALUATION_SETTINGS = frozenset(
     (
@@ -191,8 +194,8 @@ def choose_starting_point(
     if finished.exists() and not begun:  # an attempt may also be lost after the run has finished
         further = f", resume={complete[-1]} with a higher {_limit_of(finished)}" if complete else ""
         raise ConfigError(
-            f"{config.output_dir} holds a finished run. Set another output_dir{further}, or resume=never to start from "
-            "scratch, which deletes its checkpoints now and replaces its model at the end."
+            f"{config.output_dir} holds a finished run{_other_data(config, fresh.settings)}. Set another output_dir"
+            f"{further}, or resume=never to start from scratch, which deletes checkpoints now and its model at the end."
         )
     passed_over = resume == "previous" and (complete or in_memory)
     aside = found.newer_damaged() if passed_over else ()
@@ -202,7 +205,7 @@ def choose_starting_point(
         damaged = tuple(one.path for one in aside)
         fresh = replace(fresh, damaged=damaged, notes=tuple(_aside_notes(damaged)))
         return fresh.keeping(replace(asked, ranks=begun)) if begun else fresh
-    return _newest(newest, fresh, found, tuple(one.path for one in aside))
+    return _newest(newest, fresh, found, tuple(one.path for one in aside), _other_data(config, fresh.settings))
 
 
 def delete_superseded(start: StartingPoint, config: RunConfig) -> None:
@@ -247,6 +250,35 @@ def _limit(config: RunConfig, steps: int, ended_by: EndedBy) -> str:
     return {"time": "training.max_train_minutes", "early_stopping": "training.early_stopping_patience"}[ended_by]
 
 
+def _other_data(config: RunConfig, now: Mapping[str, Any]) -> str:
+    """Return which data the run in ``output_dir`` was of if it is not that of the settings; otherwise nothing.
+
+    Args:
+        config: The settings.
+        now: Their deciding settings, in which a file is its content.
+    """
+    try:
+        recorded = read_json(Path(config.output_dir, RUN_NAME))
+        content, given = recorded["content"], recorded["config"]["data"]
+        sets = {f"data.sets.{name}.{key}": value for name, one in given["sets"].items() for key, value in one.items()}
+        then = {**{f"data.{key}": value for key, value in given.items()}, **sets}
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):  # nothing is recorded, or it is damaged
+        return ""
+    named = [key for key in dict.fromkeys((*then, *now)) if key.endswith(_DATA_FILES) and key.startswith("data.")]
+    here = config.as_flat()
+    changed = [
+        f"{key} was {_named_text(then.get(key), content.get(key))} and is {_named_text(here.get(key), now.get(key))}"
+        for key in named
+        if content.get(key, then.get(key)) != now.get(key)
+    ]
+    return f" of other data ({'; '.join(changed)})" if changed else ""
+
+
+def _named_text(given: Any, content: Any) -> str:
+    """Return a file or dataset and its content, if that is known."""
+    return _value_text(given) if content in (None, given) else f"{given} ({content})"
+
+
 def _limit_of(finished: Place) -> str:
     """Return the setting that ended a finished run, from its mark."""
     try:
@@ -283,7 +315,9 @@ def deciding_settings(config: RunConfig, world_size: int) -> dict[str, Any]:
     return {**settings, GLOBAL_BATCH: Division.of(config, world_size).global_batch}
 
 
-def _newest(path: Place, fresh: StartingPoint, found: Survey, aside: tuple[Place, ...]) -> StartingPoint:
+def _newest(
+    path: Place, fresh: StartingPoint, found: Survey, aside: tuple[Place, ...], other_data: str
+) -> StartingPoint:
     """Resume from the newest good checkpoint of the output directory, only with the same settings."""
     step, values = _read_values(path)
     start = fresh.with_values(values)
@@ -293,6 +327,7 @@ def _newest(path: Place, fresh: StartingPoint, found: Survey, aside: tuple[Place
             f"The run {'of' if is_url(path) else 'in'} {path.parent if is_url(path) else path.parent.parent} was "
             f"interrupted and would resume from {path.name}, but these settings have changed:\n"
             + "\n".join(f"  {line}" for line in different.values())
+            + (f"\nIt is a run{other_data}." if other_data else "")
             + "\nTo resume, restore the earlier settings. To start from scratch, set resume=never, which deletes the "
             f"checkpoints there, or another output_dir. To resume with the new settings, set resume={path}; the "
             "model, the optimizer and the global batch must be the same even then."

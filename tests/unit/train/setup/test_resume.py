@@ -140,6 +140,30 @@ def test_a_file_is_what_it_holds_wherever_it_is(tmp_path, monkeypatch):
         run(tmp_path, data__train_file=str(tmp_path / "changed.csv"))
 
 
+@pytest.mark.parametrize("finished", [True, False])
+def test_a_refusal_names_the_data_of_both_runs(tmp_path, finished):
+    """As with two tables of one name, whose first run files write to the same directory."""
+    if finished:
+        run(tmp_path, training__max_steps=1)
+    else:
+        run_until_stopped(tmp_path, None, training__max_steps=3)
+    most = {"training__max_steps": 1 if finished else 3}
+    other = tmp_path / "other" / "train.csv"
+    other.parent.mkdir()
+    other.write_bytes((tmp_path / "train.csv").read_bytes().replace(b"card", b"cart", 1))
+    with pytest.raises(ConfigError) as caught:
+        run(tmp_path, data__train_file=str(other), **most)
+    size = f"{other.stat().st_size:,} bytes, hash "
+    assert f"of other data (data.train_file was {tmp_path / 'train.csv'} ({size}" in str(caught.value)
+    assert f") and is {other} ({size}" in str(caught.value)
+    same = shutil.copy(tmp_path / "train.csv", tmp_path / "same.csv")
+    if finished:
+        with pytest.raises(ConfigError, match=r"holds a finished run\. Set another"):
+            run(tmp_path, data__train_file=str(same), **most)
+    else:
+        assert run(tmp_path, data__train_file=str(same), **most).begun[0].resumed_step == 1
+
+
 def test_what_does_not_decide_training_may_change(tmp_path, uninterrupted):
     run_until_stopped(tmp_path, before(3), **OFTEN)
     run(
