@@ -76,19 +76,25 @@ def spec_of(step, *, causal):
 
 
 def load_base(base):
-    auto = AutoModelForSeq2SeqLM if json.loads((base / "config.json").read_text())["model_type"] == "t5" else None
-    return (auto or AutoModelForCausalLM).from_pretrained(base)
+    two = json.loads((base / "config.json").read_text()).get("is_encoder_decoder")
+    return (AutoModelForSeq2SeqLM if two else AutoModelForCausalLM).from_pretrained(base)
 
 
 def train_plain(base, kind, config, causal, steps=3, change=lambda model: model):
     """peft and torch alone, on all rows at once; ``change`` is applied to the base."""
     settings = dict(config.model.adapter)
     model = add_adapter(change(load_base(base)), AdapterSpec(base=str(base), **settings), seed=config.seed).model
+    return model, steps_alone(model, config, causal, steps)
+
+
+def steps_alone(model, config, causal, steps=3):
+    """The losses of torch's own steps on all rows at once."""
     held = {name: p for name, p in model.named_parameters() if p.requires_grad}
     decayed = Trainer.get_decay_parameter_names(None, model)
     of_decay = {decay: [p for name, p in held.items() if (name in decayed) == (decay > 0)] for decay in (0.1, 0.0)}
     groups = [{"params": params, "weight_decay": decay} for decay, params in of_decay.items()]
-    optimizer = torch.optim.AdamW([group for group in groups if group["params"]], lr=1e-2)
+    groups = [group for group in groups if group["params"]]
+    optimizer = torch.optim.AdamW(groups, lr=1e-2, eps=config.training.adam_epsilon)
     batch, losses = batch_of(range(4), causal=causal), []
     for _ in range(steps):
         inputs = {"input_ids": batch.input_ids_BS, "attention_mask": batch.attention_mask_BS}
@@ -98,7 +104,7 @@ def train_plain(base, kind, config, causal, steps=3, change=lambda model: model)
         torch.nn.utils.clip_grad_norm_(held.values(), 1.0)
         optimizer.step()
         losses.append(loss.item())
-    return model, losses
+    return losses
 
 
 def train_sharded(config, tokenizer, causal, then, steps=3, size=2):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import math
 import re
@@ -22,7 +23,7 @@ from fullshard.quantized import keep_quiet
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-_MISUSE = (TypeError, ValueError, AttributeError, KeyError, RuntimeError, NotImplementedError)
+_MISUSE = (TypeError, ValueError, AttributeError, LookupError, RuntimeError, ImportError, AssertionError)
 """Exceptions that peft raises if its configuration does not match the model."""
 
 
@@ -81,6 +82,7 @@ def add_adapter(model: PreTrainedModel, spec: AdapterSpec, *, seed: int) -> Adap
     """
     peft = import_peft("model.adapter")
     config = _peft_config(peft, spec, model)
+    buffers = {id(buffer) for buffer in model.buffers()}
     stand_ins = _StandIns(model)
     with _peft_context(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -92,6 +94,7 @@ def add_adapter(model: PreTrainedModel, spec: AdapterSpec, *, seed: int) -> Adap
             raise ModelError(
                 f"peft cannot add {spec.type} to {type(model).__name__}: {error}. See model.adapter in the run file."
             ) from error
+    _require_parameters(adapted, config, buffers)
     _ignore_position_warning()
     config.base_model_name_or_path = spec.base
     values = stand_ins.replace(adapted)
@@ -100,6 +103,26 @@ def add_adapter(model: PreTrainedModel, spec: AdapterSpec, *, seed: int) -> Adap
     counts = [(p.numel(), p.requires_grad) for p in adapted.parameters()]
     trainable = sum(numel for numel, trained in counts if trained)
     return Adapted(adapted.train(), values, lacking, trainable, sum(numel for numel, _ in counts))
+
+
+def _require_parameters(adapted: Any, config: Any, buffers: set[int]) -> None:
+    """Raise if a part of the adapter cannot be sharded; ``buffers`` are the ids of the base model's."""
+    if getattr(config, "target_modules_to_tie", None):
+        raise ModelError(
+            "model.adapter.options: ensure_weight_tying ties the factors of the embeddings and of "
+            f"{', '.join(sorted(config.target_modules_to_tie))} by transposed views of the same memory, but each shard "
+            "has memory of its own, so they would drift apart. Train the table itself (modules_to_save: "
+            "[embed_tokens], with ensure_weight_tying), or take the embeddings out of target_modules."
+        )
+    parameters = {name for name, _ in adapted.named_parameters(remove_duplicate=False)}
+    state = adapted.state_dict(keep_vars=True)
+    kept = [name for name, tensor in state.items() if name not in parameters and id(tensor) not in buffers]
+    if kept:
+        raise ModelError(
+            f"model.adapter.options: this adapter changes {len(kept)} buffers in its forward, such as {kept[0]}. Each "
+            "rank would change them by its own rows, so the result would differ from unsharded training. Choose an "
+            "adapter whose state is in its parameters."
+        )
 
 
 def magnitude_layers(model: nn.Module) -> dict[str, tuple[Any, str]]:
@@ -187,20 +210,26 @@ class _StandIns:
                 if original is not None and param is not None:
                     original.requires_grad_(param.requires_grad)
                     module._parameters[key] = original
+        copies: dict[int, nn.Parameter] = {}
         for name, module in adapted.named_modules():
             if COPY.search(f"{name}."):
-                _without_memory(module)
+                _without_memory(module, copies)
         if not self._kept:
             return {}
         named = adapted.named_parameters(remove_duplicate=False)
         return {name: param.detach() for name, param in named if not param.is_meta}
 
 
-def _without_memory(copy: nn.Module) -> None:
-    """Move the parameters of a copied base layer that have no values yet to the meta device."""
+def _without_memory(copy: nn.Module, moved: dict[int, nn.Parameter]) -> None:
+    """Move the parameters of a copied base layer that have no values yet to the meta device.
+
+    ``moved`` has those that were moved before, by the old parameter's id: copies that peft tied stay tied.
+    """
     for key, param in copy._parameters.items():
         if param is not None and param.isnan().any():
-            copy._parameters[key] = nn.Parameter(torch.empty_like(param, device="meta"), param.requires_grad)
+            if id(param) not in moved:
+                moved[id(param)] = nn.Parameter(torch.empty_like(param, device="meta"), param.requires_grad)
+            copy._parameters[key] = moved[id(param)]
 
 
 def import_peft(what: str) -> Any:
@@ -231,17 +260,35 @@ def _peft_config(peft: Any, spec: AdapterSpec, model: PreTrainedModel) -> Any:
     }
     class_name, values = kinds[spec.type]
     task = "SEQ_2_SEQ_LM" if model.config.is_encoder_decoder else "CAUSAL_LM"
-    twice = sorted((values.keys() | {"task_type"}) & spec.options.keys())
+    twice = sorted((values.keys() | {"task_type", "inference_mode"}) & spec.options.keys())
     if twice:
         raise ModelError(f"model.adapter.options has {', '.join(twice)}, which {spec.type} sets itself. Remove it.")
-    if str(spec.options.get("bias", "none")).endswith("_only"):
-        raise ModelError("model.adapter.options: bias must be none or all; fullshard does not save other choices.")
-    if spec.options.get("prefix_projection"):
-        raise ModelError("model.adapter.options: prefix_projection is not supported; train the prefix itself.")
+    _require_supported(spec.options)
+    # peft changes lists that it is given, and the run's settings are compared and recorded.
+    options = copy.deepcopy(dict(spec.options))
     try:
-        return getattr(peft, class_name)(task_type=task, **values, **spec.options)
-    except (TypeError, ValueError) as error:
+        return getattr(peft, class_name)(task_type=task, **values, **options)
+    except (TypeError, ValueError, ImportError) as error:
         raise ModelError(f"peft's {class_name} does not accept model.adapter.options: {error}.") from error
+
+
+def _require_supported(options: Mapping[str, Any]) -> None:
+    """Raise if an option would be ignored, or would make an adapter that cannot be loaded again."""
+    if str(options.get("bias", "none")).endswith("_only"):
+        raise ModelError("model.adapter.options: bias must be none or all; fullshard does not save other choices.")
+    if options.get("prefix_projection"):
+        raise ModelError("model.adapter.options: prefix_projection is not supported; train the prefix itself.")
+    init = str(options.get("init_lora_weights")).lower()
+    if init in ("corda", "eva", "lora_ga"):
+        raise ModelError(
+            f"model.adapter.options: init_lora_weights: {init} takes its values from a pass over training rows, which "
+            "fullshard does not make. Use pissa or olora, or leave it out."
+        )
+    if init.startswith("pissa_niter"):
+        raise ModelError(
+            f"model.adapter.options: init_lora_weights: {init} draws random numbers, which peft draws again when the "
+            "adapter is loaded, over another base model then. Use pissa, which draws none."
+        )
 
 
 def _prefix_shape(model: PreTrainedModel) -> dict[str, int]:

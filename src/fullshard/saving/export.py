@@ -14,6 +14,7 @@ from fullshard.errors import CheckpointError, ConfigError
 from fullshard.policy import dtype_name
 from fullshard.saving.lora import (
     ADAPTER_CONFIG_NAME,
+    TIED_NAME,
     ExportedTensor,
     LowRank,
     adapter_tensors,
@@ -351,12 +352,24 @@ def _parts(
             f"{assets / ADAPTER_CONFIG_NAME} is missing, which specifies how the adapter is scaled. Checkpoints.save "
             "writes it if `assets` is left out, and so does fullshard.write_assets."
         )
+    tied = _tied_copies(assets, tensors)
     if lora == "adapter":
-        return _OfCheckpoint(source, adapter_tensors(tensors, config))
+        copies = [ExportedTensor(alias, MODEL + name) for alias, name in tied.items()]
+        return _OfCheckpoint(source, [*adapter_tensors(tensors, config), *copies])
     model_config = _read_json(assets / CONFIG_NAME) or {}
+    if tied:  # the trained copies are tied as the layers are, so that these stay equal when the copies replace them
+        model_config["tie_word_embeddings"] = False
     if base is not None:
         return _OfBase(source, OverBase(base, options.base, tensors, config, model_config))
     return _OfCheckpoint(source, merged_tensors(tensors, config, model_config))
+
+
+def _tied_copies(assets: Place, tensors: Mapping[str, TensorEntry]) -> dict[str, str]:
+    """Return the tensor of each further name in an adapter's file; see :func:`fullshard.saving.full.tied_copies`."""
+    tied = _read_json(assets / TIED_NAME) or {}
+    if any(name not in tensors for name in map(str, tied.values())):
+        raise CheckpointError(f"{assets / TIED_NAME} names tensors that the checkpoint does not have.")
+    return tied
 
 
 class _OfCheckpoint:
@@ -446,7 +459,7 @@ def _read_matrix(source: CheckpointReader, name: str, dtype: torch.dtype) -> tor
 
 def _copy_assets(assets: Place, target: Path, lora: str | None, dtype: str | None) -> None:
     """Copy the checkpoint's small files, except those that do not belong to this kind of export."""
-    left_out = {"adapter": _MODEL_ONLY, "merge": (ADAPTER_CONFIG_NAME,), None: ()}[lora]
+    left_out = {"adapter": (*_MODEL_ONLY, TIED_NAME), "merge": (ADAPTER_CONFIG_NAME, TIED_NAME), None: ()}[lora]
     backend_of(assets).copy_directory(assets, target, left_out)
     config = _read_json(target / CONFIG_NAME)
     if config is not None and dtype is not None:

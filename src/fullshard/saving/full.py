@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+import json
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
@@ -15,12 +17,13 @@ import torch
 from torch import nn
 
 from fullshard.comm import Mesh, await_all
-from fullshard.engine import RUNS_BYTES, Run, SavedTensor, full_runs, mesh_of, saved_tensors
+from fullshard.engine import RUNS_BYTES, Run, SavedTensor, full_runs, mesh_of, plain_name, saved_tensors
 from fullshard.errors import CheckpointError
 from fullshard.policy import dtype_name
 from fullshard.saving.background import BackgroundWriter
 from fullshard.saving.dequantised import Dequantised
-from fullshard.saving.lora import adapter_names
+from fullshard.saving.lora import TIED_NAME, adapter_names
+from fullshard.saving.pieces import plan_save
 from fullshard.storage import ADAPTER_NAME, SafetensorsWriter, TensorSpec, WeightsWriter, atomic_directory, parse_size
 
 _STREAM_BYTES = RUNS_BYTES * 3 // 4
@@ -108,8 +111,54 @@ def write_assets(model: Any, directory: Path, *, tokenizer: Any = None, dtype: t
     if getattr(model, "generation_config", None) is not None:
         model.generation_config.save_pretrained(directory)
     _write_adapter_config(model, directory)
+    tied = tied_copies(model)
+    if tied:
+        (directory / TIED_NAME).write_text(json.dumps(tied, indent=2) + "\n", encoding="utf-8")
     if tokenizer is not None:
         tokenizer.save_pretrained(directory)
+
+
+def check_saving(model: Any, tokenizer: Any) -> None:
+    """Save a model that has no values, to nowhere; one process, without communication.
+
+    Raises:
+        CheckpointError: A checkpoint or the finished model could not be saved.
+    """
+    plan_save(model, None, gradients=False)
+    if _adapters(model):
+        _adapter_names(model, {one.names[0]: one for one in saved_tensors(model)})
+    try:
+        with tempfile.TemporaryDirectory() as directory:
+            write_assets(model, Path(directory), tokenizer=tokenizer)
+    except (OSError, ValueError, TypeError) as error:
+        raise CheckpointError(
+            f"The configuration or the tokenizer cannot be saved, and so neither could the trained model: {error}"
+        ) from error
+
+
+def tied_copies(model: Any) -> dict[str, str]:
+    """Return each name in an adapter's file whose tensor has another name before it, with the first name in the model.
+
+    peft ties trained copies of layers (``ensure_weight_tying``) and expects each of them in the file.
+    """
+    if not _adapters(model):
+        return {}
+    names = _adapter_names(model, {one.names[0]: one for one in saved_tensors(model)})
+    return {alias: first for first, (_, *others) in names.items() for alias in others}
+
+
+def _adapter_names(model: Any, saved: Mapping[str, SavedTensor]) -> dict[str, list[str]]:
+    """Return the names of each of the adapter's tensors in its file, by the tensor's first name in the model."""
+    # A module that is registered twice is saved once; two modules of one parameter are two entries.
+    modules = {plain_name(path) for path, _ in model.named_modules()}
+    wanted = {
+        first: [name for name in one.names if name == first or name.rpartition(".")[0] in modules]
+        for first, one in saved.items()
+    }
+    config = model.peft_config[_adapters(model)[0]].to_dict()
+    found = adapter_names([name for names in wanted.values() for name in names], config)
+    kept = {first: [found[name] for name in names if name in found] for first, names in wanted.items()}
+    return {first: names for first, names in kept.items() if names}
 
 
 def _write_adapter_config(model: Any, directory: Path) -> None:
@@ -129,7 +178,8 @@ class _Content:
     """The full tensors that a save writes, unlike the pieces of a checkpoint."""
 
     dequantised: Dequantised  # quantised layers, which are written as plain ones
-    specs: dict[str, TensorSpec]  # the stored tensor by its first name in the model, a tied one once
+    # the stored tensors by the first name in the model: a tied one once, but each copy of an adapter's
+    specs: dict[str, list[TensorSpec]]
     adapter: bool  # whether only an adapter is written
     dtype: torch.dtype | None  # dtype of floating tensors in the files; None: each one's own
     max_file_bytes: int  # most bytes of tensors in a file
@@ -138,7 +188,12 @@ class _Content:
     @property
     def total_bytes(self) -> int:
         """Bytes of all tensors in the files."""
-        return sum(spec.size_bytes for spec in self.specs.values())
+        return sum(spec.size_bytes for spec in self.ordered)
+
+    @property
+    def ordered(self) -> list[TensorSpec]:
+        """All stored tensors, in the order of the files."""
+        return [spec for specs in self.specs.values() for spec in specs]
 
 
 def stream_start(model: nn.Module, steps: int) -> None:
@@ -161,20 +216,20 @@ def _content(model: Any, dtype: torch.dtype | str | None, max_file_bytes: int) -
 
     dequantised = Dequantised(model)
     saved = dequantised.tensors(saved_tensors(model))  # by the streamed name
-    names = {name: tensor.names[0] for name, tensor in saved.items()}
+    names = {name: [tensor.names[0]] for name, tensor in saved.items()}
     adapters = _adapters(model)
     if adapters:
-        names = adapter_names(names, model.peft_config[adapters[0]].to_dict())
+        names = _adapter_names(model, saved)
     saved = {name: tensor for name, tensor in saved.items() if name in names}
 
-    def spec(name: str, tensor: SavedTensor) -> TensorSpec:
+    def specs_of(name: str, tensor: SavedTensor) -> list[TensorSpec]:
         cast = wanted if tensor.dtype.is_floating_point else None
-        return TensorSpec(names[name], tensor.shape, cast or tensor.dtype)
+        return [TensorSpec(stored, tensor.shape, cast or tensor.dtype) for stored in names[name]]
 
     parameters = sum(prod(tensor.shape) for tensor in saved.values() if tensor.is_parameter)
     if not adapters:
         dequantised.collect(model, _STREAM_BYTES)
-    specs = {name: spec(name, tensor) for name, tensor in saved.items()}
+    specs = {name: specs_of(name, tensor) for name, tensor in saved.items()}
     return _Content(dequantised, specs, bool(adapters), wanted, max_file_bytes, parameters)
 
 
@@ -183,7 +238,7 @@ def _open_directory(
     model: Any, directory: Path, tokenizer: Any, content: _Content
 ) -> Iterator[Callable[[list[Run]], int]]:
     """Create the directory on exit without an error; yields a function that writes runs and returns their bytes."""
-    specs, ordered = content.specs, list(content.specs.values())
+    specs, ordered = content.specs, content.ordered
     with atomic_directory(directory) as temporary:
         if content.adapter:
             _write_adapter_config(model, temporary)
@@ -199,9 +254,12 @@ def _open_directory(
 
             def write(runs: list[Run]) -> int:
                 wanted = [content.dequantised.run(run) for run in runs if run[0] in specs]
+                done = 0
                 for name, start, flat in wanted:
-                    files.write_run(specs[name].name, start, flat)
-                return sum(flat.numel() * specs[name].dtype.itemsize for name, _, flat in wanted)
+                    for spec in specs[name]:
+                        files.write_run(spec.name, start, flat)
+                        done += flat.numel() * spec.dtype.itemsize
+                return done
 
             yield write
 

@@ -21,12 +21,17 @@ from fullshard.storage import TensorEntry
 
 ADAPTER_CONFIG_NAME = "adapter_config.json"
 
+TIED_NAME = "adapter_tied.json"
+"""Small file of a checkpoint whose adapter has tied copies of layers: see :func:`fullshard.saving.full.tied_copies`."""
+
 _PREFIX = "base_model.model."
-_LORA = re.compile(r"(?P<module>.+)\.(?P<kind>lora_\w+)\.(?P<adapter>[^.]+)(?P<end>\.weight|\.bias)?")
+_LORA = re.compile(r"(?P<module>.+)\.(?P<kind>lora_\w+)\.(?P<adapter>[^.]+)(?P<end>(?:\.[^.]+)*)")
 _SAVED = re.compile(r"(?P<module>.+)\.modules_to_save\.(?P<adapter>[^.]+)\.(?P<end>.+)")
 _VECTORS = re.compile(r"(?P<module>.+)\.(?P<kind>ia3_l)\.(?P<adapter>[^.]+)")
 _PROMPT = re.compile(r"prompt_encoder\.(?P<adapter>[^.]+)\.embedding\.weight")
-_ADAPTERS = {"LORA", "IA3", "PROMPT_TUNING", "PREFIX_TUNING"}
+_TOKENS = re.compile(r"(?P<module>.+\.token_adapter)\.(?P<kind>trainable_tokens_delta)\.(?P<adapter>[^.]+)")
+_PROMPTS = {"PROMPT_TUNING", "PREFIX_TUNING"}
+_ADAPTERS = {"LORA", "IA3", *_PROMPTS}
 _FACTORS = {"lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B"}
 _MAGNITUDE = "lora_magnitude_vector"
 
@@ -34,8 +39,8 @@ _REMEDY = "Export it with --adapter and merge it with peft (PeftModel.from_pretr
 
 # fmt: off
 _HARMLESS = frozenset((
-    "alpha_pattern", "auto_mapping", "base_model_name_or_path", "bias", "corda_config", "eva_config",
-    "exclude_modules", "fan_in_fan_out", "inference_mode", "init_lora_weights", "layers_pattern",
+    "alpha_pattern", "auto_mapping", "base_model_name_or_path", "bias", "corda_config", "ensure_weight_tying",
+    "eva_config", "exclude_modules", "fan_in_fan_out", "inference_mode", "init_lora_weights", "layers_pattern",
     "layers_to_transform", "loftq_config", "lora_alpha", "lora_dropout", "lora_ga_config", "megatron_core",
     "modules_to_save", "peft_type", "peft_version", "qalora_group_size", "r", "rank_pattern", "revision",
     "runtime_config", "target_modules", "task_type", "use_rslora",
@@ -68,7 +73,8 @@ class ExportedTensor:
 
 def holds_adapter(names: Iterable[str]) -> bool:
     """Return True if any of a model's tensors has a name that peft gives to an adapter's."""
-    return any(_VECTORS.fullmatch(name) or _PROMPT.fullmatch(name) or _is_factor(name) for name in names)
+    patterns = (_VECTORS, _TOKENS, _PROMPT)
+    return any(_is_factor(name) or any(pattern.fullmatch(name) for pattern in patterns) for name in names)
 
 
 def _is_factor(name: str) -> bool:
@@ -95,24 +101,27 @@ def adapter_names(names: Iterable[str], config: Mapping[str, Any]) -> dict[str, 
     """
     names = list(names)
     _require_one_adapter(names, config)
+    # peft puts no module of its own around a model whose prompt it trains.
+    prefix = "" if config["peft_type"] in _PROMPTS else _PREFIX
     found = {}
     for name in names:
         saved = _saved_name(name, config)
         if saved is not None:
-            found[name] = saved if _PROMPT.fullmatch(name) else _PREFIX + saved.removeprefix(_PREFIX)
+            found[name] = prefix + saved.removeprefix(prefix)
     return found
 
 
 def _saved_name(name: str, config: Mapping[str, Any]) -> str | None:
     """Return a tensor's name without the adapter's name; None if the tensor is the base model's."""
-    lora, trained, vectors = (pattern.fullmatch(name) for pattern in (_LORA, _SAVED, _VECTORS))
+    lora, trained = _LORA.fullmatch(name), _SAVED.fullmatch(name)
+    vectors = _VECTORS.fullmatch(name) or _TOKENS.fullmatch(name)
     if _PROMPT.fullmatch(name):
         return "prompt_embeddings"
     if vectors is not None:
         return f"{vectors['module']}.{vectors['kind']}"
     if lora is not None:
         # peft omits the suffix of DoRA's magnitudes.
-        end = "" if lora["kind"] == "lora_magnitude_vector" else lora["end"] or ""
+        end = "" if lora["kind"] == _MAGNITUDE else lora["end"]
         return f"{lora['module']}.{lora['kind']}{end}"
     if trained is not None:
         return f"{trained['module']}.{trained['end']}"
@@ -222,15 +231,13 @@ def _require_one_adapter(names: Iterable[str], config: Mapping[str, Any]) -> Non
             "saved. Load the checkpoint into the model with fullshard.load_checkpoint and save it with peft."
         )
     names = list(names)
-    matches = [
-        match for name in names for pattern in (_LORA, _SAVED, _VECTORS, _PROMPT) if (match := pattern.fullmatch(name))
-    ]
+    patterns = (_LORA, _SAVED, _VECTORS, _TOKENS, _PROMPT)
+    matches = [match for name in names for pattern in patterns if (match := pattern.fullmatch(name))]
     adapters = sorted({match["adapter"] for match in matches})
-    if len(adapters) != 1 or any(".token_adapter." in name for name in names):
-        what = f"adapters {', '.join(adapters)}" if len(adapters) != 1 else "single trained tokens (token_adapter)"
+    if len(adapters) != 1:
         raise CheckpointError(
-            f"The model has {what}; only a single adapter can be saved. Load the checkpoint into it with "
-            "fullshard.load_checkpoint and save it with peft."
+            f"The model has adapters {', '.join(adapters)}; only a single adapter can be saved. Load the checkpoint "
+            "into it with fullshard.load_checkpoint and save it with peft."
         )
 
 

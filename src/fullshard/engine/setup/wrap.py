@@ -357,7 +357,8 @@ def check_parameters(units: list[UnitSpec], *, sharded: int = 0) -> None:
     """Refuse parameters that cannot be sharded, before memory moves; ``sharded``: number sharded before.
 
     Raises:
-        WrapError: There are no parameters, one has no elements, or one is not strided.
+        WrapError: There are no parameters, one has no elements or is not strided, or two of them, of which one is
+            trained, are different views of the same memory.
     """
     specs = [spec for unit in units for spec in unit.params]
     if not specs and not sharded:
@@ -371,4 +372,14 @@ def check_parameters(units: list[UnitSpec], *, sharded: int = 0) -> None:
         if spec.param.layout != torch.strided:
             raise WrapError(
                 f"Parameter {spec.names[0]} has layout {spec.param.layout}; only strided ones can be sharded."
+            )
+    views: dict[int, ParamSpec] = {}
+    for spec in specs:
+        memory = _memory(spec.param)
+        other = views.setdefault(memory[0], spec) if isinstance(memory, tuple) else spec
+        if other is not spec and (spec.param.requires_grad or other.param.requires_grad):
+            raise WrapError(
+                f"Parameters {other.names[0]} {tuple(other.param.shape)} and {spec.names[0]} "
+                f"{tuple(spec.param.shape)} are different views of the same memory. Each would have shards of its own, "
+                "and they would drift apart. Use one Parameter for both, or freeze both."
             )
