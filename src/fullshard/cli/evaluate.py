@@ -17,7 +17,8 @@ from fullshard.cli.common import (
     require_model,
     start_ranks,
 )
-from fullshard.config.recorded import read_run
+from fullshard.config.load import is_hub_id
+from fullshard.config.recorded import read_evaluated
 from fullshard.errors import ConfigError
 from fullshard.launch import Failure, choose_nproc
 
@@ -27,8 +28,9 @@ DESCRIPTION = """\
 Measure a trained model on held-out rows, sharded over ranks as in training. Prints the metrics of the run's evaluation
 section next to the scores of baselines that use no model, and a confusion matrix for accuracy.
 
-RUN is the output_dir of a finished run, or its run file. Writes evaluation.json and predictions.jsonl (input,
-prediction, references) to output_dir/evaluation, replacing those of an earlier evaluation.
+RUN is the output_dir of a finished run, its run file, or with --data any model that an export or share of a run wrote:
+a directory or a Hub id. Writes evaluation.json and predictions.jsonl (input, prediction, references) to
+output_dir/evaluation, or to evaluation in the model's directory, replacing those of an earlier evaluation.
 """
 
 EPILOG = """\
@@ -42,7 +44,7 @@ examples:
 def add_parser(verbs: Any) -> None:
     """Add the verb's parser to those of ``fullshard``."""
     parser = add_verb(verbs, "evaluate", run, "measure a trained model on held-out rows", DESCRIPTION, EPILOG)
-    parser.add_argument("path", metavar="RUN", type=Path, help="output_dir of a finished run, or a run file")
+    parser.add_argument("path", metavar="RUN", type=Path, help="output_dir of a finished run, a run file, or a model")
     add_overrides(parser, "override a setting of the run, such as evaluation.metric=bleu or nproc=4")
     parser.add_argument(
         "--model", metavar="MODEL", help="directory or Hub id of a model or adapter to measure (default: the run's)"
@@ -89,8 +91,9 @@ def run(options: argparse.Namespace) -> Failure | None:
         arguments += [] if value is None else [f"--{name}", str(value)]
     arguments += ["--json"] if options.json else []
     join_other_launcher(PROGRAM, arguments)
-    nproc = choose_nproc(read_run(options.path, overrides).nproc)
     if options.data is not None and not options.data.is_file():
         found = f"{options.data} is a directory" if options.data.is_dir() else f"there is no file {options.data}"
         raise ConfigError(f"--data: {found}. Give a file of rows.")
+    at_hub = is_hub_id(str(options.path))  # its settings are read by the ranks, which download it
+    nproc = choose_nproc(None if at_hub else read_evaluated(options.path, options.data, overrides).nproc)
     return start_ranks(PROGRAM, arguments, nproc, saves=False)

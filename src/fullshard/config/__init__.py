@@ -11,11 +11,19 @@ from fullshard.config.model import (
     TokenizerConfig as TokenizerConfig,
     require_base as require_base,
 )
+from fullshard.config.prompt import (
+    PROMPT_NAME as PROMPT_NAME,
+    prompt_settings as prompt_settings,
+    prompt_text as prompt_text,
+    read_prompt as read_prompt,
+)
 from fullshard.config.recorded import (
     RUN_NAME as RUN_NAME,
     SUMMARY_NAME as SUMMARY_NAME,
+    read_evaluated as read_evaluated,
     read_run as read_run,
     recorded_base as recorded_base,
+    recorded_prompt as recorded_prompt,
     recorded_run as recorded_run,
     recorded_turns as recorded_turns,
     run_of as run_of,

@@ -30,6 +30,13 @@ _NAME_KEYS = (("data", "dataset_name"), ("model", "path"))
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 """An id as in huggingface_hub: a name, or an owner and a name."""
 
+
+def is_hub_id(name: str) -> bool:
+    """Return True if a name is an owner's model on the Hub, and no path: nothing is there, nor its directory."""
+    path = Path(name)
+    return HUB_ID.fullmatch(name) is not None and "/" in name and not path.exists() and not path.parent.is_dir()
+
+
 _TEXT_WANTED = ("string_type", "path_type")
 """pydantic's error types for a value that is not text."""
 

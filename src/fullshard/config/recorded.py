@@ -1,4 +1,4 @@
-"""The settings that a run records in ``run.json`` and, when finished, in ``summary.json``."""
+"""The settings that a run records in ``run.json`` and, when finished, in ``summary.json``; those of a model without."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fullshard.config.load import check_run, load_run
+from fullshard.config.prompt import PROMPT_NAME, prompt_settings, prompt_text, read_prompt
 from fullshard.config.schema import RunConfig
 from fullshard.errors import ConfigError
 
@@ -45,11 +46,31 @@ def read_run(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
         ) from error
 
 
+def read_evaluated(path: Path, rows: Path | None, overrides: Sequence[str] = ()) -> RunConfig:
+    """Return the settings of :func:`read_run`, or of a model without its run, which names no rows. Any process.
+
+    Args:
+        path: A run file, the output_dir of a finished run, or the directory of a model.
+        rows: File of rows to evaluate on; None: those of the run.
+        overrides: Overrides of the form ``section.key=value``.
+
+    Raises:
+        ConfigError: As from :func:`read_run`, or a model without its run is to be evaluated without rows.
+    """
+    if (path / SUMMARY_NAME).exists() or read_prompt(path) is None:
+        return read_run(path, overrides)
+    if rows is None:
+        raise ConfigError(f"{path} is a model without its run, which has no held-out rows: name some with --data FILE.")
+    config = prompt_settings(path, rows, overrides)
+    assert config is not None, "there is a file"
+    return config
+
+
 def run_of(directory: Path) -> Path | None:
     """Return the output_dir of the run that a model belongs to; None if it belongs to none. Any process.
 
     It is the directory itself if a run has finished in it, otherwise its parent: a run keeps its best model so far in a
-    subdirectory.
+    subdirectory. Of a model that was exported or downloaded it is its directory, with what travels with the model.
 
     Raises:
         ConfigError: The record of the run around it cannot be read.
@@ -58,7 +79,9 @@ def run_of(directory: Path) -> Path | None:
         return directory
     around = directory.resolve().parent
     path = around / RUN_NAME
-    return around if path.is_file() and "config" in _read_object(path) else None
+    if path.is_file() and "config" in _read_object(path):
+        return around
+    return directory if (directory / PROMPT_NAME).is_file() else None
 
 
 def recorded_run(directory: Path) -> RunConfig | None:
@@ -70,6 +93,8 @@ def recorded_run(directory: Path) -> RunConfig | None:
     run = run_of(directory)
     if run is None:
         return None
+    if run == directory and not (run / SUMMARY_NAME).exists():
+        return prompt_settings(directory)
     path = run / (SUMMARY_NAME if run == directory else RUN_NAME)
     try:
         return RunConfig.model_validate(_recorded(path))
@@ -89,14 +114,13 @@ def recorded_turns(run: Path, name: str | None) -> RecordedTurns | None:
     """Return what a run recorded of its conversations; None if its training rows were none, or it did not record it.
 
     Args:
-        run: The run's output_dir.
+        run: The result of :func:`run_of`.
         name: The set of a mixture; None: the run's only set.
 
     Raises:
         ConfigError: Its record cannot be read.
     """
-    path = run / RUN_NAME
-    values = _read_object(path) if path.exists() else {}
+    values = _read_object(run / RUN_NAME) if (run / RUN_NAME).exists() else read_prompt(run) or {}
     if not values.get("conversations"):
         return None
     sets = values.get("system_turns")
@@ -106,6 +130,21 @@ def recorded_turns(run: Path, name: str | None) -> RecordedTurns | None:
     if name not in sets:
         return None
     return RecordedTurns(None if sets[name] is None else tuple(sets[name]))
+
+
+def recorded_prompt(run: Path) -> str | None:
+    """Return the content of ``fullshard_prompt.json`` for a finished run, whose version may not have written it.
+
+    Any process; None if there is no run.
+
+    Raises:
+        ConfigError: Its record cannot be read.
+    """
+    config = recorded_run(run)
+    if config is None:
+        return None
+    values = _read_object(run / RUN_NAME) if (run / RUN_NAME).exists() else {}
+    return prompt_text(config, values.get("system_turns"), conversations=bool(values.get("conversations")))
 
 
 def recorded_base(directory: Path) -> Mapping[str, str] | None:

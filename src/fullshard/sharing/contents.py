@@ -9,7 +9,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-from fullshard.config import RunConfig, recorded_run
+from fullshard.config import PROMPT_NAME, RunConfig, recorded_prompt, recorded_run
 from fullshard.errors import CheckpointError, ConfigError, DataError
 from fullshard.models import card_metadata, stated_license
 from fullshard.sharing.recorded_card import recorded_facts, recorded_predictions
@@ -39,8 +39,10 @@ MODEL_PATTERNS = (
     "sentencepiece*.model",
     "chat_template.jinja",
     "additional_chat_templates/*.jinja",
+    PROMPT_NAME,
 )
-"""Files of a model and its tokenizer. Nothing else of a run is published: no checkpoints, logs or predictions."""
+"""Files of a model and its tokenizer, and of how it is asked. Nothing else of a run is published: no checkpoints, logs
+or predictions."""
 
 CARD_FILES = (CURVES_NAME, f"{RESULTS_NAME}/*.yaml")
 """Files that the card refers to."""
@@ -105,6 +107,9 @@ def contents_of(
     if not holds_model(model):
         raise CheckpointError(f"{model} has no weights in Hugging Face's format. Train the run again, or restore them.")
     files = [_file(model, path) for path in model_files(model)]
+    prompt = recorded_prompt(run)
+    if prompt is not None and not (model / PROMPT_NAME).exists():  # an earlier version's run
+        files.append(File(PROMPT_NAME, prompt.encode(), len(prompt.encode())))
     files += [_file(run, path) for path in _matching(run, CARD_FILES)]
     notes: list[str] = []
     files += _cards(run, repo, merged=merged is not None, samples=samples or data, notes=notes)

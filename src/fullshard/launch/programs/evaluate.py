@@ -6,23 +6,25 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
 
 from fullshard.comm import init_from_env, shutdown, together
-from fullshard.config import RunConfig
-from fullshard.config.recorded import read_run
+from fullshard.config import SUMMARY_NAME, RunConfig, read_evaluated, read_prompt
+from fullshard.config.load import is_hub_id
 from fullshard.data import encoding_of_rows
 from fullshard.errors import ConfigError
 from fullshard.launch.messages import say
 from fullshard.launch.programs.rank import run_as_rank
 from fullshard.launch.progress import WorkProgress
+from fullshard.models import resolve_model
 from fullshard.train.evaluation.evaluate import evaluate
 from fullshard.train.evaluation.results import draw_evaluation, evaluation_values, require_no_run, write_evaluation
 from fullshard.train.evaluation.trained import find_trained, load_trained
 from fullshard.train.run.assemble import make_evaluation, require_same_rows
-from fullshard.train.setup.prepare import prepare
+from fullshard.train.setup.prepare import Prepared, prepare
 from fullshard.train.setup.set_rows import source_spec
 
 
@@ -47,9 +49,13 @@ def make_parser() -> argparse.ArgumentParser:
 
 def _evaluate(options: argparse.Namespace, *, is_first: bool) -> None:
     """Tokenize, join the other ranks, load the model and evaluate; rank 0 writes and prints the result."""
-    run = read_run(options.run, options.overrides)
+    at_hub = is_hub_id(str(options.run))
+    path = resolve_model(str(options.run)) if at_hub else options.run
+    run = read_evaluated(path, options.data, options.overrides)
     if options.set is not None or options.data is not None:
         run = run.of_set(options.set)
+    if at_hub and options.output is None:
+        raise ConfigError(f"{options.run} is a model on the Hub: give the directory for the result with --output DIR.")
     output = options.output or run.output_dir / "evaluation"
     require_no_run(output)
     file = None if options.data is None else options.data.absolute()
@@ -58,7 +64,7 @@ def _evaluate(options: argparse.Namespace, *, is_first: bool) -> None:
     source = source_spec(trained.config.data)
     encoding, encoding_notes = (None, ()) if file is None else encoding_of_rows(file, source, options.encoding)
     shown = say if is_first else lambda line: None
-    prepared = prepare(trained.config, shown, rows_file=file, rows_encoding=encoding)
+    prepared = _with_labels(prepare(trained.config, shown, rows_file=file, rows_encoding=encoding), path)
     comm = init_from_env()
     require_same_rows(comm, prepared)
     spec = together(comm, lambda: make_evaluation(trained.config, prepared))
@@ -80,6 +86,19 @@ def _evaluate(options: argparse.Namespace, *, is_first: bool) -> None:
         else:
             draw_evaluation(Console(), report, values, output)
     shutdown()
+
+
+def _with_labels(prepared: Prepared, model: Path) -> Prepared:
+    """Return the rows with the label set that travels with a model, if it has one and its training rows are not there.
+
+    The label set of ``accuracy``, and the label of its baseline, are those of the training rows.
+    """
+    values = None if (model / SUMMARY_NAME).exists() else read_prompt(model)
+    labels = None if values is None else values.get("labels")
+    if not labels:
+        return prepared
+    majority = max(labels, key=lambda label: labels[label])
+    return replace(prepared, labels=labels, sets=tuple(replace(one, majority=majority) for one in prepared.sets))
 
 
 def with_rows(run: RunConfig, file: Path | None, overrides: Sequence[str] = ()) -> RunConfig:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from fullshard.comm import init_from_env, shutdown
-from fullshard.config import RunConfig
+from fullshard.config import PROMPT_NAME, SUMMARY_NAME, RunConfig
 from fullshard.config.recorded import recorded_run, run_of
 from fullshard.data import InputRow, describe_separator, encoding_of_rows, read_inputs, uses_chat_template
 from fullshard.errors import ConfigError, DataError
@@ -130,8 +130,10 @@ def _as_read(
 
 
 def settings_notes(directory: Path) -> tuple[str, ...]:
-    """Return a note where a model's settings are those of the run whose directory it is in; any process."""
+    """Return a note where a model's settings come from, unless it is a run's; any process."""
     run = run_of(directory)
+    if run == directory and not (directory / SUMMARY_NAME).exists():
+        return (f"prefix, lengths and other settings are those of {directory / PROMPT_NAME}",)
     if run is None or run == directory:
         return ()
     return (f"prefix, lengths and other settings are those of the run in {run}",)

@@ -23,6 +23,7 @@ from fullshard.train.reporting.reports import CheckpointReport, EvaluationReport
 from fullshard.train.reporting.sinks import Sink
 from fullshard.train.run.assemble import Assembly
 from fullshard.train.run.best import BestModel
+from fullshard.train.run.prompted import PromptedTokenizer
 from fullshard.train.run.record import Record
 from fullshard.train.setup.resume import EVALUATION_NAME, StartingPoint
 
@@ -274,7 +275,7 @@ def with_checkpoint(start: StartingPoint, parts: Assembly, checkpoints: Checkpoi
 
 
 def _write_assets(parts: Assembly, directory: Path) -> None:
-    write_assets(parts.model, directory, tokenizer=parts.tokenizer)
+    write_assets(parts.model, directory, tokenizer=PromptedTokenizer(parts))
 
 
 def _rank_seed(seed: int, rank: int, step: int) -> int:

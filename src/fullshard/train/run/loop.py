@@ -31,6 +31,7 @@ from fullshard.train.run.best import BestModel
 from fullshard.train.run.checkpoints import RunCheckpoints, with_checkpoint
 from fullshard.train.run.early_stop import any_rank, count_stale, ends_early, longest
 from fullshard.train.run.out_of_memory import Planned, explain, is_out_of_memory
+from fullshard.train.run.prompted import PromptedTokenizer
 from fullshard.train.run.record import Record
 from fullshard.train.run.step import IssuedStep, StepSpec, issue_step
 from fullshard.train.run.stop import StopRequest
@@ -355,7 +356,7 @@ class TrainingRun:
         record.stale_evaluations = count_stale(record, report, self._config.training.early_stopping_threshold)
         is_best = record.best is None or _beats(report, record.best)
         if is_best:
-            self._best.keep(parts.model, parts.tokenizer, report)
+            self._best.keep(parts.model, PromptedTokenizer(parts), report)
             record.best = report
         for sink in self._sinks:
             sink.evaluation(report, is_best=is_best)
@@ -390,7 +391,7 @@ class TrainingRun:
         kept = self._best.directory
         if self.record.best is None:
             kept = Path(config.output_dir, "last")
-            save(parts.model, kept, tokenizer=parts.tokenizer)
+            save(parts.model, kept, tokenizer=PromptedTokenizer(parts))
         # In the background: without hard links it copies all files.
         _on_rank_0(comm, lambda: publish_model(kept, Path(config.output_dir)))
         summary = summarise(parts, self.record, self.train_seconds, self.ended_by)
