@@ -23,15 +23,16 @@ from fullshard.cli.common import (
 from fullshard.errors import ConfigError, DataError
 from fullshard.launch import Failure, choose_nproc, launch, launched_elsewhere, rank_command
 from fullshard.launch.messages import say
-from fullshard.launch.programs.row_file import require_suffix
+from fullshard.launch.programs.row_formats import require_suffix
 
 PROGRAM = "fullshard.launch.programs.predict"
 
 DESCRIPTION = """\
-Predict a text for each row of FILE with a trained model. Writes one JSON line per row, with input and prediction, in
-the order of the rows; to a file with -o in the format of its suffix: .jsonl, .json, .csv, .tsv, or .txt with one
-prediction per line. A row that cannot be used (it is empty, not text, or has a broken cell) has the prediction null and
-the problem; one whose source was cut to data.max_source_length has truncated: true.
+Predict a text for each row of FILE with a trained model. Writes one JSON line per row, with all columns of FILE and
+then the prediction, in the order of the rows; to a file with -o in the format of its suffix: .jsonl, .json, .csv (with
+the delimiter of FILE, if that is a .csv), .tsv, or .txt with one prediction per line. The column of lines of text is
+input. A row that cannot be used (it is empty, not text, or has a broken cell) has the prediction null and the problem;
+one whose source was cut to data.max_source_length has truncated: true.
 
 MODEL is the output_dir of a finished run or its best model so far (RUN/best), whose prefix, separator, lengths and
 beams are used, or any other model: a directory, a directory of a peft adapter, or a Hub id. FILE is .csv, .tsv, .jsonl,

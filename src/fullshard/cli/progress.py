@@ -18,6 +18,10 @@ class ByteProgress(WorkProgress):
         """Return True if the work is long enough for a bar."""
         return total > _LONG_BYTES or super().is_long(total)
 
+    def amount(self, done: int, total: int) -> str:
+        """Return what is done, for a line."""
+        return f"{format_bytes(done)} of {format_bytes(total)}"
+
     def columns(self) -> tuple[ProgressColumn, ...]:
         """Return the columns between the bar and the remaining time."""
         return (DownloadColumn(binary_units=True), _Speed())
@@ -39,6 +43,10 @@ class ShareProgress(WorkProgress):
     def __call__(self, done: int, total: int) -> None:
         """Update the bar: ``done`` of ``total`` of the current piece."""
         super().__call__(self.piece * total + done, self.pieces * total)
+
+    def amount(self, done: int, total: int) -> str:
+        """Return what is done, for a line."""
+        return f"{done / total:.0%}"
 
     def columns(self) -> tuple[ProgressColumn, ...]:
         """Return the columns between the bar and the remaining time."""

@@ -35,6 +35,7 @@ from fullshard.data.examples import (
 from fullshard.data.mixing.chained import chained as chained
 from fullshard.data.mixing.mixture import Mixture as Mixture
 from fullshard.data.reading.bad_rows import UnusableRowsError as UnusableRowsError
+from fullshard.data.reading.cells import cell_json as cell_json
 from fullshard.data.reading.conversations import (
     SystemTurnCounts as SystemTurnCounts,
     answers_as_rows as answers_as_rows,
@@ -49,6 +50,7 @@ from fullshard.data.reading.split import (
     split_lists as split_lists,
     with_rows_of as with_rows_of,
 )
+from fullshard.data.reading.tables import distinct as distinct
 from fullshard.data.streaming.index import index_to as index_to, training_texts as training_texts
 from fullshard.data.streaming.rows import (
     SAMPLED_ROWS as SAMPLED_ROWS,

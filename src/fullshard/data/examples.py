@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from pathlib import Path
 from typing import Any, Literal
@@ -99,6 +99,7 @@ class InputRow:
     line: int  # as in :class:`Example`
     problem: str | None = None  # why it cannot be used; None: it can
     conversation: Conversation | None = None  # the history to be answered, if the row has turns
+    cells: Mapping[str, object] = field(default_factory=dict)  # its cells by column, as read; empty: a line of text
 
     @property
     def is_plain(self) -> bool:
@@ -122,6 +123,8 @@ class InputTable:
 
     rows: list[InputRow]
     notes: tuple[str, ...] = ()  # as in :class:`Table`
+    columns: tuple[str, ...] = ()  # the distinct names of all columns, in order; empty: lines of text
+    delimiter: str | None = None  # what separates the cells of a CSV or TSV file
 
 
 @dataclass(frozen=True)

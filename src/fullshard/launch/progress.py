@@ -1,4 +1,4 @@
-"""A progress bar on standard error for work that takes more than two seconds."""
+"""Progress on standard error of work that takes more than two seconds: a bar in a terminal, else some lines."""
 
 from __future__ import annotations
 
@@ -10,19 +10,27 @@ from typing import Self
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, TextColumn, TimeRemainingColumn
 
+from fullshard.launch.messages import say
+
 LONG_SECONDS = 2.0
+
+LINES = 10
+"""Lines for the whole work where there is no terminal."""
 
 
 class WorkProgress:
-    """A progress bar, called with the work done and the total; a context manager.
+    """Progress of work, called with the work done and the total; a context manager.
 
-    Nothing is shown if standard error is not a terminal, nor in the first two seconds. The bar is removed at the end.
+    Nothing is shown in the first two seconds. In a terminal it is a bar, which is removed at the end. Elsewhere, as in
+    a pipe or a log, it is a line for each further tenth of the work, except for the last.
     """
 
     def __init__(self, what: str, *, shown: bool = True) -> None:
         """Start without a bar; only one of several ranks has it ``shown``."""
         self._what = what
-        self._shown = shown and sys.stderr.isatty()
+        self._shown = shown
+        self._in_terminal = sys.stderr.isatty()
+        self._tenths = 0
         self._started = time.monotonic()
         self._bar: Progress | None = None
 
@@ -31,12 +39,13 @@ class WorkProgress:
         return self
 
     def __call__(self, done: int, total: int) -> None:
-        """Update the bar."""
-        if not self._shown:
+        """Update the bar, or print a line."""
+        if not self._shown or (self._bar is None and not self.is_long(total)):
+            return
+        if not self._in_terminal:
+            self._print_tenth(done, total)
             return
         if self._bar is None:
-            if not self.is_long(total):
-                return
             bar = (TextColumn("{task.description}"), BarColumn(), *self.columns(), TimeRemainingColumn())
             self._bar = Progress(*bar, console=Console(stderr=True), transient=True)
             self._bar.add_task(self._what, total=total)
@@ -49,6 +58,16 @@ class WorkProgress:
         """Remove the bar."""
         if self._bar is not None:
             self._bar.stop()
+
+    def amount(self, done: int, total: int) -> str:
+        """Return what is done, for a line."""
+        return f"{done:,} of {total:,}"
+
+    def _print_tenth(self, done: int, total: int) -> None:
+        tenths, before = LINES * done // max(total, 1), self._tenths
+        self._tenths = tenths  # fewer than before: another piece of work has begun
+        if before < tenths < LINES:
+            say(f"{self._what}: {self.amount(done, total)}")
 
     def is_long(self, total: int) -> bool:
         """Return True if the work is long enough for a bar."""

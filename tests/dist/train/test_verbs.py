@@ -1,5 +1,6 @@
 """``fullshard evaluate`` and ``predict`` through the command line: own ranks, a finished run, standard input."""
 
+import csv
 import json
 import os
 import pty
@@ -86,6 +87,26 @@ def test_predictions_have_the_format_of_the_suffix_and_survive_head(run, tmp_pat
     assert done.returncode in (0, 141), "141 where head ended before the last rows were written"
     assert "Traceback" not in (tmp_path / "err").read_text()
     assert "Broken" not in (tmp_path / "err").read_text()
+
+
+def test_predictions_for_a_table_keep_its_columns_and_its_delimiter(run, tmp_path):
+    rows = tmp_path / "rows.csv"
+    rows.write_text("id;text;note\n007;where is my card;a,b\n8;;empty\n9;i lost it;\n")
+    done = call("predict", str(run), str(rows), "-o", str(tmp_path / "out.csv"))
+    assert done.returncode == 0, done.stderr
+    with (tmp_path / "out.csv").open(newline="") as file:
+        found = list(csv.DictReader(file, delimiter=";"))
+    assert list(found[0]) == ["id", "text", "note", "prediction", "problem", "truncated"]
+    made = [row.pop("prediction") for row in found]
+    assert [list(row.values())[:4] for row in found] == [
+        ["007", "where is my card", "a,b", ""],
+        ["8", "", "empty", "column 'text' is empty"],
+        ["9", "i lost it", "", ""],
+    ]
+    printed = [json.loads(line) for line in call("predict", str(run), str(rows)).stdout.splitlines()]
+    assert [row["prediction"] or "" for row in printed] == made
+    assert [row.get("truncated", False) for row in printed] == [row["truncated"] == "true" for row in found]
+    assert list(printed[0].items())[:4] == [*list(found[0].items())[:3], ("prediction", made[0])]
 
 
 def test_a_table_that_is_not_utf_8_is_predicted_and_measured_or_refused(run, tmp_path):

@@ -5,10 +5,15 @@ import io
 import json
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
+from fullshard.data import SourceSpec, read_inputs
 from fullshard.errors import ConfigError
-from fullshard.launch.programs.row_file import RowWriter, require_suffix
+from fullshard.launch.programs.row_file import RecordColumns, RowWriter
+from fullshard.launch.programs.row_formats import require_suffix
+from fullshard.train.evaluation.predict import RowPrediction
 
 ROWS = [
     {"input": 'a, "b"\tc', "prediction": "zwei\nZeilen"},
@@ -55,3 +60,133 @@ def test_a_suffix_that_is_not_written_is_refused():
         require_suffix(Path(name))
     with pytest.raises(ConfigError, match=r"-o o.parquet: predictions are written as .jsonl, .json, .* got .parquet"):
         require_suffix(Path("o.parquet"))
+
+
+# The columns of the rows
+
+
+def predicted(path, suffix, spec=None):
+    """The file that is written for a file of rows, where a prediction is its source in capitals."""
+    table = read_inputs(path, spec or SourceSpec(source_column="text"))
+    columns = RecordColumns.of(table, same_format=path.suffix == suffix)
+    out = io.StringIO(newline="")
+    writer = RowWriter(out, suffix, columns)
+    for row in table.rows:
+        text = row.source.upper() if row.problem is None else None
+        writer.write([columns.record(row, RowPrediction(row.source, text, row.problem, cut="cut" in row.source))])
+    writer.end()
+    out.getvalue().encode()  # it can be written
+    return out.getvalue(), columns
+
+
+TABLE = [
+    {"id": "007", "text": 'say "hi"; bye', "note": "a,b"},
+    {"id": "2", "text": "line\nbreak\tcut", "note": ""},
+    {"id": "3", "text": "", "note": "no text"},
+]
+MADE = [
+    {"prediction": 'SAY "HI"; BYE', "problem": "", "truncated": ""},
+    {"prediction": "LINE\nBREAK\tCUT", "problem": "", "truncated": "true"},
+    {"prediction": "", "problem": "column 'text' is empty", "truncated": ""},
+]
+
+
+def write_cells(path, delimiter, rows=TABLE):
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(rows[0]), delimiter=delimiter)
+        writer.writeheader()
+        writer.writerows(rows)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("name", "between", "suffix", "expected"),
+    [
+        ("rows.csv", ",", ".csv", ","),
+        ("rows.csv", ";", ".csv", ";"),
+        ("rows.csv", "\t", ".csv", "\t"),
+        ("rows.csv", "|", ".csv", "|"),
+        ("rows.tsv", "\t", ".tsv", "\t"),
+        ("rows.csv", ";", ".tsv", "\t"),
+        ("rows.tsv", "\t", ".csv", ","),
+    ],
+)
+def test_cells_of_the_rows_come_first_with_their_delimiter(name, between, suffix, expected, tmp_path):
+    text, _ = predicted(write_cells(tmp_path / name, between), suffix)
+    assert text.partition("\n")[0] == expected.join(["id", "text", "note", "prediction", "problem", "truncated"])
+    found = list(csv.DictReader(io.StringIO(text, newline=""), delimiter=expected))
+    assert found == [{**row, **made} for row, made in zip(TABLE, MADE, strict=True)]
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".json", ""])
+def test_objects_keep_their_values_and_the_notation_of_numbers(suffix, tmp_path):
+    lines = [
+        '{"id": 12345678901234567890, "text": "one", "score": 1.50, "tags": ["a", {"b": null}], "ok": true}',
+        '{"text": "two", "half": "\\ud83d", "id": 1e-7}',
+        "{broken",
+    ]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n".join(lines))
+    text, _ = predicted(path, suffix)
+    found = json.loads(text) if suffix == ".json" else [json.loads(line) for line in text.splitlines()]
+    assert found[:2] == [
+        {**json.loads(line), "prediction": made} for line, made in zip(lines, ["ONE", "TWO"], strict=False)
+    ]
+    assert (found[2]["prediction"], found[2].keys()) == (None, {"prediction", "problem"})
+    assert '"id": 12345678901234567890' in text
+    assert '"score": 1.50' in text
+
+
+def test_objects_become_cells_of_all_keys(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"text": "one", "n": 1.50, "tags": ["é", null]}\n{"text": "two", "more": false}\n')
+    text, _ = predicted(path, ".csv")
+    assert list(csv.reader(io.StringIO(text))) == [
+        ["text", "n", "tags", "more", "prediction", "problem", "truncated"],
+        ["one", "1.50", '["é", null]', "", "ONE", "", ""],
+        ["two", "", "", "false", "TWO", "", ""],
+    ]
+
+
+def test_columns_of_parquet_that_the_source_does_not_need_are_there(tmp_path):
+    path = tmp_path / "rows.parquet"
+    pq.write_table(pa.Table.from_pylist([{"id": 5, "text": "one", "vector": [0.5, 1.0]}]), path)
+    text, _ = predicted(path, ".jsonl")
+    assert json.loads(text) == {"id": 5, "text": "one", "vector": [0.5, 1.0], "prediction": "ONE"}
+
+
+def test_conversations_keep_their_turns(tmp_path):
+    row = {"id": 1, "messages": [{"role": "user", "content": "hi", "weight": 1}]}
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps(row))
+    text, _ = predicted(path, ".jsonl", SourceSpec())
+    assert json.loads(text) == {**row, "prediction": "USER: HI"}
+
+
+def test_names_that_the_rows_have_already_stay_theirs(tmp_path):
+    rows = [{"text": "one", "prediction": "old", "problem_2": "x", "problem": "y"}]
+    path = write_cells(tmp_path / "rows.csv", ",", rows)
+    text, columns = predicted(path, ".csv")
+    (found,) = csv.DictReader(io.StringIO(text))
+    assert found == {**rows[0], "prediction_2": "ONE", "problem_3": "", "truncated": ""}
+    assert [note.count("'prediction_2'") + note.count("'problem_3'") for note in columns.notes] == [1, 1]
+    assert predicted(path, ".txt")[0] == "ONE\n"
+
+
+def test_two_columns_of_one_name_keep_their_cells_and_broken_rows_what_they_have(tmp_path):
+    path = tmp_path / "rows.csv"
+    path.write_bytes(b"id,text,id\n1,one,2\n3\n4,caf\xe9,5\n")
+    text, _ = predicted(path, ".csv")
+    assert list(csv.reader(io.StringIO(text)))[:3] == [
+        ["id", "text", "id_2", "prediction", "problem", "truncated"],
+        ["1", "one", "2", "ONE", "", ""],
+        ["3", "", "", "", "the row has 1 cells, the header 3", ""],
+    ]
+    assert list(csv.reader(io.StringIO(text)))[3][:3] == ["4", "caf\\udce9", "5"]
+
+
+def test_lines_of_text_have_one_column(tmp_path):
+    path = tmp_path / "rows.txt"
+    path.write_text("one\n\n")
+    text, _ = predicted(path, ".csv")
+    assert text == "input,prediction,problem,truncated\none,ONE,,\n,,it is empty,\n"

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import math
+from collections.abc import Mapping
 from decimal import Decimal
 
 from fullshard.data.reading.bad_rows import UnusableRowError
-from fullshard.data.reading.tables import encoding_problem
+from fullshard.data.reading.tables import Number, encoding_problem
 
 
 def cell_text(name: str, cell: object) -> str:
@@ -18,6 +20,18 @@ def cell_text(name: str, cell: object) -> str:
     if isinstance(cell, (list, tuple)):
         return " ".join(text for item in cell if (text := _scalar_text(name, item, "a list with ")).strip())
     return _scalar_text(name, cell)
+
+
+def cell_json(cell: object) -> str:
+    """Return a cell as JSON, with numbers in the notation that they were read in; dates and the like become text."""
+    if isinstance(cell, Number):
+        return str(cell)
+    if isinstance(cell, Mapping):
+        pairs = (f"{json.dumps(str(key), ensure_ascii=False)}: {cell_json(one)}" for key, one in cell.items())
+        return f"{{{', '.join(pairs)}}}"
+    if isinstance(cell, (list, tuple)):
+        return f"[{', '.join(map(cell_json, cell))}]"
+    return json.dumps(cell, ensure_ascii=False, default=str)
 
 
 def cell_references(name: str, cell: object, *, join: bool) -> tuple[str, ...]:

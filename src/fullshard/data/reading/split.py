@@ -14,10 +14,10 @@ from fullshard.data.reading.columns import Recipe, choose, choose_sources
 from fullshard.data.reading.conversations import ConversationRecipe, find_conversations
 from fullshard.data.reading.holdout import Sides
 from fullshard.data.reading.kind import kind_note, kind_of
-from fullshard.data.reading.nested import columns_read, with_inner_names
+from fullshard.data.reading.nested import with_inner_names
 from fullshard.data.reading.opened import OpenedTable, texts_of
 from fullshard.data.reading.phrasebank import open_phrasebank
-from fullshard.data.reading.tables import CsvFile, JsonFile, JsonLinesFile, RowReader, unreadable
+from fullshard.data.reading.tables import CsvFile, JsonFile, JsonLinesFile, RowReader, distinct, unreadable
 from fullshard.data.reading.wikihow import list_files, read_wikihow
 from fullshard.errors import DataError
 
@@ -85,7 +85,7 @@ def read_sources(spec: SourceSpec, split: Split, *, from_text: bool = True) -> I
     ``from_text``: whether JSON text may be a conversation.
 
     Returns:
-        The rows in order, also those that cannot be used.
+        The rows in order with all their cells, also those that cannot be used.
 
     Raises:
         DataError: The table cannot be read or is empty, or the source columns are ambiguous.
@@ -103,14 +103,16 @@ def read_sources(spec: SourceSpec, split: Split, *, from_text: bool = True) -> I
         with with_inner_names(reader, columns):
             recipe = (choose_sources if by_name else choose)(spec, texts_of(columns, spec), reader.where)
     rows: list[InputRow] = []
-    for row in reader.rows(columns_read(recipe.columns, columns)):
+    for row in reader.rows(columns):
         try:
-            rows.append(recipe.input_row(row))
+            found = recipe.input_row(row)
         except UnusableRowError as problem:
-            rows.append(InputRow("", row.line, str(problem)))
+            found = InputRow("", row.line, str(problem))
+        rows.append(replace(found, cells=row.cells))
     if not rows:
         raise DataError(f"{reader.where} has a header but no rows: at least one row is needed.")
-    return InputTable(rows, (*reader.notes, *recipe.notes))
+    delimiter = reader.delimiter if isinstance(reader, CsvFile) else None
+    return InputTable(rows, (*reader.notes, *recipe.notes), distinct(columns), delimiter)
 
 
 def fingerprint(spec: SourceSpec, split: Split) -> str:

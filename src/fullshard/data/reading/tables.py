@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain, count
 from pathlib import Path
 from typing import Any, Literal, Protocol, TextIO
 
@@ -211,6 +212,15 @@ def plain_records(lines: Iterable[str], delimiter: str) -> Iterator[tuple[int, l
             yield number, text.split(delimiter)
 
 
+def distinct(names: Sequence[str]) -> tuple[str, ...]:
+    """Return names of which each comes once: further ones of a name have a number, as in ``id, id_2``."""
+    found: dict[str, None] = {}
+    for name in names:
+        numbered = (f"{name}_{number}" for number in count(2))
+        found[next(one for one in chain((name,), numbered) if one not in found)] = None
+    return tuple(found)
+
+
 class LineStarts:
     """The byte at which each line of a UTF-8 file starts, noted while the file is read once."""
 
@@ -270,6 +280,11 @@ class CsvFile:
         """What quotes are: ``csv``, they enclose cells, or ``none``, they are characters of the text."""
         return self._quotes.quoting if self._asked == "auto" else self._asked
 
+    @property
+    def delimiter(self) -> str:
+        """What separates its cells."""
+        return self._delimiter
+
     def columns(self) -> list[str]:
         """Return the header's names, without blanks around them."""
         with open_lines(self._path, self._encoding) as lines:
@@ -281,7 +296,7 @@ class CsvFile:
         with open_lines(self._path, self._encoding) as text:
             lines = text if self.starts is None else self.starts.noting(text)
             records = self._records(lines)
-            header = self._header(records)
+            header = distinct(self._header(records))
             for line, record in records:
                 if isinstance(record, csv.Error):
                     raise DataError(

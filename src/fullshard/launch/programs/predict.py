@@ -18,7 +18,7 @@ from fullshard.data import InputRow, describe_separator, encoding_of_rows, read_
 from fullshard.errors import ConfigError, DataError
 from fullshard.launch.messages import say
 from fullshard.launch.programs.rank import run_as_rank
-from fullshard.launch.programs.row_file import RowWriter
+from fullshard.launch.programs.row_file import RecordColumns, RowWriter
 from fullshard.launch.progress import WorkProgress
 from fullshard.launch.streams import UnreadOutputError
 from fullshard.models import is_causal, resolve_model
@@ -65,7 +65,10 @@ def _predict(options: argparse.Namespace, *, is_first: bool) -> None:
     comm = init_from_env()
     model, tokenizer, notes = load_trained(trained, comm)
     rows, about_text = _as_read(table.rows, config, model, tokenizer, run_of(directory), options)
-    for note in (*settings_notes(directory), *encoding_notes, *table.notes, *notes, *about_text) if is_first else ():
+    same_format = options.output is not None and options.output.suffix.lower() == options.file.suffix.lower()
+    columns = RecordColumns.of(table, same_format=same_format)
+    about = (*settings_notes(directory), *encoding_notes, *table.notes, *notes, *about_text, *columns.notes)
+    for note in about if is_first else ():
         say(note)
     unusable = [row for row in rows if row.problem is not None]
     if is_first and unusable:
@@ -74,11 +77,12 @@ def _predict(options: argparse.Namespace, *, is_first: bool) -> None:
             f"why. The first is line {unusable[0].line}: {unusable[0].problem}"
         )
     done = cut = 0
-    with _opened(options.output if is_first else None) as out, WorkProgress("predicting", shown=is_first) as progress:
+    output = options.output if is_first else None
+    with _opened(output, columns) as out, WorkProgress("predicting", shown=is_first) as progress:
         for written in predict(model, tokenizer, rows, config, comm):
             if is_first:
                 with _writing():
-                    out.write([one.as_dict() for one in written])
+                    out.write(list(map(columns.record, rows[done:], written)))
             done, cut = done + len(written), cut + sum(one.cut for one in written)
             progress(done, len(rows))
         if is_first:
@@ -162,17 +166,17 @@ def _given(values: dict[str, object]) -> dict[str, object]:
 
 
 @contextmanager
-def _opened(path: Path | None) -> Iterator[RowWriter]:
+def _opened(path: Path | None, columns: RecordColumns) -> Iterator[RowWriter]:
     """Open the file to write, in the format of its suffix, or yield JSON Lines on standard output."""
     if path is None:
-        yield RowWriter(sys.stdout, ".jsonl")
+        yield RowWriter(sys.stdout, ".jsonl", columns)
         return
     try:
         file = path.open("w", encoding="utf-8", newline="\n")
     except OSError as error:
         raise DataError(f"{path} cannot be written: {error}.") from error
     with file:
-        yield RowWriter(file, path.suffix)
+        yield RowWriter(file, path.suffix, columns)
 
 
 @contextmanager

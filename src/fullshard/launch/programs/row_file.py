@@ -3,43 +3,66 @@
 from __future__ import annotations
 
 import csv
-import json
 from collections.abc import Mapping, Sequence
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any, TextIO
 
-from fullshard.errors import ConfigError
+from fullshard.data import InputRow, InputTable, cell_json, distinct
+from fullshard.train.evaluation.predict import RowPrediction
 
-SUFFIXES = (".jsonl", ".json", ".csv", ".tsv", ".txt")
-"""Suffixes whose format is written; without a suffix it is JSON Lines."""
-
-_COLUMNS = ("input", "prediction", "problem", "truncated")
+FOUND = ("prediction", "problem", "truncated")
+"""What is written after the columns of a row."""
 
 Record = Mapping[str, Any]
 
 
-def require_suffix(path: Path) -> None:
-    """Check that the file's suffix names a format that can be written; any process.
+@dataclass(frozen=True)
+class RecordColumns:
+    """The columns of a record: those of the row, then what was found for it."""
 
-    Raises:
-        ConfigError: It does not.
-    """
-    if path.suffix and path.suffix.lower() not in SUFFIXES:
-        raise ConfigError(
-            f"-o {path}: predictions are written as {', '.join(SUFFIXES)}, by the file's suffix; got {path.suffix}."
-        )
+    row: tuple[str, ...] = ("input",)  # columns of the rows; of lines of text, one
+    found: tuple[str, ...] = FOUND  # names of :data:`FOUND` in the record
+    delimiter: str = ","  # between the cells of a .csv file
+
+    @classmethod
+    def of(cls, table: InputTable, *, same_format: bool) -> RecordColumns:
+        """Return the columns for a table; ``same_format`` if they are written in the format of the table."""
+        if not table.columns:
+            return cls()
+        # A column of the rows keeps its name, also where it is that of something found.
+        found = distinct((*table.columns, *FOUND))[len(table.columns) :]
+        return cls(table.columns, found, table.delimiter or "," if same_format else ",")
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All columns, in order."""
+        return (*self.row, *self.found)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """A line for the user for each name that the rows have already."""
+        renamed = [(old, new) for old, new in zip(FOUND, self.found, strict=True) if old != new]
+        return tuple(f"the rows have a column {old!r} already: the new one is {new!r}" for old, new in renamed)
+
+    def record(self, row: InputRow, made: RowPrediction) -> Record:
+        """Return the record of a row."""
+        values = made.as_dict()
+        cells = {"input": values["input"]} if self.row == ("input",) and not row.cells else row.cells
+        return {**cells, **{new: values[old] for old, new in zip(FOUND, self.found, strict=True) if old in values}}
 
 
 class RowWriter:
     """Writes records to an open text file: a line of JSON, an item of a list, a row of cells or a line of text each."""
 
-    def __init__(self, out: TextIO, suffix: str) -> None:
-        """Write to ``out`` in the format of ``suffix``; nothing is written yet."""
+    def __init__(self, out: TextIO, suffix: str, columns: RecordColumns | None = None) -> None:
+        """Write to ``out`` in the format of ``suffix``; nothing is written yet. No columns: those of lines of text."""
         self._out = out
         self._suffix = suffix.lower()
+        self._columns = columns or RecordColumns()
         self._cells: Any = None
         if self._suffix in (".csv", ".tsv"):
-            self._cells = csv.writer(out, delimiter="," if self._suffix == ".csv" else "\t", lineterminator="\n")
+            delimiter = self._columns.delimiter if self._suffix == ".csv" else "\t"
+            self._cells = csv.writer(out, delimiter=delimiter, lineterminator="\n")
         self._written = 0
 
     def write(self, records: Sequence[Record]) -> None:
@@ -66,16 +89,23 @@ class RowWriter:
     def _write(self, record: Record) -> None:
         if self._cells is not None:
             if not self._written:
-                self._cells.writerow(_COLUMNS)
-            self._cells.writerow([_cell(record.get(name)) for name in _COLUMNS])
+                self._cells.writerow(map(_encodable, self._columns.names))
+            self._cells.writerow([_encodable(_cell(record.get(name))) for name in self._columns.names])
         elif self._suffix == ".txt":
             # One line for each row: line breaks inside a text would shift all later rows.
-            self._out.write(" ".join((record["prediction"] or "").splitlines()) + "\n")
+            self._out.write(" ".join((record[self._columns.found[0]] or "").splitlines()) + "\n")
         else:
             before = "" if self._suffix != ".json" else ",\n" if self._written else "[\n"
             after = "" if self._suffix == ".json" else "\n"
-            self._out.write(before + json.dumps(record, ensure_ascii=False) + after)
+            self._out.write(before + _encodable(cell_json(record)) + after)
 
 
-def _cell(value: object) -> object:
-    return "true" if value is True else "" if value is None else value
+def _cell(value: object) -> str:
+    if value is None:
+        return ""
+    return str(value) if isinstance(value, str) else cell_json(value)
+
+
+def _encodable(text: str) -> str:
+    """Return a text with halves of characters as escapes: a cell of another encoding or of JSON may have them."""
+    return text if text.isascii() else text.encode("utf-8", "backslashreplace").decode()

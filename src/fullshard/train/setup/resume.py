@@ -450,12 +450,7 @@ def _read_values(path: Place) -> tuple[int, Mapping[str, Any]]:
         )
     # Checkpoints of older versions, which had only AdamW, tokenized first and knew quotes of CSV alone, do not name
     # these. Whether files without such quotes give other rows now is seen by the rows' hash.
-    older = {
-        "training.optimizer": "adamw",
-        "training.tf32": True,
-        "data.streaming": False,
-        "data.quoting": "auto",
-    }
+    older = {"training.optimizer": "adamw", "training.tf32": True, "data.streaming": False, "data.quoting": "auto"}
     settings = {**older, **values["settings"]}
     return index.step, {**values, **_added_values(path), "settings": settings}
 
