@@ -4,7 +4,8 @@ Once a second, each rank publishes how many collectives it has issued, the last 
 rank that has issued none for a while reads the others' beats. It names a rank that does not beat or is behind, with
 its stack. A rank is dead if its process stays stopped, or if it neither beats nor takes processor time for a while:
 then this rank fails, so that its launcher restarts all of them. A rank in a single long call of Python (a garbage
-collection, a tokenizer) does not beat either, but it takes processor time: it is slow.
+collection, a tokenizer) does not beat either, but it takes processor time: it is slow. One that waits in such a call,
+for a disk or a driver, takes none: it is given twice the time in a compile, a load or the first CUDA call.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from typing import NamedTuple
 
 from fullshard.comm.board import Board
 from fullshard.comm.flight_recorder import FlightRecorder
-from fullshard.comm.whereabouts import main_thread_stack, processor_ticks
-from fullshard.errors import ProcessGroupError
+from fullshard.comm.whereabouts import main_thread_long_call, main_thread_stack, processor_ticks
+from fullshard.errors import ConfigError, ProcessGroupError
 
 BEAT_S = 1.0
 """Interval of a rank's beats, in seconds."""
@@ -43,6 +44,9 @@ IDLE_S = 30.0
 FAR_S = 60.0
 """A silent process of another machine is dead after this long: its processor time cannot be read here."""
 
+LIMIT_VARIABLE = "FULLSHARD_SILENT_LIMIT_S"
+"""Environment variable with another number of seconds in place of both; doubled like these in a long call."""
+
 ASLEEP_S = 3.0
 """If this rank's check did not run for this long, it was stopped itself and knows nothing of the others."""
 
@@ -63,12 +67,14 @@ class Beat(NamedTuple):
         issued: Collectives that it has issued.
         call: The last of them as text; empty before the first.
         stack: Stack of its program, innermost frame last.
+        long: The compile, load, save or first CUDA call that it is in, during which it may not beat; else empty.
     """
 
     count: int
     issued: int
     call: str
     stack: str
+    long: str
 
 
 class _Other:
@@ -86,7 +92,12 @@ class Pulse:
     """Sends this rank's beats and evaluates the others'; one for each process, checked in the watchdog's thread."""
 
     def __init__(self, recorder: FlightRecorder, board: Board, fail: Callable[[ProcessGroupError], None]) -> None:
-        """Beat for the rank of ``recorder``; ``fail`` is called once, when another rank is dead."""
+        """Beat for the rank of ``recorder``; ``fail`` is called once, when another rank is dead.
+
+        Raises:
+            ConfigError: ``FULLSHARD_SILENT_LIMIT_S`` is set and not a number of seconds.
+        """
+        self._limits = _limits()
         self.recorder = recorder
         self._board = board
         self._fail = fail
@@ -114,7 +125,8 @@ class Pulse:
         self._beaten = now
         self._count += 1
         last = next(reversed(tuple(self.recorder.issued)), None)
-        beat = Beat(self._count, self._issued, "" if last is None else last.text(), main_thread_stack())
+        call = "" if last is None else last.text()
+        beat = Beat(self._count, self._issued, call, main_thread_stack(), main_thread_long_call())
         self._board.beat(json.dumps(beat))
         self._board.look()
         stuck = now - self._moved > STUCK_S and not self._failed
@@ -164,12 +176,32 @@ class Pulse:
             state = f"the process of rank {rank} ({pid}, on this machine) is stopped; `kill -CONT {pid}` continues it"
             return "stopped", state, now - other.stopped > STOPPED_S
         if silent_s > SILENT_S and self._board.silent_s() < SILENT_S:
-            state = f"rank {rank} has not beaten for {silent_s:.0f} s, because it is cut off or in one long call"
-            return "silent", state, silent_s > FAR_S if pid is None else min(silent_s, now - other.ran) > IDLE_S
+            inside = beat.long if beat is not None else ""
+            limit = self._limits[pid is None] * (2 if inside else 1)
+            state = (
+                f"rank {rank} has not beaten for {silent_s:.0f} s, because it is cut off or in one long call"
+                f"{f' ({inside})' if inside else ''}; it is given up after {limit:.0f} s without a beat"
+                f"{'' if pid is None else ' and without processor time'} ({LIMIT_VARIABLE} changes that)"
+            )
+            return "silent", state, (silent_s if pid is None else min(silent_s, now - other.ran)) > limit
         if beat is not None and beat.issued < self._issued:
             missing = next((call.text() for call in tuple(self.recorder.issued) if call.seq > beat.issued), "")
             return "behind", f"rank {rank} has issued {beat.issued} of {self._issued} collectives, not {missing}", False
         return "", "", False
+
+
+def _limits() -> tuple[float, float]:
+    """Return the seconds after which a silent rank of this machine, and one of another, is dead."""
+    given = os.environ.get(LIMIT_VARIABLE, "")
+    if not given:
+        return IDLE_S, FAR_S
+    try:
+        seconds = float(given)
+    except ValueError:
+        seconds = 0.0
+    if not SILENT_S < seconds < float("inf"):
+        raise ConfigError(f"{LIMIT_VARIABLE} must be a number of seconds above {SILENT_S:.0f}; got {given!r}.")
+    return seconds, seconds
 
 
 def end_process(error: ProcessGroupError) -> None:

@@ -21,7 +21,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from fullshard.comm.board import Board, Post, RankFailure
 from fullshard.comm.flight_recorder import Collective, FlightRecorder, divergence, divergence_text, named
@@ -61,6 +61,7 @@ _LOST = (
 
 _WHY_LENGTH = 500
 
+T = TypeVar("T")
 _log = logging.getLogger("fullshard")
 
 
@@ -93,8 +94,7 @@ class GroupWatch:
         self._since = 0.0
         self._published: Collective | None = None
         self._warned_slow = self._warned_silent = False
-        self._stamp, self._asked = 0, 0.0
-        self._answered = 0
+        self._stamp, self._answered, self._asked = 0, 0, 0.0
         self._outside: tuple[Place, float, bool] | None = None
         self._diverged_since: float | None = None
         self._verdict: str | None = None
@@ -207,8 +207,6 @@ class GroupWatch:
 
     def _others(self) -> Mapping[int, RankFailure]:
         failures = self._board.failures()
-        if self.recorder.rank not in failures:
-            return failures
         return {rank: failed for rank, failed in failures.items() if rank != self.recorder.rank}
 
     def _report(self, issued: int, origin: int, why: str) -> None:
@@ -439,6 +437,7 @@ class Watchdog:
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         self._left = False
+        self._told: weakref.WeakKeyDictionary[Watched, str] = weakref.WeakKeyDictionary()
 
     def add(self, watch: Watched) -> None:
         """Check ``watch`` while it is referenced elsewhere; starts the thread if there is none."""
@@ -460,14 +459,23 @@ class Watchdog:
         if not self._left:
             self._left = True
             for watch in self.watches():
-                watch.leave(error)
+                self._survive(watch, watch.leave, error)
 
     def _run(self) -> None:
         while not self._stop.wait(TICK_S):
             if not threading.main_thread().is_alive():  # other threads may keep the process alive for long
                 self.leave(_uncaught())
             for watch in self.watches():
-                watch.check(time.monotonic())
+                self._survive(watch, watch.check, time.monotonic())
+
+    def _survive(self, watch: Watched, action: Callable[[T], None], value: T) -> None:
+        """Call ``action``; its errors are reported and do not end the watch, without which a hang waits for ever."""
+        try:
+            action(value)
+        except Exception as error:
+            if self._told.get(watch) != (text := f"{type(error).__name__}: {error}"):  # once, not at each tick
+                self._told[watch] = text
+                _log.exception("The watch over ranks failed and goes on; a hang may be told late. Please report this.")
 
     def _end(self, pid: int) -> None:
         if os.getpid() != pid:  # a fork does not have these threads

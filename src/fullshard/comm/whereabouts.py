@@ -23,6 +23,17 @@ _TORCH_COLLECTIVES = frozenset({
 })  # fmt: skip
 """Collectives of torch that end only when every member of the group has joined."""
 
+_LONG_CALLS = {
+    "a compile": ("/torch/_dynamo/convert_frame.py", "/torch/_inductor/", "/triton/"),
+    "a load or save": (
+        "/transformers/modeling_utils.py",
+        "/torch/serialization.py",
+        "/fullshard/storage/",
+        "/fullshard/saving/",
+    ),
+}
+"""Parts of the names of files whose functions may hold the interpreter for long without processor time."""
+
 _SHOWN_FRAMES = 12
 
 _TORCH_FILE = dist.distributed_c10d.__file__
@@ -69,6 +80,18 @@ def main_thread_stack() -> str:
     frames = [] if frame is None else _outwards(frame)[:_SHOWN_FRAMES]
     lines = (f'  File "{one.f_code.co_filename}", line {one.f_lineno}, in {one.f_code.co_name}' for one in frames)
     return "\n".join(reversed([*lines]))
+
+
+def main_thread_long_call() -> str:
+    """Return the compile, load, save or first CUDA call that the main thread is in; empty if it is in none."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    for code in (one.f_code for one in (() if frame is None else _outwards(frame))):
+        if code.co_name == "_lazy_init" and code.co_filename.endswith("/torch/cuda/__init__.py"):
+            return "the first CUDA call"
+        for what, files in _LONG_CALLS.items():
+            if any(part in code.co_filename for part in files):
+                return what
+    return ""
 
 
 def _outwards(frame: FrameType) -> list[FrameType]:

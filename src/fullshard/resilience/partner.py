@@ -9,11 +9,13 @@ from __future__ import annotations
 import contextlib
 import hmac
 import json
+import logging
 import os
 import secrets
 import socket
 import struct
 import threading
+import time
 from pathlib import Path
 
 from fullshard.comm import Mesh
@@ -26,6 +28,8 @@ SECONDS = 120.0
 _TOKEN_BYTES = 32
 _HEAD = struct.Struct("!QQ")
 _STORED = b"1"
+
+_log = logging.getLogger("fullshard")
 
 
 class Partners:
@@ -86,7 +90,12 @@ class Partners:
         """Accept one connection after the other; runs in a thread."""
         with listener:
             while True:
-                line, _ = listener.accept()
+                try:
+                    line, _ = listener.accept()
+                except OSError as error:  # no descriptors left, say: the sender tries another time
+                    _log.warning("Snapshots of other machines cannot be received at present: %s.", error)
+                    time.sleep(1.0)
+                    continue
                 threading.Thread(target=self._receive, args=(line, token), daemon=True).start()
 
     def _receive(self, line: socket.socket, token: bytes) -> None:

@@ -11,7 +11,9 @@ from fullshard.comm import pulse
 from fullshard.comm.board import Board
 from fullshard.comm.flight_recorder import FlightRecorder
 from fullshard.comm.line import Line
-from fullshard.comm.pulse import ASLEEP_S, BEAT_S, FAR_S, IDLE_S, NAME_S, SILENT_S, STOPPED_S, Pulse
+from fullshard.comm.pulse import ASLEEP_S, BEAT_S, FAR_S, IDLE_S, LIMIT_VARIABLE, NAME_S, SILENT_S, STOPPED_S, Pulse
+from fullshard.comm.whereabouts import main_thread_long_call
+from fullshard.errors import ConfigError
 
 
 class Ranks:
@@ -106,6 +108,57 @@ def test_a_rank_of_another_machine_is_given_longer(monkeypatch):
     assert far.failed == []
     far.run(SILENT_S + 2, without=[1])
     assert len(far.failed) == 1
+
+
+def in_call(monkeypatch, what):
+    monkeypatch.setattr(pulse, "main_thread_long_call", lambda: what)
+
+
+@pytest.mark.parametrize("far", [False, True])
+@pytest.mark.parametrize("what", ["a compile", "a load or save", "the first CUDA call"])
+def test_a_rank_in_a_call_that_may_hold_the_interpreter_for_long_is_given_twice_the_time(monkeypatch, far, what):
+    in_call(monkeypatch, what)
+    ranks, limit = Ranks(monkeypatch, far=far), FAR_S if far else IDLE_S
+    ranks.issue(0, 1)
+    ranks.run(3)
+    ranks.issue(0)
+    ranks.run(2 * limit, without=[1])
+    assert ranks.failed == []
+    ranks.run(SILENT_S + 2, without=[1])
+    (error,) = ranks.failed
+    assert f"({what}); it is given up after {2 * limit:.0f} s" in str(error)
+
+
+@pytest.mark.parametrize("far", [False, True])
+def test_users_set_how_long_a_rank_may_be_silent(monkeypatch, far):
+    monkeypatch.setenv(LIMIT_VARIABLE, "300")
+    ranks = Ranks(monkeypatch, far=far)
+    ranks.issue(0, 1)
+    ranks.run(300, without=[1])
+    assert ranks.failed == []
+    ranks.run(SILENT_S + 2, without=[1])
+    assert f"after 300 s without a beat{'' if far else ' and without processor time'}" in str(ranks.failed[0])
+    assert LIMIT_VARIABLE in str(ranks.failed[0])
+
+
+@pytest.mark.parametrize("given", ["soon", "3", "-1", "nan", "inf"])
+def test_a_limit_that_is_no_number_of_seconds_is_refused(monkeypatch, given):
+    monkeypatch.setenv(LIMIT_VARIABLE, given)
+    with pytest.raises(ConfigError, match=f"{LIMIT_VARIABLE} must be a number of seconds above 3; got '{given}'"):
+        Ranks(monkeypatch)
+
+
+def test_a_beat_says_which_long_call_the_program_is_in(monkeypatch):
+    assert main_thread_long_call() == ""
+    calls = {
+        "a compile": ("/torch/_inductor/codecache.py", "load"),
+        "a load or save": ("/transformers/modeling_utils.py", "from_pretrained"),
+        "the first CUDA call": ("/torch/cuda/__init__.py", "_lazy_init"),
+    }
+    for what, (file, name) in calls.items():
+        scope = {"look": main_thread_long_call}
+        exec(compile(f"def {name}():\n    return look()\n", f"/site-packages{file}", "exec"), scope)
+        assert scope[name]() == what
 
 
 def test_a_rank_that_was_stopped_itself_blames_nobody(two):

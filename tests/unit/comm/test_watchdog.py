@@ -495,3 +495,41 @@ def test_a_place_is_the_line_of_the_users_program():
     assert place.text.startswith("test_watchdog.py:")
     assert place.text.endswith("(test_a_place_is_the_line_of_the_users_program)")
     assert place.members == ()
+
+
+class Faulty:
+    """A watch whose checks fail, and one that works, of the same thread."""
+
+    def __init__(self, errors):
+        self.errors, self.checks, self.left, self.done = iter(errors), 0, 0, threading.Event()
+
+    def check(self, now):
+        self.checks += 1
+        if self.checks > 6:
+            self.done.set()
+        if (error := next(self.errors, None)) is not None:
+            raise error
+
+    def leave(self, error):
+        self.left += 1
+        raise RuntimeError("the store is gone")
+
+    def is_cause_of(self, error):
+        return None
+
+
+def test_the_watch_survives_its_own_errors_and_reports_each_once(monkeypatch, caplog):
+    monkeypatch.setattr(watchdog, "TICK_S", 0.001)
+    one = watchdog.Watchdog()
+    again, other = ValueError("odd post"), KeyError("rank")
+    faulty, sound = Faulty([again, again, other, other, None]), Faulty([])
+    for watch in (faulty, sound):
+        one.add(watch)
+    assert all(watch.done.wait(10) for watch in (faulty, sound))
+    one.leave(None)
+    assert (faulty.left, sound.left) == (1, 1)
+    reports = [record for record in caplog.records if "The watch over ranks failed and goes on" in record.message]
+    texts = [str(record.exc_info[1]) for record in reports]
+    assert texts[:2] == ["odd post", "'rank'"]
+    assert texts[2:] == ["the store is gone"] * 2
+    one._end(os.getpid())
