@@ -10,7 +10,7 @@ from typing import Any
 
 from fullshard.cli.common import add_verb, load_program, require_model
 from fullshard.config import load_run
-from fullshard.errors import ConfigError, ModelError
+from fullshard.errors import ConfigError, DataError, ModelError
 from fullshard.launch import gpu_count
 
 PROGRAM = "fullshard.starter"
@@ -50,7 +50,7 @@ def run(options: argparse.Namespace) -> None:
 
     Raises:
         ConfigError: Standard input is not a terminal or has ended, or the run file exists and is kept.
-        DataError: The table cannot be used.
+        DataError: The table cannot be used, or with --yes its target is not clear.
         CheckpointError: The run file cannot be written.
     """
     asks, out = not options.yes, options.out
@@ -115,20 +115,26 @@ def _choose(starter: Any, look: Any, machine: Any, *, asks: bool) -> Any:
     if look.turns is not None:
         return starter.Choice((), "", _ask_model(starter, machine, model) if asks else _told(model))
     usual = look.by_name or ((look.likely_source,), look.likely_target)
+    names, against = [one.name for one in look.columns], look.speaking_against
+    if not asks and against:
+        raise DataError(
+            f"{look.path}: which columns are source and target? {' and '.join(map(repr, against))} may be meant as no "
+            f"target, so --yes does not guess. Its columns: {', '.join(map(repr, names))}. Answer the questions: "
+            f"fullshard init {look.path}. Or write a run file with data.source_column and data.target_column."
+        )
     if not asks:
         print(f"source: {' and '.join(usual[0])}; target: {usual[1]}; model: {model}")
         return starter.Choice(*usual, model)
-    names = [one.name for one in look.columns]
 
     def column(text: str) -> str:
         if text not in names:
             raise ValueError(f"Expected one of the columns {', '.join(names)}; got {text!r}.")
         return text
 
-    source = _ask("Which column does the model read?", usual[0][0], column)
+    source = _ask("Which column does the model read?", "" if against else usual[0][0], column)
     names.remove(source)
     likely = usual[1] if usual[1] in names else names[-1]
-    target = _ask("Which column does it write?", likely, column)
+    target = _ask("Which column does it write?", "" if against else likely, column)
     model = _ask_model(starter, machine, model)
     kept = (source, target) == (usual[0][0], usual[1])
     return starter.Choice(usual[0] if kept else (source,), target, model)
@@ -145,10 +151,11 @@ def _told(model: str) -> str:
 
 
 def _ask(question: str, usual: str, parse: Callable[[str], Any]) -> Any:
-    """Ask until the answer is valid; an empty answer means the default."""
+    """Ask until the answer is valid; an empty answer means the default, unless that is empty."""
+    default = f" [{usual}]" if usual else ""
     while True:
         try:
-            return parse(input(f"{question} [{usual}]: ").strip() or usual)
+            return parse(input(f"{question}{default}: ").strip() or usual)
         except ValueError as error:
             print(error)
 

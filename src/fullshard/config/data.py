@@ -37,8 +37,9 @@ class DataConfig(ConfigSection):
     stay together. With a few hundred rows the share may be off by half; the run prints the actual share. For a
     conversation, the turns before the first answer are hashed."""
     format: Literal["auto", "csv", "tsv", "jsonl", "json", "parquet", "wikihow", "phrasebank"] = "auto"
-    """Format of the files; auto: by their suffix, or by content where that is plainly another. wikihow: the authors'
-    wikihowAll.csv or wikihowSep.csv; phrasebank: FinancialPhraseBank's Sentences_*Agree.txt or its JSON Lines form."""
+    """Format of the files; auto: by their suffix, or by the content where that is plainly another. wikihow: the
+    authors' wikihowAll.csv or wikihowSep.csv; phrasebank: FinancialPhraseBank's Sentences_*Agree.txt or its JSON Lines
+    form."""
     encoding: str = "utf-8"
     """Encoding of text files; a byte-order mark is removed. phrasebank is read as ISO-8859-1 if it is not UTF-8."""
     delimiter: str | None = None

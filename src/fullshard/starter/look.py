@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
 from fullshard.data.examples import SourceSpec
 from fullshard.data.reading.bad_rows import UnusableRowError
-from fullshard.data.reading.columns import KNOWN_SHAPES, choose
+from fullshard.data.reading.columns import KNOWN_SHAPES, choose, header_note, is_no_target, leaves_open, left_out_note
 from fullshard.data.reading.conversations import find_conversations
 from fullshard.data.reading.delimiter import find_delimiter
 from fullshard.data.reading.encoding import Encoding, find_encoding
@@ -64,6 +64,16 @@ class Look:
         return recipe.sources, recipe.target
 
     @property
+    def speaking_against(self) -> tuple[str, ...]:
+        """Columns whose names speak against the likely target, so that it must be asked for; empty: it is clear."""
+        if is_no_target(self.likely_target):
+            return (self.likely_target,)
+        texts = [one for one in self.columns if not one.is_code and not one.is_number and one.mean >= _LONG]
+        doubtful = [one for one in self.columns if leaves_open(one.name)]
+        is_clear = self.by_name is not None or len({*texts, *doubtful}) < 3
+        return () if is_clear else tuple(one.name for one in doubtful)
+
+    @property
     def likely_source(self) -> str:
         """The column that is most likely the model's input."""
         return self.by_name[0][0] if self.by_name else self._likely[0]
@@ -115,7 +125,7 @@ def look_at(path: Path) -> Look:
     names = reader.columns()
     if talk := find_conversations(reader, names, SourceSpec(train_file=path), completed=True):
         rows = sum(1 for _ in reader.rows([talk.turns]))
-        return Look(path, kind, encoding, delimiter, rows, (), talk.turns, reader.notes)
+        return Look(path, kind, encoding, delimiter, rows, (), talk.turns, (*reader.notes, *talk.notes))
     inner = nested_names(reader, names)
     if len(set(inner)) < 2:
         raise DataError(
@@ -131,7 +141,24 @@ def look_at(path: Path) -> Look:
     if not rows:
         raise DataError(f"{path} has a header but no rows: at least one row is needed.")
     columns = tuple(_column(name, found) for name, found in texts.items())
-    return Look(path, kind, encoding, delimiter, rows, columns, notes=reader.notes)
+    notes = (*reader.notes, *_header_notes(kind, texts))
+    look = Look(path, kind, encoding, delimiter, rows, columns, notes=notes)
+    left = None if look.by_name is None else left_out_note((*look.by_name[0], look.by_name[1]), names)
+    return look if left is None else replace(look, notes=(*notes, left))
+
+
+def _header_notes(kind: str, texts: Mapping[str, Sequence[str]]) -> tuple[str, ...]:
+    """Return a message if a header looks like a row: by its names, or because they are among their columns' texts."""
+    if kind not in ("csv", "tsv"):
+        return ()
+    note, found = header_note(list(texts)), [name for name, cells in texts.items() if name in cells]
+    if note is None and found:
+        listed = ", ".join(map(repr, found))
+        note = (
+            f"the header looks like a row: {listed} is also a cell below. If the file has no line with the columns' "
+            "names, add one: its first row is not used otherwise."
+        )
+    return () if note is None else (note,)
 
 
 def _text(row: Row, name: str) -> str:

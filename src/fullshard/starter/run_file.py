@@ -146,6 +146,7 @@ def _data(look: Look, choice: Choice, rows: Rows, out: Path) -> list[str]:
         lines += [f"  target_column: {_quoted(choice.target)}"]
     else:
         lines += [f"  # source is {' and '.join(choice.sources)}, target is {choice.target}: chosen by their names"]
+        lines += [f"{unused.replace(chr(10), ' ')}"] if unused else []
     if rows.fraction is not None:
         lines.append(f"  validation_fraction: {rows.fraction}  # {rows.held_out:,} rows; or validation_file: a file")
     if rows.unusable:

@@ -63,6 +63,80 @@ _WIKIHOW_COLUMNS = {"headline", "title", "text"}
 _FURTHER_INPUTS = ("input", "context")
 """Second source columns of known shapes, which may be empty or missing in a row."""
 
+_NO_TARGETS = frozenset(
+    (
+        "chosen",
+        "rejected",
+        "dispreferred",
+        "suggestion",
+        "suggestions",
+        "suggested",
+        "negative",
+        "negatives",
+        "distractor",
+        "distractors",
+        "incorrect",
+        "wrong",
+        "prediction",
+        "predictions",
+        "predicted",
+        "draft",
+        "context",
+        "contexts",
+        "history",
+    )
+)
+"""Words in names of columns that speak against a column being the target, or leave open which one is."""
+
+_KNOWN_INPUTS = ("history", "system", "system_prompt", "tools", "context", "input")
+"""Columns that known tables give to the model beside the source."""
+
+_LONGEST_NAME = 60
+
+
+def leaves_open(name: str) -> bool:
+    """Return whether a column's name speaks against it being the target and for others like it, as ``rejected``."""
+    words = re.split(r"[\W\d_]+", name.lower())
+    return not _NO_TARGETS.isdisjoint(words)
+
+
+def is_no_target(name: str) -> bool:
+    """Return whether a column's name speaks against it being the target: of a known source, or :func:`leaves_open`."""
+    sources = {source for sources, _ in KNOWN_SHAPES for source in sources}
+    return leaves_open(name) or name.lower() in sources - _TARGETS
+
+
+def left_out_note(used: Iterable[str], columns: Sequence[str]) -> str | None:
+    """Return a message about known inputs among a table's columns that are not used; None: there are none."""
+    names = {name.lower() for name in used}
+    left = [name for name in columns if name.lower() in _KNOWN_INPUTS and name.lower() not in names]
+    if not left:
+        return None
+    listed = " and ".join(map(repr, left))
+    return (
+        f"{listed} {'is' if len(left) == 1 else 'are'} not used: data.template joins columns into the source; earlier "
+        "turns and system turns are read from conversations, such as a column messages."
+    )
+
+
+def header_note(names: Sequence[str]) -> str | None:
+    """Return a message about a header whose names look like the cells of a row; None: they do not."""
+    odd = [name for name in names if _is_number(name) or len(name) > _LONGEST_NAME or name.endswith((".", "!", "?"))]
+    if not odd:
+        return None
+    return (
+        f"the header looks like a row: {', '.join(map(repr, odd))}. If the file has no line with the columns' names, "
+        "add one: its first row is not used otherwise."
+    )
+
+
+def _is_number(name: str) -> bool:
+    try:
+        float(name)
+    except ValueError:
+        return False
+    return True
+
 
 @dataclass(frozen=True)
 class Recipe:
@@ -135,7 +209,8 @@ def choose(spec: SourceSpec, columns: Sequence[str], where: str) -> Recipe:
         sources, target, how = _choose_by_name(spec, columns, where)
         fill, optional = _known_fill(sources), _optional(sources)
         source = f"source is {' and '.join(map(repr, sources))}"
-        note = (f"{where}: {source}, target is {target!r}, {how}",)
+        also = (left_out_note((*sources, target), columns), header_note(columns) if how == _BY_ORDER else None)
+        note = (f"{where}: {source}, target is {target!r}, {how}", *(f"{where}: {one}" for one in also if one))
         return _checked(spec, Recipe(sources, target, fill, optional, notes=note), columns, where)
     target = spec.target_column
     if target is None:
@@ -269,6 +344,7 @@ def _choose_by_name(spec: SourceSpec, columns: Sequence[str], where: str) -> tup
         and len(columns) == 2
         and columns[1] in unknown
         and (len(unknown) == 2 or columns[0].lower() in _SOURCES)
+        and not all(map(leaves_open, columns))  # two answers, one of them rejected
     ):
         return (columns[0],), columns[1], _BY_ORDER
     largest = [shape for shape in fitting if not any(_columns_of(shape) < _columns_of(other) for other in fitting)]

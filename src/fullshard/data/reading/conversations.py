@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from fullshard.data.examples import Conversation, Example, InputRow, SourceSpec, Turn, turn_text
 from fullshard.data.reading.bad_rows import UnusableRowError
+from fullshard.data.reading.columns import left_out_note
 from fullshard.data.reading.nested import as_json, cell_of, column_of, columns_read
 from fullshard.data.reading.tables import Number, Row, RowReader, encoding_problem
 from fullshard.errors import DataError
@@ -47,7 +48,8 @@ class ConversationRecipe:
     system: str | None  # column of the system's turn for conversations without one, or None
     tools: str | None  # column of the tools' descriptions, or None
     train_on: Literal["assistant", "last"]  # which of the assistant's turns are learned
-    notes: tuple[str, ...] = ()  # none: the note on conversations needs all rows; see :func:`conversation_note`
+    # on columns left out; the note on conversations needs all rows: see :func:`conversation_note`
+    notes: tuple[str, ...] = ()
 
     @property
     def columns(self) -> list[str]:
@@ -142,7 +144,9 @@ def find_conversations(
         looked_at = islice(reader.rows(columns_read(chosen, columns)), _LOOKED_AT)
         if any(all(_has_turns(row, name, is_plain=is_plain) for name in chosen) for row in looked_at):
             completion = chosen[1] if len(chosen) == 2 and completed else None
-            return ConversationRecipe(chosen[0], completion, names.get("system"), names.get("tools"), spec.train_on)
+            found = ConversationRecipe(chosen[0], completion, names.get("system"), names.get("tools"), spec.train_on)
+            left = left_out_note(found.columns, columns)
+            return replace(found, notes=(f"{reader.where}: {left}",) if left else ())
     return None
 
 
