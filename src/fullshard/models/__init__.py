@@ -22,6 +22,7 @@ from fullshard.models.build import (
     train_tokenizer as train_tokenizer,
 )
 from fullshard.models.compile import compile_blocks as compile_blocks, uncompiled as uncompiled
+from fullshard.models.decoder_inputs import decoder_inputs as decoder_inputs
 from fullshard.models.hub import (
     card_metadata as card_metadata,
     resolve_model as resolve_model,
@@ -38,6 +39,7 @@ from fullshard.models.loss import (
 )
 from fullshard.models.own_loss import (
     RouterLoss as RouterLoss,
+    require_left_to_right as require_left_to_right,
     require_plain_loss as require_plain_loss,
     router_loss as router_loss,
 )

@@ -56,6 +56,27 @@ _TERMS = {
 }
 """Coefficients in the configuration, and the outputs of forward that they multiply; ``_BALANCE`` for other types."""
 
+_BOTH_WAYS = frozenset(
+    (
+        "bert",
+        "bert-generation",
+        "big_bird",
+        "camembert",
+        "data2vec-text",
+        "electra",
+        "ernie",
+        "megatron-bert",
+        "rembert",
+        "roberta",
+        "roberta-prelayernorm",
+        "roformer",
+        "xlm-roberta",
+        "xlm-roberta-xl",
+        "xmod",
+    )
+)
+"""Model types that read their input in both directions unless ``is_decoder`` is set; a test looks at every type."""
+
 
 @dataclass(frozen=True)
 class RouterLoss:
@@ -145,3 +166,24 @@ def require_plain_loss(config: PreTrainedConfig) -> None:
             f"prophetnet's own loss has label smoothing (eps: {config.eps:g}), which is not trained here. Set eps: 0 "
             "in the model's configuration, and training.label_smoothing_factor."
         )
+
+
+def require_left_to_right(config: PreTrainedConfig) -> None:
+    """Refuse a decoder-only model that sees the tokens that it is to predict; any process.
+
+    Transformers registers it for causal language modelling all the same.
+
+    Raises:
+        ConfigError: Its attention goes in both directions.
+    """
+    kind, remedy = config.model_type, "Use a model of another type."
+    if kind == "xlnet" or (kind == "xlm" and not config.causal):
+        remedy = remedy if kind == "xlnet" else "Set causal: true in the model's configuration."
+    elif kind in _BOTH_WAYS and not config.is_decoder:
+        remedy = "Set is_decoder: true in the model's configuration."
+    else:
+        return
+    raise ConfigError(
+        f"A {kind} model with this configuration reads its input in both directions: it would see the tokens that it "
+        f"is to predict, and write nothing useful. {remedy}"
+    )

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fullshard.errors import ModelError
+from fullshard.models.decoder_inputs import decoder_inputs
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -96,7 +97,7 @@ def packed_inputs(model: PreTrainedModel, rows: PackedRows) -> dict[str, Any]:
         mask = _causal(_same(segments, segments))
         return {**inputs, "attention_mask": _additive(mask, dtype), "position_ids": rows.positions_BS}
     both = torch.cat([_same(segments, segments), _same(targets, segments)], dim=1)
-    shifted = model.prepare_decoder_input_ids_from_labels(labels=rows.labels_BT)  # type: ignore[operator]
+    shifted = decoder_inputs(model, rows.labels_BT)
     begins = torch.ones_like(targets, dtype=torch.bool)
     begins[:, 1:] = targets[:, 1:] != targets[:, :-1]
     return {

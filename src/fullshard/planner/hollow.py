@@ -42,6 +42,11 @@ from fullshard.planner.limit import spend
 from fullshard.planner.meter import Meter
 from fullshard.planner.work import IN_PLACE
 
+
+class UnplannedStepError(ModelError):
+    """A step that cannot be run without values: the plan is at its limit, the step itself may be right."""
+
+
 _OPERATORS_A_CHECK = 64
 """Operators from one look at the limit to the next: some milliseconds."""
 
@@ -261,7 +266,7 @@ class HollowMode(TorchDispatchMode):
                 return self._run(func, (args[0], self._places(args[1])), kwargs)
             raise _unknown(func) from error
         except UnsupportedOperatorException as error:
-            raise ModelError(
+            raise UnplannedStepError(
                 f"The plan cannot follow {func}: torch does not know the shape of its result without computing it. "
                 "Plan the model without the module that calls it."
             ) from error
@@ -408,8 +413,8 @@ def _way_of(func: Any) -> Callable[[HollowMode, Any, Any, Any], Any] | None:
     return HollowMode._viewed if is_view or torch.Tag.inplace_view in func.tags else None
 
 
-def _unknown(func: Any) -> ModelError:
-    return ModelError(
+def _unknown(func: Any) -> UnplannedStepError:
+    return UnplannedStepError(
         f"The model or its loss reads a number that has to be computed ({func}), but a plan computes shapes, not "
         "values. Leave that out of the planned step, or make it depend only on the batch's whole numbers."
     )

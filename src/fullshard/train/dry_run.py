@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
@@ -12,11 +13,14 @@ from fullshard.comm import Work
 from fullshard.config import RunConfig
 from fullshard.data import padding_share
 from fullshard.engine import UnitTable, units
-from fullshard.errors import InvariantError
+from fullshard.errors import InvariantError, ModelError, UserError
 from fullshard.models import require_fp16_fit
 from fullshard.models.kind import known_kind
+from fullshard.planner import UnplannedStepError
+from fullshard.saving.full import check_saving
 from fullshard.sizes import format_bytes
 from fullshard.storage import file_system
+from fullshard.train.plan import try_step
 from fullshard.train.reporting.trackers import tracker_sinks
 from fullshard.train.run.assemble import make_evaluation
 from fullshard.train.setup.advice import advice
@@ -24,7 +28,7 @@ from fullshard.train.setup.data_plan import make_plan, mixture_notes
 from fullshard.train.setup.learning_rate import learning_rate_schedule
 from fullshard.train.setup.model import UnreadWeights, outline_model, own_loss, refuses_fp16, shard_model
 from fullshard.train.setup.optimizers import expected_state_bytes
-from fullshard.train.setup.prepare import Progress, prepare, prepare_tokenizer
+from fullshard.train.setup.prepare import Prepared, Progress, prepare, prepare_tokenizer
 from fullshard.train.setup.quantization import quantization_notes, require_kernels
 
 if TYPE_CHECKING:
@@ -124,7 +128,7 @@ class DryRun:
 
 
 def dry_run(config: RunConfig, world_size: int, progress: Progress = lambda what, done, total: None) -> DryRun:
-    """Do everything that a run does before its first step, without ranks and without weights; one process.
+    """Do everything that a run does before its first step, take the step, and save; without ranks, weights or files.
 
     Raises:
         UserError: Data, tokenizer, model or settings cannot be used.
@@ -138,6 +142,8 @@ def dry_run(config: RunConfig, world_size: int, progress: Progress = lambda what
         file_system(config.training.checkpoints_to)  # checks for its package; the store itself is not contacted
     model = lay_out(config, data.tokenizer, world_size)
     table = units(model)
+    untried = _tried(config, data, world_size)
+    check_saving(model, data.tokenizer)
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     root, *blocks = table.rows
     largest = sorted((row.gathered_bytes for row in blocks), reverse=True)[:2]
@@ -158,8 +164,35 @@ def dry_run(config: RunConfig, world_size: int, progress: Progress = lambda what
             *own_loss(model, config)[1],
             *quantization_notes(config),
             *advice(config, data, plan, world_size),
+            *untried,
         ),
     )
+
+
+def _tried(config: RunConfig, data: Prepared, world_size: int) -> tuple[str, ...]:
+    """Take the run's first step without memory; return a note if it cannot be taken that way.
+
+    Raises:
+        UserError: The step would fail.
+    """
+    try:
+        try_step(config, data, world_size)
+    except UnplannedStepError as error:
+        return (f"the first step was not tried: {error}",)
+    except UserError:
+        raise
+    except Exception as error:  # whatever transformers, peft or the user's model raise in a forward
+        raise ModelError(
+            f"The first step would fail in {_place(error)}: {type(error).__name__}: {error}. Change the settings that "
+            "lead there, such as the adapter's options, or use another model."
+        ) from error
+    return ()
+
+
+def _place(error: Exception) -> str:
+    """Return the file and line that raised an error."""
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{frame.filename}:{frame.lineno}"
 
 
 def lay_out(config: RunConfig, tokenizer: PreTrainedTokenizerBase, world_size: int, rank: int = 0) -> nn.Module:

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from fullshard.data import IGNORED_LABEL, Batch
-from fullshard.models import PLAIN, Objective, RouterLoss, model_loss
+from fullshard.models import PLAIN, Objective, RouterLoss, decoder_inputs, model_loss
 from fullshard.models.packing import PackedRows, packed_inputs
 
 if TYPE_CHECKING:
@@ -38,8 +38,7 @@ def model_inputs(model: PreTrainedModel, batch: Batch, *, causal: bool) -> dict[
     inputs = {"input_ids": batch.input_ids_BS, "attention_mask": batch.attention_mask_BS, "use_cache": False}
     if causal:
         return inputs
-    shifted = model.prepare_decoder_input_ids_from_labels(labels=batch.labels_BT)  # type: ignore[operator]
-    return {**inputs, "decoder_input_ids": shifted}
+    return {**inputs, "decoder_input_ids": decoder_inputs(model, batch.labels_BT)}
 
 
 def loss_sum(

@@ -190,6 +190,22 @@ def plan_prepared(  # noqa: PLR0913 (each caller needs another part)
     )
 
 
+def try_step(config: RunConfig, data: Prepared, world_size: int) -> None:
+    """Take the run's first step with its shortest row as rank 0, without memory; one process, without weights.
+
+    Raises:
+        UnplannedStepError: The step depends on values.
+        Exception: Whatever the step raises.
+    """
+    shortest = int(np.argmin(np.asarray(data.train_set.lengths)))
+    spec = replace(collate_spec(data.tokenizer, causal=data.causal), packed=config.training.packing)
+    batch = collate([RowRef(shortest)], data.train_set, spec)
+    # Compiled blocks compute what the others do, and a plan cannot follow them.
+    config = config.model_copy(update={"training": config.training.model_copy(update={"torch_compile": False})})
+    build = partial(_build, config, data, [[batch]], None, _Told(lambda done, total: None, 0), first=0)
+    rehearse_on(build, 0, world_size, None, timed=False)
+
+
 def draw_plan(config: RunConfig, data: Prepared, plan: RunPlan) -> Course:
     """Return the course of the fullest step of ``plan``, which :func:`plan_prepared` returned for this run."""
     told = _Told(lambda done, total: None, 0)

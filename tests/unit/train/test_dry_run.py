@@ -7,7 +7,8 @@ import pytest
 from fullshard import units
 from fullshard.config import RunConfig
 from fullshard.engine.setup import wrap as wrapping
-from fullshard.errors import UserError, WrapError
+from fullshard.errors import CheckpointError, ModelError, UserError, WrapError
+from fullshard.saving import full
 from fullshard.testing import run_ranks
 from fullshard.train.dry_run import dry_run, inspect_units
 from fullshard.train.run.assemble import assemble
@@ -101,3 +102,44 @@ def test_a_dry_run_refuses_what_the_run_would_refuse_before_its_first_step(tmp_p
 
 def test_shards_in_host_memory_are_laid_out_as_others(tmp_path):
     assert inspect_units(config(tmp_path, sharding__cpu_offload=True), 2) == inspect_units(config(tmp_path), 2)
+
+
+def with_adapter(directory, model, **options):
+    """The settings of LoRA over a directory's model."""
+    new = config(directory, model={"config": model, "tokenizer": {"vocab_size": 60}})
+    tokenizer = prepare_tokenizer(new)
+    make_model(new, tokenizer).save_pretrained(directory / "model")
+    tokenizer.save_pretrained(directory / "model")
+    adapter = {"type": "lora", "options": options}
+    return config(directory, model={"path": str(directory / "model"), "adapter": adapter}, sharding__wrap="none")
+
+
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True` and a tied layer")
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"trainable_token_indices": [5, 6]},
+        {"modules_to_save": ["embed_tokens"], "ensure_weight_tying": True},
+        {"bias": "all"},
+    ],
+)
+def test_an_adapter_is_tried_and_saved_too(tmp_path, options):
+    found = dry_run(with_adapter(tmp_path, LLAMA | {"tie_word_embeddings": True}, **options), 2)
+    assert "ready for the first step" in str(found)
+    assert not any("was not tried" in note for note in found.notes)
+
+
+def test_an_adapter_whose_first_step_fails_in_peft_is_not_called_ready(tmp_path):
+    # peft 0.21 replaces the embeddings of an encoder-decoder by a linear layer, which token ids do not fit
+    settings_ = with_adapter(tmp_path, MODEL, modules_to_save=["lm_head"], ensure_weight_tying=True)
+    with pytest.raises(ModelError, match=r"The first step would fail in .*: RuntimeError"):
+        dry_run(settings_, 2)
+
+
+def test_an_adapter_that_cannot_be_saved_is_not_called_ready(tmp_path, monkeypatch):
+    def refuse(names, config):
+        raise CheckpointError("The model has single trained tokens.")
+
+    monkeypatch.setattr(full, "adapter_names", refuse)
+    with pytest.raises(CheckpointError, match="single trained tokens"):
+        dry_run(with_adapter(tmp_path, LLAMA), 2)

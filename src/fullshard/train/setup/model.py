@@ -31,6 +31,7 @@ from fullshard.models import (
     is_causal,
     load_model,
     require_fp16_fit,
+    require_left_to_right,
     require_plain_loss,
     resolve_model,
     router_loss,
@@ -209,6 +210,7 @@ def _changed(model: PreTrainedModel, config: RunConfig, device: torch.device) ->
     elif (fuses or config.sharding.tables != "gather") and not quantised and can_fuse(model):
         fuse_head(model, fuses=fuses)
     require_plain_loss(model.config)
+    require_left_to_right(model.config)
     require_quantizable(model, config)
     return model
 
