@@ -114,9 +114,12 @@ def _require_parameters(adapted: Any, config: Any, buffers: set[int]) -> None:
             "has memory of its own, so they would drift apart. Train the table itself (modules_to_save: "
             "[embed_tokens], with ensure_weight_tying), or take the embeddings out of target_modules."
         )
-    parameters = {name for name, _ in adapted.named_parameters(remove_duplicate=False)}
-    state = adapted.state_dict(keep_vars=True)
-    kept = [name for name, tensor in state.items() if name not in parameters and id(tensor) not in buffers]
+    kept = [
+        f"{path}.{key}"
+        for path, module in adapted.named_modules()
+        for key, buffer in module._buffers.items()
+        if buffer is not None and id(buffer) not in buffers and key not in module._non_persistent_buffers_set
+    ]
     if kept:
         raise ModelError(
             f"model.adapter.options: this adapter changes {len(kept)} buffers in its forward, such as {kept[0]}. Each "

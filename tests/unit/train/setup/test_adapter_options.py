@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 from fullshard import save
 from fullshard.errors import ModelError, UserError
 from fullshard.models import train_tokenizer
+from fullshard.saving.export import ExportOptions, choose_checkpoint, export
 from fullshard.train.setup.model import outline_model, prepare_model
 from support.adapter_steps import (
     GPT2,
@@ -23,6 +24,7 @@ from support.adapter_steps import (
     weights_of,
     write_base,
 )
+from support.interrupted_run import OFTEN, run
 
 pytestmark = [pytest.mark.parity, pytest.mark.filterwarnings("ignore")]  # peft warns of nearly every option
 
@@ -269,3 +271,29 @@ def test_the_settings_are_as_given_after_peft_has_read_them(bases, tokenizer):
     before = config.model_dump_json()
     prepare_model(config, tokenizer)
     assert config.model_dump_json() == before
+
+
+@pytest.mark.usefixtures("unmetered")
+@pytest.mark.parametrize(
+    "options",
+    [{"modules_to_save": ["embed_tokens"], "ensure_weight_tying": True}, {"trainable_token_indices": [5, 6]}],
+    ids=["tied", "tokens"],
+)
+def test_a_checkpoint_is_exported_as_the_model_is_saved(bases, tmp_path, options):
+    adapter = {"type": "lora", "r": 2, "options": options}
+    model = {"path": str(bases["llama"]), "adapter": adapter}
+    run(tmp_path, ranks=2, **OFTEN, model=model, sharding__wrap="auto")
+    checkpoint = choose_checkpoint(tmp_path / "out")
+    export(checkpoint, tmp_path / "adapter", ExportOptions(lora="adapter"))
+    saved, exported = (load_file(tmp_path / one / "adapter_model.safetensors") for one in ("out", "adapter"))
+    assert saved.keys() == exported.keys()
+    assert all(torch.equal(value, exported[name]) for name, value in saved.items())
+    assert not (tmp_path / "adapter" / "adapter_tied.json").exists()
+    if "ensure_weight_tying" not in options:
+        return
+    export(checkpoint, tmp_path / "merged", ExportOptions(lora="merge"))
+    plain = peft.PeftModel.from_pretrained(load_base(bases["llama"]), tmp_path / "out").eval()
+    ids = torch.tensor([[5, 6, 7, 8]])
+    with torch.no_grad():
+        ours, theirs = load_base(tmp_path / "merged").eval()(ids).logits, plain(ids).logits
+    torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
