@@ -10,7 +10,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import fullshard
 from fullshard.comm import MemoryMeter, SoloComm
 from fullshard.engine import record
-from support.models import KINDS, batches, seq2seq_loss, t5
+from support.models import KINDS, TinyLM, batches, lm_loss, seq2seq_loss, t5
 from support.parity import ROWS_PER_RANK, replicas, train_sharded, train_unsharded
 from support.rank_script import found, parse, print_result
 from support.saving_case import saving
@@ -167,9 +167,29 @@ def trace(comm):
     }
 
 
+def unused(comm):
+    """Steps in which a layer never gets a gradient; from the third on waiting for the device is an error."""
+
+    class Model(TinyLM):
+        def __init__(self):
+            super().__init__()
+            self.spare = torch.nn.Linear(24, 24)
+
+    model = fullshard.fully_shard(Model(), comm)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1, fused=True)
+    before = model.spare.weight.detach().clone()
+    for step, tokens in enumerate([tokens.to(comm.device) for tokens in batches(5, 2)]):
+        torch.cuda.set_sync_debug_mode("default" if step < 3 else "error")
+        lm_loss(model, tokens).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    torch.cuda.set_sync_debug_mode("default")
+    return {"kept": torch.equal(before, model.spare.weight)}
+
+
 CASES = {
     case.__name__: case
-    for case in (parity, strategies, bf16, offload, fp16, wide_sum, embedding, memory, trace, saving)
+    for case in (parity, strategies, bf16, offload, fp16, wide_sum, embedding, memory, trace, unused, saving)
 }
 
 

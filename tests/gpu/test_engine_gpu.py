@@ -66,6 +66,12 @@ def test_peak_memory_is_bounded(ranks):
         assert figures["above_start"] <= figures["shards"] + 4 * figures["unit"] + (4 << 20), figures
 
 
+def test_a_parameter_that_is_never_used_does_not_make_steps_wait(ranks):
+    """Not run on a GPU yet. The first steps find it and make the ranks' group in host memory."""
+    for rank in ranks:
+        assert rank["unused"] == {"kept": True}
+
+
 def test_a_recorded_step_has_its_events_in_order(ranks):
     for rank in ranks:
         figures = rank["trace"]

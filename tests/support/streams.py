@@ -418,6 +418,10 @@ class CheckedDevice:
         self.checker.release(storage)
         self.inner.release(storage)
 
+    @property
+    def queues(self):
+        return self.inner.queues
+
     def trim(self):
         self.inner.trim()
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from fullshard.comm.host_sum import HostSum
 from fullshard.comm.process import comm_of_group
 from fullshard.comm.protocol import DONE, Comm, ReduceOp, Work
 from fullshard.comm.rounded import RoundedGroup
@@ -86,6 +88,8 @@ class Mesh:
         self.size = replicate.size * shard.size
         self.rank = replicate.rank * shard.size + shard.rank
         self.device = shard.device
+        self._host_sums: list[HostSum] | None = None
+        self._knows_host_sums = False
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> Work:
         """Reduce ``tensor`` over all ranks, in place: over one axis, then the other."""
@@ -93,6 +97,19 @@ class Mesh:
             return self.shard_group.all_reduce(tensor, op)
         self.shard_group.all_reduce(tensor, op).wait()
         return self.replica_group.all_reduce(tensor, op)
+
+    def host_sum(self) -> HostSum | None:
+        """Return what adds up a host tensor over all ranks, in place, and waits for no device; None if a rank cannot.
+
+        Every rank calls it. The first call makes groups, and waits for the device once.
+        """
+        if not self._knows_host_sums:
+            groups: list[Any] = [group for group in (self.shard_group, self.replica_group) if group.size > 1]
+            made = [group.host_sum() if hasattr(group, "host_sum") else None for group in groups]
+            can = all(self.all_gather_object(None not in made))
+            self._host_sums = [add for add in made if add is not None] if can else None
+            self._knows_host_sums = True
+        return None if self._host_sums is None else partial(_add_over, self._host_sums)
 
     def sent_itemsize(self, dtype: torch.dtype) -> int:
         """Return the bytes of a number of ``dtype`` in units' gathers and reduces."""
@@ -124,6 +141,11 @@ class Mesh:
         """Return the picklable ``value`` of every rank, in rank order, on every rank. Blocks; not for the hot path."""
         by_replica = self.replica_group.all_gather_object(self.shard_group.all_gather_object(value))
         return [item for replica in by_replica for item in replica]
+
+
+def _add_over(sums: Sequence[HostSum], tensor: torch.Tensor) -> None:
+    for add in sums:
+        add(tensor)
 
 
 def same_ranks(one: Mesh, other: Mesh) -> bool:

@@ -20,6 +20,7 @@ from torch.distributed.rendezvous import rendezvous
 from fullshard.comm.board import Board
 from fullshard.comm.flight_recorder import FlightRecorder
 from fullshard.comm.gloo import GlooComm
+from fullshard.comm.host_sum import HostSum, host_sum_of
 from fullshard.comm.placement import SHARED, agree, gpu_of_rank
 from fullshard.comm.protocol import DONE, Comm, ReduceOp, Work
 from fullshard.comm.pulse import Pulse, end_process
@@ -108,6 +109,10 @@ class ProcessComm:
         dist.all_gather_object(values, value, group=self.group)
         return values
 
+    def host_sum(self) -> HostSum | None:
+        """See :meth:`fullshard.comm.mesh.Mesh.host_sum`, for this group."""
+        return host_sum_of(self.group, datetime.timedelta(seconds=TIMEOUT_S))
+
     def barrier(self) -> None:
         """See :meth:`Comm.barrier`."""
         # An all-reduce instead of dist.barrier, which guesses a device under NCCL and warns.
@@ -161,6 +166,14 @@ class FakeComm(ProcessComm):
                 target.zero_()
         return DONE
 
+    def host_sum(self) -> HostSum | None:
+        """See :meth:`ProcessComm.host_sum`: the result if all ranks had equal values."""
+
+        def add(tensor: torch.Tensor) -> None:
+            tensor.mul_(self.size)
+
+        return add
+
     def all_gather_object(self, value: Any) -> list[Any]:
         """See :meth:`Comm.all_gather_object`: this rank's value for every rank."""
         return [value] * self.size
@@ -178,6 +191,10 @@ class TorchComm(ProcessComm):
         """See :meth:`Comm.all_gather`; copies ``shard`` first, because MPI forbids it to be part of ``full``."""
         sent = shard.clone()
         return _CopyWork(super().all_gather(full, sent), sent)
+
+    def host_sum(self) -> HostSum | None:
+        """See :meth:`ProcessComm.host_sum`: None, as other backends may not have gloo beside them."""
+        return None
 
     def gather(self, shard: torch.Tensor, full: torch.Tensor | None, target: int = 0) -> Work:
         """See :meth:`Comm.gather`; ranks other than the target allocate nothing."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fullshard.layout.lanes import LaneLayout, Placement
@@ -70,3 +71,25 @@ class ShardMeta:
         if self.placement.full_rows:
             return ((stop - start) // self.placement.row_numel, *self.global_shape[1:])
         return ((stop - start) // self.placement.granule, self.placement.granule)
+
+
+def claims_difference(by_rank: Sequence[Sequence[Claims]]) -> str | None:
+    """Describe the first parameter that another rank steps differently from rank 0; return None if there is none."""
+    merged = [{name: place for claims in of_rank for name, place in claims.items()} for of_rank in by_rank]
+    for rank, other in enumerate(merged):
+        for name in [*merged[0], *other]:
+            here, there = merged[0].get(name), other.get(name)
+            if here != there:
+                return f"{name} is in {_place(here, there)} on rank 0 and in {_place(there, here)} on rank {rank}"
+        if len(by_rank[rank]) != len(by_rank[0]):
+            return f"rank 0 has stepped {len(by_rank[0])} of them and rank {rank} {len(by_rank[rank])}"
+    return None
+
+
+def _place(place: tuple[int, tuple[str, ...]] | None, other: tuple[int, tuple[str, ...]] | None) -> str:
+    """Describe a group, with the options that the other group does not have."""
+    if place is None:
+        return "no optimizer that has stepped"
+    number, options = place
+    apart = ", ".join(one for one in options if other is not None and one not in other[1])
+    return f"group {number} ({apart})" if apart else f"group {number}"

@@ -1,5 +1,6 @@
 """Cases of the engine on gloo processes: parity, memory, generation, streaming and what ranks exchange."""
 
+import datetime
 import sys
 from pathlib import Path
 
@@ -9,6 +10,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import fullshard
 from fullshard.comm import MemoryMeter
+from fullshard.comm.host_sum import host_sum_of
 from fullshard.engine.setup import wrap
 from fullshard.errors import MismatchError
 from fullshard.testing import RecordingComm
@@ -138,7 +140,17 @@ def mismatch(comm):
     return {"message": ""}
 
 
-CASES = {case.__name__: case for case in (parity, memory, building, generation, streaming, exchange, mismatch)}
+def host_sum(comm):
+    """The group that ranks with a GPU each make beside NCCL."""
+    add = host_sum_of(comm.group, datetime.timedelta(seconds=60))
+    flags = torch.tensor([1, 0, comm.rank])
+    add(flags)
+    return {"flags": flags.tolist()}
+
+
+CASES = {
+    case.__name__: case for case in (parity, memory, building, generation, streaming, exchange, host_sum, mismatch)
+}
 
 
 def main():

@@ -53,6 +53,11 @@ def test_exchanged_parts_arrive(ranks):
         assert rank["exchange"] == {"right": True}
 
 
+def test_ranks_with_gpus_add_up_flags_in_host_memory(ranks):
+    for rank in ranks:
+        assert rank["host_sum"] == {"flags": [2, 0, 1]}
+
+
 def test_ranks_in_different_orders_are_told_by_name(ranks):
     for rank in ranks:
         assert "rank 0: all-gather of unit blocks.0; rank 1: all-gather of unit blocks.3" in rank["mismatch"]["message"]

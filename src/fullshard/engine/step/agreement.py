@@ -12,7 +12,7 @@ import torch
 
 from fullshard.comm import Device, Mesh
 from fullshard.errors import MismatchError
-from fullshard.layout.sharded import Claims
+from fullshard.layout.sharded import Claims, claims_difference
 
 _CHECKSUM_BITS = 20  # a squared checksum summed over 2**20 ranks still fits an int64
 
@@ -50,6 +50,7 @@ class Agreement:
         self._checksums: list[int] = []
         self._issued = 0  # checksum of the collectives since the last comparison, in their order
         self._verdict: tuple[Callable[[], list[int]], int] | None = None  # of the previous step
+        self._missed = False  # whether a gradient was missing on any rank in a step whose result was read
 
     def before(self, collective: str, unit: int) -> None:
         """Announce a collective, and in the first pass compare it over ranks.
@@ -91,7 +92,9 @@ class Agreement:
         """Exchange which parameters got a gradient, and the checksum of the step's order.
 
         On CPU the result is read at once. On CUDA reading it would stall the queue of kernels, so the checksum is read
-        one step later, and the flags only if a gradient is missing on this rank.
+        one step later. The flags are needed before the optimizer steps: in the first step with a missing gradient they
+        are read from the device, from the next one on all ranks add them up in host memory, where ranks wait for each
+        other's Python but not for a device.
 
         Args:
             arrived: For each parameter, whether a gradient arrived on this rank, or none is expected.
@@ -115,17 +118,23 @@ class Agreement:
         message = torch.tensor([mark, mark * mark, *arrived], dtype=torch.int64).to(self.mesh.device, non_blocking=True)
         self.mesh.announce("which parameters got a gradient, at the end of backward")
         self._verdict = self.device.read_later(self.mesh.all_reduce(message), message), mark
-        now = self.first_pass or self.mesh.device.type == "cpu" or not all(arrived)
-        counts = self._check_verdict() if now else []
+        add = self.mesh.host_sum() if self._missed and self.device.queues else None
+        now = self.first_pass or not self.device.queues or (add is None and not all(arrived))
+        counts = self._check_verdict()[2:] if now else []
+        if add is not None:
+            flags = torch.tensor(arrived, dtype=torch.int64)
+            add(flags)
+            counts = flags.tolist()
         self.pass_is_over()
-        return None if all(arrived) else [count > 0 for count in counts[2:]]
+        return None if all(arrived) else [count > 0 for count in counts]
 
     def _check_verdict(self) -> list[int]:
         """Return the sums over ranks that :meth:`after_backward` left; empty if there are none."""
         if self._verdict is None:
             return []
         (read, mark), self._verdict = self._verdict, None
-        total, squares, *_ = counts = read()
+        total, squares, *arrived = counts = read()
+        self._missed = self._missed or any(count < self.mesh.size for count in arrived)  # on all ranks alike
         # Sum and sum of squares match those of equal marks only if all marks are equal (Cauchy-Schwarz).
         if total != mark * self.mesh.size or squares != mark * mark * self.mesh.size:
             self._raise_mismatch(mark)
@@ -135,7 +144,7 @@ class Agreement:
         """Raise an error that names the difference between ranks, after their checksums have differed."""
         also = " or gave optimizers different parameters (FULLSHARD_DEBUG=1 shows which)" if self.claims else ""
         if self.mesh.device.type == "cpu" or self.every_pass:  # then all ranks read the result at the same point
-            found = _difference(self.mesh.all_gather_object(self.claims))
+            found = claims_difference(self.mesh.all_gather_object(self.claims))
             if found is not None:
                 raise MismatchError(
                     f"Ranks' optimizers step different parameters, or the same ones in different groups: {found}. A "
@@ -166,25 +175,3 @@ class Agreement:
             f"{self.mesh.rank}): its gradients are wrong. Do not use them. Every rank must call the same modules in "
             "the same order."
         )
-
-
-def _difference(by_rank: Sequence[Sequence[Claims]]) -> str | None:
-    """Describe the first parameter that another rank steps differently from rank 0; return None if there is none."""
-    merged = [{name: place for claims in of_rank for name, place in claims.items()} for of_rank in by_rank]
-    for rank, other in enumerate(merged):
-        for name in [*merged[0], *other]:
-            here, there = merged[0].get(name), other.get(name)
-            if here != there:
-                return f"{name} is in {_place(here, there)} on rank 0 and in {_place(there, here)} on rank {rank}"
-        if len(by_rank[rank]) != len(by_rank[0]):
-            return f"rank 0 has stepped {len(by_rank[0])} of them and rank {rank} {len(by_rank[rank])}"
-    return None
-
-
-def _place(place: tuple[int, tuple[str, ...]] | None, other: tuple[int, tuple[str, ...]] | None) -> str:
-    """Describe a group, with the options that the other group does not have."""
-    if place is None:
-        return "no optimizer that has stepped"
-    number, options = place
-    apart = ", ".join(one for one in options if other is not None and one not in other[1])
-    return f"group {number} ({apart})" if apart else f"group {number}"

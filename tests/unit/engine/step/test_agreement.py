@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from fullshard.comm import Mesh, SoloComm, device_of
+from fullshard.comm.device import CpuDevice
 from fullshard.engine.step.agreement import Agreement
 from fullshard.errors import MismatchError
 from fullshard.testing import RecordingComm, run_ranks
@@ -122,3 +123,66 @@ def test_where_the_device_is_not_waited_for_the_error_tells_that_optimizers_may_
     with pytest.raises(MismatchError) as told:
         agreement._raise_mismatch(3)
     assert ("gave optimizers different parameters" in str(told.value)) is bool(claims)
+
+
+class QueueingDevice(CpuDevice):
+    """The CPU, of which it is said that reading a number waits; ``waits`` has the step of each number that was read."""
+
+    queues = True
+
+    def __init__(self):
+        super().__init__(torch.device("cpu"))
+        self.step, self.waits = 0, []
+
+    def read_later(self, work, numbers):
+        read, issued = super().read_later(work, numbers), self.step
+
+        def noted():
+            if issued == self.step:  # a later step does not wait: the device has done what it reads
+                self.waits.append(issued)
+            return read()
+
+        return noted
+
+
+STEPS = [
+    ([True, True, True], [True, True, True]),
+    ([True, False, True], [True, False, True]),  # from here on the second parameter is unused
+    ([True, False, True], [True, False, True]),
+    ([True, False, False], [True, False, True]),  # the third is used by the other rank
+    ([True, False, True], [True, False, True]),
+    ([True, True, True], [True, True, True]),
+]
+"""Which gradients arrive in a step, on rank 0 and on rank 1."""
+
+
+@pytest.mark.parametrize("possible", [True, False])
+def test_gradients_that_are_always_missing_wait_for_the_device_once(possible):
+    def work(comm):
+        device = QueueingDevice()
+        comm.host_sum = lambda: (lambda tensor: comm.all_reduce(tensor).wait()) if possible else None
+        agreement = Agreement(Mesh(comm, SoloComm(comm.device)), device, NAMES)
+        agreement.pass_is_over()
+        for step, by_rank in enumerate(STEPS):
+            device.step = step
+            expected = [any(flags) for flags in zip(*by_rank, strict=True)]
+            found = agreement.after_backward(by_rank[comm.rank], step)
+            assert found == (None if all(by_rank[comm.rank]) else expected), step
+        return device.waits
+
+    waits = [1] if possible else [1, 2, 3, 4]
+    assert run_ranks(2, work) == [waits, waits]
+
+
+def test_a_rank_that_cannot_add_up_on_the_host_makes_all_wait_for_their_devices():
+    def work(comm):
+        comm.host_sum = lambda: None if comm.rank else lambda tensor: None
+        return Mesh(comm, SoloComm(comm.device)).host_sum()
+
+    assert run_ranks(2, work) == [None, None]
+
+
+def test_one_rank_alone_adds_up_nothing():
+    numbers = torch.tensor([1, 0])
+    Mesh(SoloComm(torch.device("cpu")), SoloComm(torch.device("cpu"))).host_sum()(numbers)
+    assert numbers.tolist() == [1, 0]
