@@ -67,7 +67,8 @@ def prompt_text(
     kept |= {"fullshard_prompt": _VERSION, "conversations": conversations, "system_turns": system_turns}
     if labels is not None and "accuracy" in (config.evaluation.metric, *config.evaluation.metrics):
         kept["labels"] = dict(labels)
-    return json.dumps(kept, indent=2, ensure_ascii=False, sort_keys=True) + "\n"
+    # Not sorted: of equally frequent labels the first one is the baseline's.
+    return json.dumps(kept, indent=2, ensure_ascii=False) + "\n"
 
 
 def read_prompt(directory: Path) -> Mapping[str, Any] | None:

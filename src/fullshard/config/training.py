@@ -110,7 +110,8 @@ class TrainingConfig(ConfigSection):
     """Compute dtype. auto: bf16 if all GPUs compute it in hardware, else fp32; a resumed run keeps the choice. Shards,
     gradient reduction and optimizer steps stay in fp32; fp16 scales the loss."""
     tf32: bool = True
-    """On GPUs, compute fp32 matrix products in TF32, with 10 bits of mantissa."""
+    """On GPUs, compute fp32 matrix products in TF32, with 10 bits of mantissa; Hugging Face leaves it to torch, whose
+    default is not to."""
     messages: Literal["bf16", "fp8"] | None = None
     """Format that trainable weights and their gradients are rounded to between ranks, for slow networks: bf16 (0.5 of
     fp32's bytes), fp8 (0.26), null: no rounding. Inexact: every rank computes with rounded weights. Shards, sums and

@@ -377,9 +377,11 @@ class Terminal(io.StringIO):
 
 @pytest.mark.parametrize(
     ("total", "seconds", "terminal", "shown"),
-    [(1 << 30, 0.0, True, True), (1 << 20, 3.0, True, True), (1 << 20, 0.1, True, False), (1 << 30, 9.0, False, False)],
+    [(1 << 30, 0.0, True, True), (1 << 20, 3.0, True, True), (1 << 20, 0.1, True, False), (1 << 30, 9.0, False, True)],
 )
-def test_a_bar_is_shown_on_a_terminal_for_what_takes_a_while(total, seconds, terminal, shown, monkeypatch):
+def test_a_bar_is_shown_on_a_terminal_and_lines_elsewhere_for_what_takes_a_while(
+    total, seconds, terminal, shown, monkeypatch
+):
     stream = Terminal() if terminal else io.StringIO()
     monkeypatch.setattr(sys, "stderr", stream)
     monkeypatch.setenv("FORCE_COLOR", "1")  # as many a build service does, whose logs are no terminals
@@ -391,7 +393,8 @@ def test_a_bar_is_shown_on_a_terminal_for_what_takes_a_while(total, seconds, ter
             tell(done, total)
         tell(total // 2, total)
     assert ("exporting" in stream.getvalue()) == shown
-    if shown and total == 1 << 30:
+    assert ("512.0 MiB of 1.00 GiB\n" in stream.getvalue()) == (shown and not terminal)
+    if terminal and total == 1 << 30:
         assert "0.5/1.0 GiB" in stream.getvalue()
         assert "/s" in stream.getvalue()
 
