@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import time
 from collections.abc import Callable, Mapping
 from enum import Enum
 from threading import RLock
@@ -20,7 +19,8 @@ _SIDE = 96
 """Rows and columns of the trial's matrix. Both parts of it have at least 4096 elements, from which on 8-bit
 optimizers quantise, and the boundary lies inside one of their blocks."""
 STEPS = 12
-_SECONDS = 0.2  # of this thread's processor time, which a busy machine does not prolong
+"""Steps of a trial: its limit, so that no result depends on how fast the machine is."""
+
 _one_at_a_time = RLock()  # ranks that are threads of one process share the random state
 
 MakeOptimizer = Callable[[list[nn.Parameter]], Optimizer]
@@ -47,7 +47,6 @@ def steps_parts_equally(make: MakeOptimizer, split: Split) -> bool:
 
     Raises:
         RuntimeError: The class is not deterministic (it draws random numbers), so the trial decides nothing.
-        TimeoutError: It takes more than 0.2 s.
     """
     shape, of_part, first = split.value
     values, gradients = _numbers()
@@ -68,7 +67,6 @@ def steps_params_alone(make: MakeOptimizer) -> bool:
 
     Raises:
         RuntimeError: See :func:`steps_parts_equally`.
-        TimeoutError: Likewise.
     """
     values, gradients = _numbers()
     both = [(values, gradients), (values.flip(0), [3 * gradient for gradient in gradients])]
@@ -130,16 +128,15 @@ def _numbers() -> tuple[torch.Tensor, list[torch.Tensor]]:
 
 def _alike(make: MakeOptimizer, stepped: Callable[[_Stepper], tuple[torch.Tensor, ...]]) -> bool:
     """Return whether the first and the last of three results are equal; the first two must be."""
-    deadline = time.thread_time() + _SECONDS
     with _one_at_a_time, torch.random.fork_rng(devices=[]):
-        one, again, other = stepped(lambda params, shape: _stepped(make, params, shape, deadline))
+        one, again, other = stepped(lambda params, shape: _stepped(make, params, shape))
     if not _close(one, again):
         raise RuntimeError("it steps the same values differently each time")
     return _close(one, other)
 
 
 def _stepped(
-    make: MakeOptimizer, given: list[tuple[torch.Tensor, list[torch.Tensor]]], shape: tuple[int, ...], deadline: float
+    make: MakeOptimizer, given: list[tuple[torch.Tensor, list[torch.Tensor]]], shape: tuple[int, ...]
 ) -> torch.Tensor:
     """Return by how much parameters of these values change in steps with these gradients, one after the other."""
     params = [nn.Parameter(values.reshape(shape).clone()) for values, _ in given]
@@ -147,8 +144,6 @@ def _stepped(
     for group in optimizer.param_groups:
         group["lr"] = 0.1  # so that a difference is larger than rounding
     for number in range(STEPS):
-        if time.thread_time() > deadline:
-            raise TimeoutError(f"its trial took longer than {_SECONDS} s")
         for param, (_, gradients) in zip(params, given, strict=True):
             param.grad = gradients[number].reshape(shape).clone()
         optimizer.step()
