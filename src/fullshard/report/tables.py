@@ -66,8 +66,11 @@ def memory_table(ranks: Sequence[Mapping[str, int]], planned: Mapping[int, Mappi
         "gathered_peak": "gathered, peak",
         "gradient_buffer_peak": "gradient buffers, peak",
         "peak": "all tensors, peak of a step",
+        "reserved": "reserved by the allocator",
     }
     there = {key: title for key, title in columns.items() if any(key in rank for rank in ranks)}
+    if not any(rank.get("reserved") for rank in ranks):
+        there.pop("reserved", None)
     rows = [[f"rank {rank['rank']}", *(format_bytes(rank.get(key, 0)) for key in there)] for rank in ranks]
     if planned:
         copies = any(one.get("copies") for one in planned.values())

@@ -82,6 +82,7 @@ class StepReport:
     seconds: float  # wall time of the step on this rank
     memory_bytes: int  # peak memory of this rank so far: the allocator's on CUDA, the process's resident set on CPU
     memory_bytes_per_rank: tuple[int, ...] = ()  # the same of every rank at the start of the step, in rank order
+    reserved_bytes: int = 0  # most that the allocator of a CUDA rank has reserved so far, at the start of the step
     skipped: bool = False  # whether loss or gradient was not finite, so that the weights were not changed
     loss_scale: float | None = None  # factor on the loss in fp16
     router_loss: float | None = None  # the routers' own part of the loss; None: there is none
@@ -98,6 +99,8 @@ class StepReport:
         del values["stop_requested"]
         if self.router_loss is None:
             del values["router_loss"]
+        if not self.reserved_bytes:
+            del values["reserved_bytes"]
         return {"kind": "step", **values, "tokens_per_second": self.tokens_per_second}
 
 
@@ -184,6 +187,7 @@ class RankMemory:
     # peak of all tensors in a training step. CUDA: over the run, by the allocator's count. CPU: in the traced step, the
     # one with the longest batch of the first epoch, by the allocator's events
     peak: int
+    reserved: int = 0  # CUDA: most bytes that its allocator has reserved over the run, which other programs cannot use
 
 
 @dataclass(frozen=True)

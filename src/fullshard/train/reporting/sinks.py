@@ -324,10 +324,11 @@ class ConsoleSink(Sink):
         elapsed = time.monotonic() - self._started
         seconds_a_step = elapsed / (report.step - self._resumed_step)
         left = max(0.0, min(seconds_a_step * (self._total_steps - report.step), self._time_limit_s - elapsed))
-        memory = max((report.memory_bytes, *report.memory_bytes_per_rank))
+        memory = format_bytes(max((report.memory_bytes, *report.memory_bytes_per_rank)))
+        memory += f" of {format_bytes(report.reserved_bytes)}" if report.reserved_bytes else ""
         return (
             f"step {report.step}/{self._total_steps}  loss {report.loss:.4f}  "
-            f"{report.tokens_per_second:,.0f} tokens/s  {format_bytes(memory)}  {_duration(left)} left"
+            f"{report.tokens_per_second:,.0f} tokens/s  {memory}  {_duration(left)} left"
             f"{'  SKIPPED' if report.skipped else ''}"
         )
 
@@ -384,8 +385,10 @@ def _shortened(text: str) -> str:
 
 
 def _memory_table(summary: RunSummary) -> Table:
-    columns = ("parameters", "gradients", "optimizer", "gathered_peak", "gradient_buffer_peak", "peak")
-    titles = ("parameters", "gradients", "optimizer", "gathered\npeak", "gradient\nbuffer peak", "step peak")
+    columns = ["parameters", "gradients", "optimizer", "gathered_peak", "gradient_buffer_peak", "peak"]
+    titles = ["parameters", "gradients", "optimizer", "gathered\npeak", "gradient\nbuffer peak", "step peak"]
+    if any(rank.reserved for rank in summary.memory):
+        columns, titles = [*columns, "reserved"], [*titles, "reserved"]
     # Narrow gaps: with six sizes such as 1001.0 KiB it fills the 80 columns of a log, and rich would cut titles.
     table = Table(title="tensor memory of each rank", title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for title in ("rank", *titles):

@@ -153,6 +153,7 @@ class IssuedStep:
         """
         spec, (loss, norm) = self._spec, self.loss_and_norm
         tokens, stop, target_tokens, *memory = map(int, self._numbers[4:])
+        memory, reserved = memory[: self._comm.size], memory[self._comm.size :]
         if self.ends_run:
             raise TrainingError(
                 f"Step {spec.step}: the loss is {loss} and the gradient norm is {norm}; both must be finite. The "
@@ -172,6 +173,7 @@ class IssuedStep:
             memory_bytes=peak_memory_bytes(self._comm.device),
             stop_requested=stop > 0,
             memory_bytes_per_rank=tuple(memory),
+            reserved_bytes=max(reserved),
             skipped=not self.finite,
             loss_scale=self._loss_scale,
             router_loss=None if spec.router_loss is None else self._numbers[2],
@@ -181,14 +183,15 @@ class IssuedStep:
 def _count(micro_batches: Sequence[Batch], comm: Comm, spec: StepSpec) -> Tensor:
     """Return over all ranks: weights of target tokens, tokens, requests to stop, target tokens, each rank's memory.
 
-    Tokens exclude padding, memory is the peak. In float64, which is exact for counts, (4 + ranks,), on the device,
-    where the loss is divided by them: reading them would wait for the previous step.
+    Tokens exclude padding; memory is the peak, then what is reserved. In float64, exact for counts, (4 + 2 ranks,), on
+    the device, where the loss is divided by them: reading them would wait for the previous step.
     """
     target_tokens = sum(batch.target_tokens for batch in micro_batches)
     target_weight = sum(batch.target_weight for batch in micro_batches)
     tokens = sum(batch.tokens for batch in micro_batches)
-    counts = [target_weight, tokens, int(spec.stop), target_tokens, *[0] * comm.size]
+    counts = [target_weight, tokens, int(spec.stop), target_tokens, *[0] * (2 * comm.size)]
     counts[4 + comm.rank] = peak_memory_bytes(comm.device)
+    counts[4 + comm.size + comm.rank] = reserved_memory_bytes(comm.device)
     totals = device_of(comm.device).from_host(torch.tensor(counts, dtype=torch.float64))
     comm.all_reduce(totals).wait()
     return totals
@@ -256,6 +259,11 @@ def peak_memory_bytes(device: torch.device) -> int:
         return torch.cuda.max_memory_allocated(device)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024  # Linux counts in KiB
+
+
+def reserved_memory_bytes(device: torch.device) -> int:
+    """Return the most that this rank's allocator has reserved on CUDA; 0 on the CPU, whose allocator keeps nothing."""
+    return torch.cuda.max_memory_reserved(device) if device.type == "cuda" else 0
 
 
 def _nonfinite_message(

@@ -19,6 +19,7 @@ from fullshard.train.reporting.reports import EndedBy, EvaluationReport, RankMem
 from fullshard.train.reporting.scores import mean_interval
 from fullshard.train.run.assemble import Assembly
 from fullshard.train.run.record import Record
+from fullshard.train.run.step import reserved_memory_bytes
 from fullshard.train.setup.optimizers import held_state_bytes, optimizer_title
 from fullshard.version import __version__
 
@@ -162,4 +163,5 @@ def _memory(parts: Assembly, record: Record) -> RankMemory:
         gathered_peak=held["gathered_peak"],
         gradient_buffer_peak=held["gradient_buffer_peak"],
         peak=torch.cuda.max_memory_allocated(device) if device.type == "cuda" else record.peak_bytes,
+        reserved=reserved_memory_bytes(device),
     )

@@ -315,6 +315,20 @@ def test_titles_of_memory_are_complete_in_the_80_columns_of_a_log():
     assert table.count("1023.9 KiB") == 6
 
 
+def test_what_a_gpus_allocator_reserves_stands_beside_what_tensors_take():
+    stream = io.StringIO()
+    sink = ConsoleSink(Console(file=stream, width=120))
+    sink.start(START)
+    sink.step(step(1, memory_bytes=90 * MIB, reserved_bytes=112 * MIB))
+    sink.finish(summary(memory=(RankMemory(0, MIB, MIB, MIB, MIB, MIB, 90 * MIB, reserved=113 * MIB),)))
+    sink.close()
+    text = stream.getvalue()
+    assert "90.0 MiB of 112.0 MiB" in text
+    assert "reserved" in text
+    assert "113.0 MiB" in text
+    assert "reserved_bytes" not in step(1).as_dict()
+
+
 def test_a_terminal_gets_a_bar_and_no_step_lines():
     text = console_output(terminal=True)
     assert "\x1b[?25l" in text  # the cursor is hidden while the bar is drawn

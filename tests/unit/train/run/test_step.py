@@ -14,6 +14,7 @@ from fullshard.models import Objective, fuse_head, loss as loss_module
 from fullshard.optim import ShardedGradScaler
 from fullshard.testing import run_ranks
 from fullshard.train.forward import loss_sum
+from fullshard.train.run import step as step_module
 from fullshard.train.run.step import StepSpec
 from support.models import gpt2, t5
 from support.one_step import train_step
@@ -228,13 +229,16 @@ def test_a_fused_head_takes_the_same_steps(make):
             assert torch.allclose(weights[name], weight, atol=2e-4), name
 
 
-def test_every_rank_tells_the_memory_of_all():
+def test_every_rank_tells_the_memory_of_all(monkeypatch):
+    reserved = iter((5, 7))
+    monkeypatch.setattr(step_module, "reserved_memory_bytes", lambda device: next(reserved))
     torch.manual_seed(0)
     models = [t5() for _ in range(2)]
     models[1].load_state_dict(models[0].state_dict())
     first, second = run_ranks(2, lambda comm: one_step(models[comm.rank], comm, [batch_of([0])], spec())[0])
     assert first.memory_bytes_per_rank == second.memory_bytes_per_rank
     assert len(first.memory_bytes_per_rank) == 2
+    assert first.reserved_bytes == second.reserved_bytes == 7
     assert all(0 < nbytes <= first.memory_bytes for nbytes in first.memory_bytes_per_rank)
 
 
