@@ -16,7 +16,7 @@ from fullshard.cli.questionnaire import DEFAULT_PATH, run_questions
 from fullshard.compat.accelerate_config.file import read_accelerate_file
 from fullshard.compat.accelerate_config.run_file import LEFT, run_file_text
 from fullshard.compat.accelerate_config.translate import nested, translate
-from fullshard.config import changed_settings, load_run, require_base
+from fullshard.config import changed_settings, load_run, require_base, require_output_dir
 from fullshard.errors import ConfigError
 from fullshard.launch import choose_nproc
 from fullshard.launch.messages import say
@@ -193,6 +193,7 @@ def run_check(options: argparse.Namespace) -> None:
         raise ConfigError("--world-size needs --dry-run: add it, or leave out --world-size.")
     config = load_run(options.config, [*options.overrides, *file_overrides(options)])
     require_base(config.model)
+    require_output_dir(config)
     plain = dict(config.as_plain())
     if not options.dry_run:
         if config.training.precision == "fp16":  # only this check loads the program, which is slow to import

@@ -98,7 +98,7 @@ def run(options: argparse.Namespace) -> Failure | None:
     join_other_launcher(PROGRAM, arguments)
     require_one_machine(options)
     config = load_run(options.config, overrides)
-    require_output_dir(config.output_dir)
+    require_output_dir(config)
     notice = Notice(file, options.grace)
     nproc = choose_nproc(config.nproc)
     return start_ranks(PROGRAM, arguments, nproc, saves=True, max_restarts=options.max_restarts, notice=notice)

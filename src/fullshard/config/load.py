@@ -97,12 +97,31 @@ def check_run(
     raise ConfigError("\n".join([f"{path}: {count}:", *(f"  {problem}" for problem in problems)]))
 
 
-def require_output_dir(directory: Path) -> None:
-    """Check that a run can write to its directory, without creating it. Any process can call it.
+def require_output_dir(config: RunConfig) -> None:
+    """Check that a run can write to its directory and replaces no model but a run's, without creating it; any process.
 
     Raises:
-        ConfigError: It cannot.
+        ConfigError: It cannot, or it would replace the model that it trains, or one that no run has left there.
     """
+    directory = config.output_dir
+    _require_writable(directory)
+    base = None if config.model.path is None else Path(config.model.path)
+    if base is not None and base.is_dir() and base.resolve().is_relative_to(directory.resolve()):
+        raise ConfigError(
+            f"output_dir: {directory} is or contains model.path ({base}), which the run's model would replace. Set "
+            "output_dir to another directory."
+        )
+    holds_model = any(
+        next(directory.glob(names), None) for names in ("*.safetensors", "pytorch_model*", "adapter_model*")
+    )
+    if holds_model and not any((directory / name).exists() for name in ("run.json", "summary.json", "checkpoints")):
+        raise ConfigError(
+            f"output_dir: {directory} holds a model that no run of fullshard train has left there, and the run's model "
+            "would replace it. Set output_dir to another directory, or move that model away."
+        )
+
+
+def _require_writable(directory: Path) -> None:
     place = directory.absolute()
     nearest = next(one for one in (place, *place.parents) if os.path.exists(one))
     if not nearest.is_dir():

@@ -134,6 +134,7 @@ def dry_run(config: RunConfig, world_size: int, progress: Progress = lambda what
         UserError: Data, tokenizer, model or settings cannot be used.
     """
     data = prepare(config, progress=progress)
+    config = data.settled(config)
     plan = make_plan(config, data.train_set, world_size, causal=data.causal)
     schedule = learning_rate_schedule(config, plan.num_steps)
     make_evaluation(config, data)

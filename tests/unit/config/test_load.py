@@ -113,19 +113,48 @@ def test_what_the_answer_says_to_write_gives_the_text(run_file, text):
     assert load_run(run_file, [typed]).data.source_prefix == text
 
 
-def test_where_a_run_could_not_write_is_said_and_nothing_is_made(tmp_path):
-    (tmp_path / "file").write_text("")
+def run_in(run_file, place, *overrides):
+    return load_run(run_file, [f"output_dir={place}", *overrides])
+
+
+def test_where_a_run_could_not_write_is_said_and_nothing_is_made(run_file, tmp_path):
+    here = tmp_path / "here"
+    here.mkdir()
+    (here / "file").write_text("")
     for place in ("file", "file/runs/x"):
         with pytest.raises(ConfigError, match=rf"output_dir: .*{place} cannot be written to: .*file is a file\. Set"):
-            require_output_dir(tmp_path / place)
-    require_output_dir(tmp_path / "new" / "x")
-    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+            require_output_dir(run_in(run_file, here / place))
+    require_output_dir(run_in(run_file, here / "new" / "x"))
+    assert [path.name for path in here.iterdir()] == ["file"]
 
 
-def test_a_closed_directory_is_no_place_to_write(tmp_path, monkeypatch):
+def test_a_closed_directory_is_no_place_to_write(run_file, tmp_path, monkeypatch):
+    config = run_in(run_file, tmp_path / "x")
     monkeypatch.setattr("os.access", lambda path, mode: path != tmp_path)  # whoever runs the tests may write anywhere
     with pytest.raises(ConfigError, match=rf"no permission to write in {tmp_path}"):
-        require_output_dir(tmp_path / "x")
+        require_output_dir(config)
+
+
+@pytest.mark.parametrize("inside", ["", "best"])
+def test_a_run_does_not_replace_the_model_that_it_trains(run_file, tmp_path, inside):
+    base = tmp_path / "mine" / inside
+    base.mkdir(parents=True)
+    (base / "model.safetensors").write_text("")
+    (tmp_path / "mine" / "run.json").write_text("{}")
+    config = run_in(run_file, tmp_path / "mine", f"model={{path: {base}}}")
+    with pytest.raises(ConfigError, match=r"output_dir: .*mine is or contains model\.path"):
+        require_output_dir(config)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin", "adapter_model.safetensors"])
+def test_a_run_replaces_no_model_but_a_runs(run_file, tmp_path, name):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / name).write_text("")
+    config = run_in(run_file, tmp_path / "mine")
+    with pytest.raises(ConfigError, match="holds a model that no run of fullshard train has left"):
+        require_output_dir(config)
+    (tmp_path / "mine" / "run.json").write_text("{}")
+    require_output_dir(config)
 
 
 def test_override_through_a_value(run_file):

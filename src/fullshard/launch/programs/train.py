@@ -67,7 +67,7 @@ def _train(options: argparse.Namespace, *, is_first: bool) -> None:
     config = load(())
     asked = config.resume
     require_base(config.model)
-    require_output_dir(config.output_dir)
+    require_output_dir(config)
     tell = say if is_first else lambda line: None
     tell("reading the data")
     # Tokenizing may take long, so it comes before the process group: no rank waits in a collective.
