@@ -22,6 +22,7 @@ _KEPT: Mapping[str, tuple[str, ...]] = {
     "model": ("class", "attn_implementation"),
     "data": (
         *_COLUMNS,
+        "format",
         "target_lists",
         "train_on",
         "chat_template",
@@ -42,6 +43,9 @@ _KEPT: Mapping[str, tuple[str, ...]] = {
         "no_repeat_ngram_size",
     ),
 }
+_OF_A_SET = (*_COLUMNS, "format")
+_CLEANED = "wikihow"
+"""The format whose articles are cleaned before they are asked. Others say only how the run's own files were read."""
 
 
 def prompt_text(
@@ -61,14 +65,23 @@ def prompt_text(
     """
     plain = config.model_dump(mode="json", by_alias=True)
     kept: dict[str, Any] = {section: {name: plain[section][name] for name in names} for section, names in _KEPT.items()}
+    kept["data"]["format"] = _kept_format(plain["data"]["format"])
     kept["data"]["sets"] = {
-        name: {key: one[key] for key in _COLUMNS if one[key] is not None} for name, one in plain["data"]["sets"].items()
+        name: {key: one[key] for key in _OF_A_SET if one[key] is not None}
+        for name, one in plain["data"]["sets"].items()
     }
+    for one in kept["data"]["sets"].values():
+        if "format" in one:
+            one["format"] = _kept_format(one["format"])
     kept |= {"fullshard_prompt": _VERSION, "conversations": conversations, "system_turns": system_turns}
     if labels is not None and "accuracy" in (config.evaluation.metric, *config.evaluation.metrics):
         kept["labels"] = dict(labels)
     # Not sorted: of equally frequent labels the first one is the baseline's.
     return json.dumps(kept, indent=2, ensure_ascii=False) + "\n"
+
+
+def _kept_format(name: str) -> str:
+    return name if name == _CLEANED else "auto"
 
 
 def read_prompt(directory: Path) -> Mapping[str, Any] | None:
