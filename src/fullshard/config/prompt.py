@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Self
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, PositiveInt, ValidationError, model_validator
 
 from fullshard.config.load import check_run
 from fullshard.config.schema import RunConfig
@@ -15,6 +18,7 @@ PROMPT_NAME = "fullshard_prompt.json"
 """File in the directory of a model, of an adapter, and of each checkpoint's small files."""
 
 _VERSION = 1
+_SHOWN = 60
 
 # Nothing that names a file, a machine or an account: the file is published with the model.
 _COLUMNS = ("source_column", "target_column", "template", "source_prefix")
@@ -46,6 +50,45 @@ _KEPT: Mapping[str, tuple[str, ...]] = {
 _OF_A_SET = (*_COLUMNS, "format")
 _CLEANED = "wikihow"
 """The format whose articles are cleaned before they are asked. Others say only how the run's own files were read."""
+
+
+def _known_encoding(name: str) -> str:
+    try:
+        return codecs.lookup(name).name
+    except LookupError as error:
+        raise ValueError(f"{error}") from error
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(strict=True, extra="allow")
+
+
+class _Turn(_Part):
+    role: str
+    content: str
+
+
+class _Data(_Part):
+    sets: dict[str, dict[str, Any]] | None = None
+    encoding: Annotated[str, AfterValidator(_known_encoding)] = "utf-8"
+
+
+class _Content(_Part):
+    """The types of the file's parts, which may be anyone's; the settings are checked as those of a run file."""
+
+    model: dict[str, Any] | None = None
+    data: _Data | None = None
+    training: dict[str, Any] | None = None
+    evaluation: dict[str, Any] | None = None
+    conversations: bool = False
+    system_turns: dict[str, list[_Turn] | None] | None = None
+    labels: dict[str, PositiveInt] | None = None
+
+    @model_validator(mode="after")
+    def _has_sets(self) -> Self:
+        if self.conversations and self.system_turns == {}:
+            raise ValueError("system_turns is empty, but conversations is true: expected the name of each set")
+        return self
 
 
 def prompt_text(
@@ -88,14 +131,14 @@ def read_prompt(directory: Path) -> Mapping[str, Any] | None:
     """Return the content of the file of a model's directory; None if there is none. Any process.
 
     Raises:
-        ConfigError: It cannot be read, or a later version wrote it.
+        ConfigError: It cannot be read, a later version wrote it, or a part of it has another type.
     """
     path = directory / PROMPT_NAME
     if not path.is_file():
         return None
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path} cannot be read: {error}.") from error
     version = values.get("fullshard_prompt") if isinstance(values, dict) else None
     if version != _VERSION:
@@ -103,6 +146,17 @@ def read_prompt(directory: Path) -> Mapping[str, Any] | None:
             f"{path} has version {version!r} and this fullshard reads {_VERSION}: update fullshard, or remove the file "
             "and give the prompt's format on the command line."
         )
+    try:
+        _Content.model_validate(values)
+    except ValidationError as error:
+        problems = [
+            f"  {'.'.join(map(str, one['loc'])) or 'the file'}: {one['msg']}; got {str(one['input'])[:_SHOWN]!r}"
+            for one in error.errors()
+        ]
+        remedy = "Download the model again, or remove the file and give the prompt's format on the command line."
+        raise ConfigError(
+            "\n".join([f"{path} is damaged, or fullshard did not write it:", *problems, remedy])
+        ) from error
     return values
 
 
@@ -127,7 +181,8 @@ def prompt_settings(directory: Path, rows: Path | None = None, overrides: Sequen
     }
     origin = {"train_file": "-" if rows is None else str(rows.absolute())}
     sets = (found.get("data") or {}).get("sets") or {}
-    values["data"] |= {"sets": {name: {**one, **origin} for name, one in sets.items()}} if sets else origin
+    own = {name: {key: one[key] for key in _OF_A_SET if key in one} for name, one in sets.items()}
+    values["data"] |= {"sets": {name: one | origin for name, one in own.items()}} if own else origin
     values["model"]["path"] = str(directory)
     values["training"]["eval_strategy"] = "no"
     values["output_dir"] = str(directory)

@@ -2,11 +2,13 @@
 
 import json
 import re
+from pathlib import Path
 
 import pytest
 
-from fullshard.config import PROMPT_NAME, RunConfig, prompt_text, recorded_run
+from fullshard.config import PROMPT_NAME, RunConfig, prompt_text, read_prompt, recorded_run, recorded_turns
 from fullshard.data import read_inputs
+from fullshard.errors import ConfigError
 from fullshard.train.setup.set_rows import source_spec
 
 NO_EVAL = {"eval_strategy": "no"}
@@ -42,3 +44,50 @@ def test_the_format_of_the_runs_files_does_not_travel(tmp_path):
     data = {"train_file": "train.txt", "format": "jsonl"}
     config = RunConfig.model_validate({"output_dir": "out", "model": {"path": "m"}, "data": data, "training": NO_EVAL})
     assert json.loads(prompt_text(config, None, conversations=False))["data"]["format"] == "auto"
+
+
+def written(directory, **changes):
+    """A prompt file of version 1."""
+    (directory / PROMPT_NAME).write_text(json.dumps({"fullshard_prompt": 1} | changes))
+    return directory
+
+
+@pytest.mark.parametrize(
+    ("changes", "field", "expected"),
+    [
+        ({"data": ["x"]}, "data", "dictionary"),
+        ({"model": "x"}, "model", "dictionary"),
+        ({"evaluation": 1}, "evaluation", "dictionary"),
+        ({"data": {"sets": ["a"]}}, "data.sets", "dictionary"),
+        ({"data": {"sets": {"a": "b"}}}, "data.sets.a", "dictionary"),
+        ({"data": {"encoding": "xyz"}}, "data.encoding", "unknown encoding: xyz"),
+        ({"conversations": "yes"}, "conversations", "boolean"),
+        ({"conversations": True, "system_turns": {}}, "system_turns", "name of each set"),
+        ({"conversations": True, "system_turns": []}, "system_turns", "dictionary"),
+        ({"conversations": True, "system_turns": {"": [1]}}, "system_turns..0", "dictionary"),
+        ({"conversations": True, "system_turns": {"": [{"role": "system"}]}}, "system_turns..0.content", "required"),
+        ({"labels": ["a"]}, "labels", "dictionary"),
+        ({"labels": {"a": "many"}}, "labels.a", "integer"),
+        ({"labels": {"a": True}}, "labels.a", "integer"),
+        ({"labels": {"a": -1}}, "labels.a", "greater than 0"),
+    ],
+)
+def test_a_part_of_another_type_is_an_error_of_the_settings(tmp_path, changes, field, expected):
+    directory = written(tmp_path, **changes)
+    for use in (read_prompt, recorded_run, lambda path: recorded_turns(path, None)):
+        with pytest.raises(ConfigError) as error:
+            use(directory)
+        for part in (str(directory / PROMPT_NAME), field, expected, "remove the file"):
+            assert part in str(error.value)
+
+
+def test_json_too_deep_to_read_is_an_error_of_the_settings(tmp_path):
+    (tmp_path / PROMPT_NAME).write_text("[" * 200_000)
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_prompt(tmp_path)
+
+
+def test_a_set_brings_nothing_but_how_it_is_asked(tmp_path):
+    one = {"source_column": "text", "validation_file": "/etc/passwd", "dataset_name": "mallory/rows", "weight": 2}
+    found = recorded_run(written(tmp_path, data={"sets": {"a": one}})).data.sets["a"]
+    assert found.model_dump(exclude_none=True) == {"source_column": "text", "train_file": Path("-")}
