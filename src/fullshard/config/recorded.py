@@ -19,6 +19,9 @@ SUMMARY_NAME = "summary.json"
 RUN_NAME = "run.json"
 """File with the facts known at the start of a run."""
 
+_OWN = ("best", "last")
+"""Subdirectories in which a run keeps models of its own."""
+
 
 def read_run(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
     """Return the settings of a run file or of a finished run. Any process can call it.
@@ -70,18 +73,22 @@ def run_of(directory: Path) -> Path | None:
     """Return the output_dir of the run that a model belongs to; None if it belongs to none. Any process.
 
     It is the directory itself if a run has finished in it, otherwise its parent: a run keeps its best model so far in a
-    subdirectory. Of a model that was exported or downloaded it is its directory, with what travels with the model.
+    subdirectory. Of a model that was exported or downloaded it is its directory, with what travels with the model, also
+    if that is inside of the directory of another run.
 
     Raises:
         ConfigError: The record of the run around it cannot be read.
     """
     if (directory / SUMMARY_NAME).exists():
         return directory
-    around = directory.resolve().parent
-    path = around / RUN_NAME
+    place = directory.resolve()
+    has_prompt = (directory / PROMPT_NAME).is_file()
+    if has_prompt and place.name not in _OWN:
+        return directory
+    path = place.parent / RUN_NAME
     if path.is_file() and "config" in _read_object(path):
-        return around
-    return directory if (directory / PROMPT_NAME).is_file() else None
+        return place.parent
+    return directory if has_prompt else None
 
 
 def recorded_run(directory: Path) -> RunConfig | None:
@@ -124,7 +131,7 @@ def recorded_turns(run: Path, name: str | None) -> RecordedTurns | None:
     if not values.get("conversations"):
         return None
     sets = values.get("system_turns")
-    if sets is None:
+    if not sets:
         return RecordedTurns(None, known=False)
     name = next(iter(sets)) if name is None else name
     if name not in sets:

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from fullshard.config import PROMPT_NAME, RunConfig, prompt_text, read_prompt, recorded_run, recorded_turns
+from fullshard.config import PROMPT_NAME, RunConfig, prompt_text, read_prompt, recorded_run, recorded_turns, run_of
+from fullshard.config.recorded import recorded_base
 from fullshard.data import read_inputs
 from fullshard.errors import ConfigError
 from fullshard.train.setup.set_rows import source_spec
@@ -91,3 +92,18 @@ def test_a_set_brings_nothing_but_how_it_is_asked(tmp_path):
     one = {"source_column": "text", "validation_file": "/etc/passwd", "dataset_name": "mallory/rows", "weight": 2}
     found = recorded_run(written(tmp_path, data={"sets": {"a": one}})).data.sets["a"]
     assert found.model_dump(exclude_none=True) == {"source_column": "text", "train_file": Path("-")}
+
+
+def test_a_models_own_file_counts_and_not_the_run_around_it(tmp_path):
+    around = {"output_dir": "x", "model": {"path": "m"}, "data": {"train_file": "r.csv", "source_prefix": "theirs: "}}
+    run = {"config": around | {"training": NO_EVAL}, "conversations": True, "system_turns": None, "base": {"name": "b"}}
+    (tmp_path / "run.json").write_text(json.dumps(run))
+    places = {name: tmp_path / name for name in ("modelA", "best", "last", "older")}
+    for name, directory in places.items():
+        directory.mkdir()
+        if name != "older":
+            written(directory, data={"source_prefix": "own: "})
+    found = {name: recorded_run(directory).data.source_prefix for name, directory in places.items()}
+    assert found == {"modelA": "own: ", "best": "theirs: ", "last": "theirs: ", "older": "theirs: "}
+    assert recorded_turns(run_of(places["modelA"]), None) is None
+    assert recorded_base(places["modelA"]) is None
