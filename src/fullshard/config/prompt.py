@@ -19,6 +19,8 @@ PROMPT_NAME = "fullshard_prompt.json"
 
 _VERSION = 1
 _SHOWN = 60
+_ROWS_A_LABEL = 10
+_LABEL_CHARACTERS = 100
 
 # Nothing that names a file, a machine or an account: the file is published with the model.
 _COLUMNS = ("source_column", "target_column", "template", "source_prefix")
@@ -103,7 +105,8 @@ def prompt_text(
     Args:
         config: The run's settings, with the separator that was chosen.
         system_turns: The system's turns of each set of conversations; None: not recorded.
-        labels: The label set of ``accuracy`` with the number of training rows of each; None: not known.
+        labels: The distinct targets with the number of training rows of each; None: not known. They are kept for
+            ``accuracy``, and only if they are a label set: others may be people's sentences.
         conversations: Whether the training rows are conversations.
     """
     plain = config.model_dump(mode="json", by_alias=True)
@@ -117,10 +120,17 @@ def prompt_text(
         if "format" in one:
             one["format"] = _kept_format(one["format"])
     kept |= {"fullshard_prompt": _VERSION, "conversations": conversations, "system_turns": system_turns}
-    if labels is not None and "accuracy" in (config.evaluation.metric, *config.evaluation.metrics):
+    measured = "accuracy" in (config.evaluation.metric, *config.evaluation.metrics)
+    if labels and measured and _is_label_set(labels):
         kept["labels"] = dict(labels)
     # Not sorted: of equally frequent labels the first one is the baseline's.
     return json.dumps(kept, indent=2, ensure_ascii=False) + "\n"
+
+
+def _is_label_set(counts: Mapping[str, int]) -> bool:
+    """Return True if targets are short, and each is repeated: the file is published, and texts of rows are not."""
+    repeated = min(counts.values()) >= 2 and sum(counts.values()) >= _ROWS_A_LABEL * len(counts)
+    return repeated and max(map(len, counts)) <= _LABEL_CHARACTERS
 
 
 def _kept_format(name: str) -> str:

@@ -107,3 +107,27 @@ def test_a_models_own_file_counts_and_not_the_run_around_it(tmp_path):
     assert found == {"modelA": "own: ", "best": "theirs: ", "last": "theirs: ", "older": "theirs: "}
     assert recorded_turns(run_of(places["modelA"]), None) is None
     assert recorded_base(places["modelA"]) is None
+
+
+@pytest.mark.parametrize(
+    ("labels", "published"),
+    [
+        ({"lost": 18, "found": 2}, True),
+        ({"lost": 17, "found": 2}, False),  # 19 rows for 2 labels
+        ({"lost": 100, "My card ends in 4711": 1}, False),
+        ({"lost": 50, "x" * 100: 50}, True),
+        ({"lost": 50, "x" * 101: 50}, False),
+        ({f"the answer of person {number}": 1 for number in range(1000)}, False),
+        ({}, False),
+        (None, False),
+    ],
+)
+def test_targets_are_written_only_if_they_are_a_label_set(labels, published):
+    values = {"output_dir": "out", "model": {"path": "m"}, "data": {"train_file": "r.csv"}, "training": NO_EVAL}
+    config = RunConfig.model_validate(values | {"evaluation": {"metric": "accuracy"}})
+    text = prompt_text(config, None, labels, conversations=False)
+    assert json.loads(text).get("labels") == (labels if published else None)
+    if not published:
+        assert not any(label in text for label in labels or ())
+    measured_otherwise = config.model_copy(update={"evaluation": config.evaluation.model_copy(update={"metric": "f1"})})
+    assert "labels" not in json.loads(prompt_text(measured_otherwise, None, labels, conversations=False))

@@ -23,7 +23,7 @@ from fullshard.train.evaluation.trained import find_trained, load_trained
 from fullshard.train.reporting.card import CardSink
 from support.adapter_steps import GPT2, write_base
 from support.interrupted_run import OFTEN, run
-from support.tiny_run import WORDS, read_jsonl
+from support.tiny_run import WORDS, read_jsonl, write_rows
 
 pytestmark = [
     pytest.mark.usefixtures("unmetered"),
@@ -46,7 +46,10 @@ def base(tmp_path_factory):
 def finished(base, tmp_path_factory, unmetered):
     """The output_dir of a run of a causal model with LoRA, and its training rows' format."""
     directory = tmp_path_factory.mktemp("finished")
+    write_rows(directory / "many.csv", 30)  # enough rows of each label to be a label set
     changes = {
+        "data__train_file": str(directory / "many.csv"),
+        "data__max_train_samples": 30,
         "model": {"path": str(base), "adapter": {"type": "lora", "r": 4, "lora_alpha": 32}},
         "data__source_prefix": PREFIX,
         "data__separator": SEPARATOR,
@@ -126,7 +129,7 @@ def test_a_model_away_from_its_run_is_asked_as_in_training(finished, forms, base
 
 def test_nothing_of_the_machine_or_the_data_travels(finished, forms):
     text = (forms / "shared" / PROMPT_NAME).read_text()
-    for private in (str(finished), "train.csv", "held_out.csv", "cache", "output_dir"):
+    for private in (str(finished), "many.csv", "held_out.csv", "cache", "output_dir"):
         assert private not in text
     values = json.loads(text)
     assert set(values["labels"]) == {row["references"][0] for row in read_jsonl(finished / "predictions.jsonl")}
