@@ -207,9 +207,11 @@ class Restarts:
         reached = last_note(self._directory) or Reached(self.done)
         step = reached.step if reached.attempt == self.done else None
         self._stepped |= step is not None and step != reached.began
-        ran_out = self._ran_out(failure)
+        ran_out, note = self._ran_out(failure)
         if ran_out is not False:
-            failure = replace(failure, message=f"{failure.message} The run's plan: {_noted_plan(self._directory)}.")
+            failure = replace(
+                failure, message=f"{failure.message}{note} The run's plan: {_noted_plan(self._directory)}."
+            )
         if self._most == 0 or not failure.may_pass:
             return failure
         what = f"{first_sentence(failure)}, {f'after step {step:,}' if step else 'before the first step'}"
@@ -234,12 +236,22 @@ class Restarts:
         say(f"{what}; restart {self.done} of {self._most} {when}, {from_step}")
         return seconds
 
-    def _ran_out(self, failure: Failure) -> bool | None:
-        """Return whether the kernel killed a rank because memory ran out; None if the system does not say."""
-        if failure.exit_code != 128 + signal.SIGKILL:
-            return False
+    def _ran_out(self, failure: Failure) -> tuple[bool | None, str]:
+        """Return whether the kernel killed a rank because memory ran out, None if that is not known; and a note."""
+        # Looked at after each failure: what was killed during earlier attempts says nothing about this one.
         before, self._kills = self._kills, memory_kills()
-        return None if before is None or self._kills is None else self._kills > before
+        if failure.exit_code != 128 + signal.SIGKILL:
+            return False, ""
+        if before is None or self._kills is None or before.of_group != self._kills.of_group:
+            return None, ""
+        rise = self._kills.count - before.count
+        if self._kills.of_group or not rise:
+            return rise > 0, ""
+        count = "1 process" if rise == 1 else f"{rise:,} processes"
+        return None, (
+            f" Meanwhile the kernel killed {count} of this machine because memory ran out; the rank may be among "
+            "them, or another program's process (`dmesg` says which)."
+        )
 
 
 def pause_s(failures: int) -> float:

@@ -123,8 +123,8 @@ def test_another_step_is_another_failure_until_the_restarts_are_used_up(run, tmp
 def kills(monkeypatch):
     """Set what the system says about processes killed for memory, from one look to the next."""
 
-    def say(*counts):
-        looks = iter(counts)
+    def say(*counts, of_group=True):
+        looks = iter(None if count is None else counting.MemoryKills(count, of_group) for count in counts)
         monkeypatch.setattr(attempts, "memory_kills", lambda: next(looks))
 
     return say
@@ -174,6 +174,31 @@ def test_where_nobody_counts_a_rank_that_is_killed_twice_before_the_first_step_i
     assert ended.message.endswith("The run's plan: its memory was not planned.")
 
 
+def test_a_kill_on_the_machine_may_be_another_programs(run, tmp_path, capfd, kills):
+    """A rank that somebody else killed, while the kernel killed processes that are not the run's."""
+    kills(3, 5, 5, of_group=False)
+    assert run("if rank == 0 and attempt < 2: die()\nsignal.pause() if attempt < 2 else 0", most=2) is None
+    assert started(tmp_path) == 3
+    assert "memory ran out and would again" not in capfd.readouterr().err
+
+
+def test_the_message_says_that_the_machines_count_rose(run, tmp_path, kills):
+    kills(3, 5, 6, of_group=False)
+    ended = run(NOTED + "if rank == 0: die()\nsignal.pause()")
+    assert started(tmp_path) == 2
+    assert "killed 2 processes of this machine" in ended.message
+    assert ended.message.endswith(WITH_PLAN)
+
+
+def test_a_kill_during_an_earlier_attempt_is_not_the_last_ones(run, tmp_path, kills):
+    kills(3, 4, 4, 4)
+    failing = (
+        "if attempt == 0 and rank == 0: os.kill(os.getpid(), signal.SIGSEGV)\nif attempt == 1 and rank == 0: die()"
+    )
+    assert run(failing + "\nsignal.pause() if attempt < 2 else 0") is None
+    assert started(tmp_path) == 3
+
+
 @pytest.mark.parametrize("most", [0, 1])
 def test_the_plan_is_told_also_where_nothing_is_started_again(run, kills, most):
     kills(0, 1)
@@ -199,7 +224,7 @@ def test_kills_are_counted_by_the_control_group_or_else_by_the_machine(tmp_path,
     if file is not None:
         (tmp_path / "groups" / file).parent.mkdir(parents=True)
         (tmp_path / "groups" / file).write_text(text)
-    assert counting.memory_kills() == (41 if file is None else 7)
+    assert counting.memory_kills() == counting.MemoryKills(41 if file is None else 7, of_group=file is not None)
 
 
 def test_an_error_that_would_come_again_is_not_tried_again(run, tmp_path):
