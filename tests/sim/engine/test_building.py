@@ -92,6 +92,22 @@ def test_the_allocator_is_trimmed_once_the_full_parameters_are_freed(monkeypatch
     assert left == [0]
 
 
+def test_the_allocator_is_trimmed_once_bottom_up(monkeypatch):
+    model = TinyLM()
+    trims = []
+    monkeypatch.setattr(CpuDevice, "trim", lambda _: trims.append(len(blocks)))
+    blocks = []
+
+    def work(comm):
+        for block in model.blocks:
+            blocks.append(fully_shard(block, comm, wrap=None))
+        fully_shard(model, comm)
+
+    run_ranks(1, work)
+    assert len(blocks) == 4
+    assert trims == [4], "after the blocks, by the root"
+
+
 def test_the_table_has_a_line_for_each_run_of_alike_units():
     _, models = replicas(t5, 2)
 

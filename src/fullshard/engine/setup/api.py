@@ -177,8 +177,10 @@ def fully_shard(  # noqa: PLR0913 (the front door: each argument is a policy)
     if reader is not None:
         fill(root, reader)
     # The freed full parameters lie between the shards, in pieces too small for a step's activations: kept, they made a
-    # Llama-3-8B with LoRA reserve 61.8 GB for 32.1 GB of tensors (benchmarks/fragments.py).
-    runtime_device.trim()
+    # Llama-3-8B with LoRA reserve 61.8 GB for 32.1 GB of tensors (benchmarks/fragments.py). Trimming waits for the
+    # device and returns every free segment, which the next unit would allocate again: bottom up, the root does it once.
+    if len(units) > 1:
+        runtime_device.trim()
     return model
 
 
