@@ -17,6 +17,7 @@ from fullshard.data import Sample, SourceSpec, chained, read_split, tokenize, tr
 from fullshard.data.batching import ahead
 from fullshard.data.batching.collate import CollateSpec
 from fullshard.data.batching.stream import EpochPlan, steps
+from fullshard.data.reading.tables import CsvFile
 from fullshard.data.streaming import rows as rows_module
 from fullshard.data.streaming.index import ROWS_NAME, TargetCounts, index_to
 from fullshard.data.streaming.rows import StreamedRows, lengths_to, open_stream, sample_lengths
@@ -286,3 +287,25 @@ def test_lengths_are_estimated_by_characters(tmp_path, t5_like):
     lengths = streamed.source_ids.lengths
     assert lengths.tolist() == sorted(lengths.tolist())
     assert (lengths[0], lengths[-1], np.diff(lengths[:3]).min()) == (2, 6, 1)
+
+
+@pytest.mark.parametrize("header", ["text,label,label,label_2", "label,text,label_2,label", "text,label_2,label,label"])
+def test_a_real_column_is_not_hidden_by_the_number_of_a_duplicate(header, tmp_path, t5_like):
+    path, names = tmp_path / "rows.csv", header.split(",")
+    right = [(f"a {WORDS[row % 5]}", WORDS[row % 6]) for row in range(6)]
+    cells = [{"text": text, "label_2": target, "label": "wrong"} for text, target in right]
+    path.write_text("\n".join([header, *(",".join(row[name] for name in names) for row in cells)]) + "\n")
+    spec = SourceSpec(train_file=path, source_column="text", target_column="label_2")
+    assert [(row.source, row.target) for row in read_split(spec, "train").examples] == right
+    kept = index_to(tmp_path, spec, None, MOST_LABELS)
+    streamed = StreamedRows(tmp_path, kept, spec, t5_like, T5).examples(range(6))
+    assert [(row.source, row.target) for row in streamed] == right
+
+
+def test_duplicate_columns_have_the_same_names_streamed(tmp_path):
+    path = tmp_path / "rows.csv"
+    path.write_text("id,id,id_2,text\n1,2,3,a\n")
+    reader = CsvFile(path, "utf-8", ",")
+    named = {"id": "1", "id_3": "2", "id_2": "3", "text": "a"}
+    assert [row.cells for row in reader.rows(())] == [named]
+    assert reader.row_at(iter(["1,2,3,a\n"])).cells == named

@@ -213,10 +213,13 @@ def plain_records(lines: Iterable[str], delimiter: str) -> Iterator[tuple[int, l
 
 
 def distinct(names: Sequence[str]) -> tuple[str, ...]:
-    """Return names of which each comes once: further ones of a name have a number, as in ``id, id_2``."""
+    """Return names of which each comes once: further ones of a name have a number, as in ``id, id_2``.
+
+    A number never makes a name that is among ``names``, also further on: that column keeps its own.
+    """
     found: dict[str, None] = {}
     for name in names:
-        numbered = (f"{name}_{number}" for number in count(2))
+        numbered = (one for number in count(2) if (one := f"{name}_{number}") not in names)
         found[next(one for one in chain((name,), numbered) if one not in found)] = None
     return tuple(found)
 
@@ -317,8 +320,8 @@ class CsvFile:
         return Row(0, dict(zip(self._names, record, strict=True)))
 
     @cached_property
-    def _names(self) -> list[str]:
-        return self.columns()
+    def _names(self) -> tuple[str, ...]:
+        return distinct(self.columns())
 
     @cached_property
     def _delimiter(self) -> str:
