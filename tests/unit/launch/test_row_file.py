@@ -5,11 +5,13 @@ import io
 import json
 from pathlib import Path
 
+import pandas
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from fullshard.data import SourceSpec, read_inputs
+from fullshard.data.reading.tables import CsvFile
 from fullshard.errors import ConfigError
 from fullshard.launch.programs.row_file import RecordColumns, RowWriter
 from fullshard.launch.programs.row_formats import require_suffix
@@ -190,3 +192,40 @@ def test_lines_of_text_have_one_column(tmp_path):
     path.write_text("one\n\n")
     text, _ = predicted(path, ".csv")
     assert text == "input,prediction,problem,truncated\none,ONE,,\n,,it is empty,\n"
+
+
+@pytest.mark.parametrize(("suffix", "delimiter"), [(".csv", ","), (".tsv", "\t")])
+def test_lone_carriage_returns_inside_cells_read_back(suffix, delimiter, tmp_path):
+    rows = [{"note": "one\rtwo", "text": "three\r"}, {"note": "x\r\ny", "text": "\r"}, {"note": "z", "text": "t"}]
+    out = io.StringIO(newline="")
+    writer = RowWriter(out, suffix, RecordColumns(("note", "text")))
+    writer.write([{**row, "prediction": "p\rq"} for row in rows])
+    writer.end()
+    path = tmp_path / f"out{suffix}"
+    path.write_bytes(out.getvalue().encode())
+    frame = pandas.read_csv(path, sep=delimiter, dtype=str, keep_default_na=False)
+    assert list(zip(frame["note"], frame["text"], frame["prediction"], strict=True)) == [
+        (row["note"], row["text"], "p\rq") for row in rows
+    ]
+    again = CsvFile(path, "utf-8", delimiter)
+    assert [(row.cells["text"], row.problem) for row in again.rows(())] == [(row["text"], None) for row in rows]
+    assert "\r\n" not in out.getvalue().replace("x\r\ny", "")
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".json"])
+def test_nan_and_infinity_are_null_in_json_and_stay_in_cells(suffix, tmp_path):
+    path = tmp_path / "rows.parquet"
+    numbers = [float("nan"), float("inf"), -float("inf"), 1.5]
+    pq.write_table(pa.table({"text": list("abcd"), "score": numbers, "list": [[one, 2.0] for one in numbers]}), path)
+    text, _ = predicted(path, suffix)
+
+    def refuse(word):
+        raise ValueError(word)  # RFC 8259 has no such words
+
+    values = [text] if suffix == ".json" else text.splitlines()
+    found = [json.loads(one, parse_constant=refuse) for one in values]
+    found = found[0] if suffix == ".json" else found
+    assert [row["score"] for row in found] == [None, None, None, 1.5]
+    assert [row["list"] for row in found] == [[None, 2.0]] * 3 + [[1.5, 2.0]]
+    cells, _ = predicted(path, ".csv")
+    assert [row["score"] for row in csv.DictReader(io.StringIO(cells))] == ["NaN", "Infinity", "-Infinity", "1.5"]

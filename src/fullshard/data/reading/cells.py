@@ -23,7 +23,10 @@ def cell_text(name: str, cell: object) -> str:
 
 
 def cell_json(cell: object) -> str:
-    """Return a cell as JSON, with numbers in the notation that they were read in; dates and the like become text."""
+    """Return a cell as JSON, with numbers in the notation that they were read in; dates and the like become text.
+
+    NaN and infinity become null: JSON has neither.
+    """
     if isinstance(cell, Number):
         return str(cell)
     if isinstance(cell, Mapping):
@@ -31,6 +34,8 @@ def cell_json(cell: object) -> str:
         return f"{{{', '.join(pairs)}}}"
     if isinstance(cell, (list, tuple)):
         return f"[{', '.join(map(cell_json, cell))}]"
+    if isinstance(cell, float) and not math.isfinite(cell):
+        return "null"
     return json.dumps(cell, ensure_ascii=False, default=str)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TextIO
@@ -62,7 +63,7 @@ class RowWriter:
         self._cells: Any = None
         if self._suffix in (".csv", ".tsv"):
             delimiter = self._columns.delimiter if self._suffix == ".csv" else "\t"
-            self._cells = csv.writer(out, delimiter=delimiter, lineterminator="\n")
+            self._cells = csv.writer(_Lines(out), delimiter=delimiter)
         self._written = 0
 
     def write(self, records: Sequence[Record]) -> None:
@@ -100,9 +101,24 @@ class RowWriter:
             self._out.write(before + _encodable(cell_json(record)) + after)
 
 
+@dataclass(frozen=True)
+class _Lines:
+    r"""What ``csv`` writes its rows to: they end with ``\n``.
+
+    ``csv`` is left to end them with ``\r\n``: it quotes line breaks only if they are part of its own line end.
+    """
+
+    out: TextIO
+
+    def write(self, row: str) -> int:
+        return self.out.write(row.removesuffix("\r\n") + "\n")
+
+
 def _cell(value: object) -> str:
     if value is None:
         return ""
+    if isinstance(value, float):
+        return json.dumps(value)  # NaN and infinity are text here
     return str(value) if isinstance(value, str) else cell_json(value)
 
 
