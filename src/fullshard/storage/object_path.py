@@ -56,7 +56,8 @@ class ObjectPath:
         """List all objects under this prefix.
 
         Returns:
-            Size in bytes of each, by its path relative to this one; nothing if there is none.
+            Size in bytes of each, by its path relative to this one, without objects that mark directories; nothing if
+            there is none.
 
         Raises:
             StoreError: See :func:`~fullshard.storage.object_client.request`.
@@ -67,8 +68,12 @@ class ObjectPath:
             return {}
         # Some file systems begin their keys with a slash. One object of just this name is not under the prefix.
         prefix = self.key.strip("/") + "/"
-        named = {key.strip("/"): facts for key, facts in found.items()}
-        return {key[len(prefix) :]: facts["size"] for key, facts in named.items() if key.startswith(prefix)}
+        named = {key.lstrip("/"): facts for key, facts in found.items()}
+        listed = {key[len(prefix) :]: facts["size"] for key, facts in named.items() if key.startswith(prefix)}
+        # Consoles and sync tools mark a directory with an empty object "sub/", which some file systems list as "sub".
+        above = {name[:end] for name in listed for end, sign in enumerate(name) if sign == "/"}
+        is_mark = {name: name.endswith("/") or (name in above and not size) for name, size in listed.items()}
+        return {name: size for name, size in listed.items() if name and not is_mark[name]}
 
     def size(self) -> int | None:
         """Return the size of the object in bytes; None if there is none.
