@@ -7,12 +7,15 @@ import json
 import lzma
 import sqlite3
 import zipfile
+from dataclasses import replace
 
 import pandas
 import pytest
 
 from fullshard.cli import main as cli
 from fullshard.data import SourceSpec, StreamedRows, TokenizeSpec, encoding_of_rows, index_to, read_inputs, read_split
+from fullshard.data.reading import kind
+from fullshard.data.reading.tables import parse_json
 from fullshard.errors import DataError
 from fullshard.starter import look_at
 
@@ -169,3 +172,69 @@ def test_line_breaks_inside_cells_of_a_file_of_macs_stay(tmp_path):
     assert [row.source for row in read_inputs(tmp_path / "rows.txt", spec).rows] == ["first", "second", "third"]
     (tmp_path / "rows.txt").write_bytes(b"10 %\r20 %\ndone\nso\n")
     assert [row.source for row in read_inputs(tmp_path / "rows.txt", spec).rows] == ["10 %\r20 %", "done", "so"]
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.json", "rows.jsonl.gz"])
+@pytest.mark.parametrize("first", ["# made on 3 May, 2024, by hand", '"text": "a", "label": "b"}', '{"text": "a, b'])
+def test_a_bad_first_line_does_not_make_json_lines_another_kind(first, name, tmp_path):
+    path, text = tmp_path / name, first.encode() + b"\n" + LINES
+    path.write_bytes(gzip.compress(text) if name.endswith("gz") else text)
+    spec = SourceSpec(train_file=path, source_column="text", target_column="label", max_bad_rows=1)
+    table = read_split(spec, "train")
+    assert [(row.source, row.target) for row in table.examples] == [(row["text"], row["label"]) for row in ROWS]
+    with pytest.raises(DataError, match=r":1: broken JSON"):
+        read_split(replace(spec, max_bad_rows=0), "train")
+
+
+TEXTS = ["Hello, world", "Yes, it is", "No, never", "So, what now", "Well, once, then again"]
+
+
+@pytest.mark.parametrize(
+    ("header", "texts", "wanted"),
+    [
+        ("text, as it was said", TEXTS, None),
+        ("text, as it was said", TEXTS[:4], "text, as it was said"),
+        ("text, as it was said", TEXTS[:2], None),
+        ("said; or written", ["a; b", "c", "d; e; f"], None),
+        ("said; written | sung", ["a; b | c", "d"], None),
+    ],
+)
+def test_commas_in_the_texts_of_one_column_are_no_delimiter(header, texts, wanted, tmp_path):
+    path = tmp_path / "rows.tsv"
+    path.write_text("\n".join([header, *texts]) + "\n")
+    table = read_inputs(path, SourceSpec(source_column=wanted))
+    assert [row.source for row in table.rows] == texts
+    assert not any("data.format" in note for note in table.notes)
+
+
+def test_a_wanted_column_shows_that_few_rows_are_cells(tmp_path):
+    path = tmp_path / "rows.tsv"
+    path.write_text("text,label\na,x\n")
+    assert read_inputs(path, SourceSpec(source_column="text")).rows[0].source == "a"
+    path.write_text("sep=;\ntext;label\na;x\n")
+    assert read_inputs(path, SourceSpec(source_column="text")).rows[0].source == "a"
+
+
+@pytest.mark.parametrize("header", ["[text],[label]", "{text},label", '[{"a": 1}],label', "[1],label"])
+def test_a_large_csv_that_begins_like_json_is_not_read_to_tell(header, tmp_path, monkeypatch):
+    path, parsed = tmp_path / "rows.csv", []
+    path.write_text(header + "\n" + "some words of a text,x\n" * 20_000)
+
+    def counted(text):
+        parsed.append(len(text))
+        return parse_json(text)
+
+    monkeypatch.setattr(kind, "parse_json", counted)
+    assert kind.kind_of(path, "csv", "utf-8") == "csv"
+    assert sum(parsed) < path.stat().st_size / 3
+
+
+@pytest.mark.parametrize("cut", range(65_500, 65_560))
+def test_a_large_json_file_is_known_by_its_beginning_wherever_that_ends(cut, tmp_path):
+    path = tmp_path / "rows.csv"
+    rows = [{"text": "x" * (cut - 30), "é\u2028\n": '\n\\"ä', "n": [1.5e-7, True, None, {}]}, *ROWS]
+    for value in (rows, {"version": 1, "data": rows}):
+        path.write_text(json.dumps(value, indent=1))
+        assert kind.kind_of(path, "csv", "utf-8") == "json"
+    path.write_text(json.dumps([1, *rows], indent=1))
+    assert kind.kind_of(path, "csv", "utf-8") == "csv"

@@ -56,10 +56,7 @@ def find_delimiter(lines: Iterable[str], path: Path, quoting: Literal["auto", "n
     named = named_delimiter(first)
     if named is not None:
         return named
-    head = [first, *islice(lines, _MOST_LINES)]
-    counts = {} if quoting == "none" else _fitting(_unquoted(chain(head, lines)))
-    if not counts and quoting != "csv":
-        counts = _fitting(head)
+    counts = possible_delimiters(chain([first], lines), quoting)
     fitting = list(counts)
     if "," in fitting or not fitting:
         return ","
@@ -67,6 +64,14 @@ def find_delimiter(lines: Iterable[str], path: Path, quoting: Literal["auto", "n
         listed = " or ".join(f"{shown(one)} ({counts[one] + 1} columns)" for one in fitting)
         raise DataError(f"{path}: cells may be separated by {listed}: set data.delimiter to the one that does.")
     return fitting[0]
+
+
+def possible_delimiters(lines: Iterable[str], quoting: Literal["auto", "none", "csv"]) -> dict[str, int]:
+    """Return the delimiters that are possible, as for :func:`find_delimiter`, and how often each is in a row."""
+    lines = iter(lines)
+    head = list(islice(lines, _MOST_LINES + 1))
+    counts = {} if quoting == "none" else _fitting(_unquoted(chain(head, lines)))
+    return counts or ({} if quoting == "csv" else _fitting(head))
 
 
 def _fitting(records: Iterable[str]) -> dict[str, int]:

@@ -227,7 +227,10 @@ def format_of(path: Path, spec: SourceSpec) -> str:
         DataError: Its suffix is unknown, or it cannot be read.
     """
     named = _format(path, spec)
-    return kind_of(path, named, spec.encoding) if spec.format == "auto" else named
+    if spec.format != "auto":
+        return named
+    columns = (spec.source_column, spec.target_column, spec.weight_column)
+    return kind_of(path, named, spec.encoding, [name for name in columns if name is not None])
 
 
 def _open(spec: SourceSpec, split: Split) -> RowReader:
