@@ -8,7 +8,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from fullshard.data import SourceSpec, StreamedRows, TokenizeSpec, index_to, read_inputs, read_split
+from fullshard.data import SourceSpec, StreamedRows, TokenizeSpec, fingerprint, index_to, read_inputs, read_split
+from fullshard.data.reading import conversations, opened, split
 from fullshard.errors import DataError
 
 ROWS = [{"id": str(i), "translation": {"en": f"the card {i}", "de": f"die Karte, {i}"}} for i in range(6)]
@@ -183,3 +184,32 @@ def test_other_text_is_text(text, tmp_path):
     spec = write_lines(tmp_path / "rows.jsonl", [{"conversation": text, "label": "x"}])
     row = read_split(SourceSpec(**spec, source_column="conversation", target_column="label"), "train").examples[0]
     assert row.source == text
+
+
+def without_turns_of_text(monkeypatch):
+    """Read JSON text as text, as the version before did."""
+    find = conversations.find_conversations
+
+    def only_lists(*given, **options):
+        return find(*given, **options | {"from_text": False})
+
+    monkeypatch.setattr(split, "find_conversations", only_lists)
+    monkeypatch.setattr(opened, "find_conversations", only_lists)
+
+
+@pytest.mark.parametrize("name", WRITE)
+@pytest.mark.parametrize("kind", ["turns of text", "prompt and completion of text", "turns", "text"])
+def test_the_fingerprint_changes_where_json_text_became_turns(name, kind, tmp_path, monkeypatch):
+    rows = {
+        "turns of text": {"messages": json.dumps(TALK), "target": "x"},
+        "prompt and completion of text": {"prompt": json.dumps(TALK[:1]), "completion": json.dumps(TALK[1:])},
+        "turns": {"messages": TALK},
+        "text": {"prompt": "hi", "completion": json.dumps(TALK)},
+    }
+    if kind == "turns" and name.endswith("csv"):
+        pytest.skip("cells of CSV are text")
+    spec = SourceSpec(**WRITE[name](tmp_path / name, [rows[kind]] * 2))
+    now = fingerprint(spec, "train")
+    assert now == fingerprint(spec, "train")
+    without_turns_of_text(monkeypatch)
+    assert (now != fingerprint(spec, "train")) is kind.endswith("of text")

@@ -35,7 +35,7 @@ _COMMON = 0.95
 """Share of the conversations that must begin with the same system turns for these to be recorded."""
 _MOST_SYSTEM_TURNS = 1000
 _SHOWN_CHARACTERS = 60
-_LOOKED_AT = 100
+LOOKED_AT = 100
 """Number of rows in which a list of turns is looked for."""
 
 
@@ -141,7 +141,7 @@ def find_conversations(
     for chosen in candidates:
         # A prompt without its completion may be text of any kind, also JSON.
         is_plain = not from_text or (chosen == pair and len(pair) == 1)
-        looked_at = islice(reader.rows(columns_read(chosen, columns)), _LOOKED_AT)
+        looked_at = islice(reader.rows(columns_read(chosen, columns)), LOOKED_AT)
         if any(all(_has_turns(row, name, is_plain=is_plain) for name in chosen) for row in looked_at):
             completion = chosen[1] if len(chosen) == 2 and completed else None
             found = ConversationRecipe(chosen[0], completion, names.get("system"), names.get("tools"), spec.train_on)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from hashlib import blake2b
+from itertools import islice
 from pathlib import Path
 
 from fullshard.data.examples import InputRow, InputTable, SourceSpec, Split, Table
 from fullshard.data.reading.arrow import DatasetRows, ParquetFile, open_dataset
 from fullshard.data.reading.bad_rows import UnusableRowError
 from fullshard.data.reading.columns import Recipe, choose, choose_sources
-from fullshard.data.reading.conversations import ConversationRecipe, find_conversations
+from fullshard.data.reading.conversations import LOOKED_AT, ConversationRecipe, find_conversations
 from fullshard.data.reading.holdout import Sides
 from fullshard.data.reading.kind import kind_note, kind_of
 from fullshard.data.reading.nested import with_inner_names
@@ -139,7 +140,8 @@ def fingerprint(spec: SourceSpec, split: Split) -> str:
     options += [spec.train_on] if spec.train_on != "assistant" else []
     options += [["weights", spec.weight_column]] if spec.weight_column is not None and split == "train" else []
     if _of_dataset(spec, split):
-        options += ["dataset", _open_dataset(spec, split).fingerprint]
+        dataset = _open_dataset(spec, split)
+        options += [*_mark_of_turns(dataset, spec), "dataset", dataset.fingerprint]
         digest.update(json.dumps(options).encode())
         return digest.hexdigest()
     path = _file(spec, split)
@@ -147,12 +149,24 @@ def fingerprint(spec: SourceSpec, split: Split) -> str:
         reader = _open(spec, split)
         # What quotes are, not the option: runs of versions without it still resume if their rows are the same.
         options += [["quoting", "none"]] if isinstance(reader, CsvFile) and reader.quoting == "none" else []
+        options += _mark_of_turns(reader, spec)
     files = [path, *split_lists(spec)]
     options += [_format(path, spec), path.suffix.lower(), [file.name for file in files[1:]]]
     digest.update(json.dumps(options).encode())
     for file in files:
         _hash_file(file, digest)
     return digest.hexdigest()
+
+
+def _mark_of_turns(reader: RowReader, spec: SourceSpec) -> list[object]:
+    """Return what marks JSON text that is read as turns, which earlier versions read as text; nothing of other rows."""
+    if isinstance(reader, JsonLinesFile):
+        # Its columns take a pass over the file, and the first rows decide.
+        columns = list(dict.fromkeys(name for row in islice(reader.rows(()), LOOKED_AT) for name in row.cells))
+    else:
+        columns = reader.columns()
+    ways = [find_conversations(reader, columns, spec, completed=True, from_text=one) for one in (True, False)]
+    return [["turns", "text"]] if ways[0] is not None and ways[1] is None else []
 
 
 def with_rows_of(path: Path, spec: SourceSpec, encoding: str) -> SourceSpec:
