@@ -1,5 +1,6 @@
 """A file of 500 conversations fine-tunes a tiny Llama and a tiny T5 with one command each, on two gloo processes."""
 
+import csv
 import json
 import os
 import random
@@ -82,6 +83,13 @@ def test_one_command(tmp_path, model):
     assert all(by_input[row["input"]] == row["prediction"] for row in measured)
     right = sum(one["prediction"] == row["messages"][-1]["content"] for one, row in zip(predicted, rows, strict=True))
     assert right > 450
+
+    # The JSON text of turns in a lone prompt is the history that it says.
+    with (tmp_path / "prompts.csv").open("w", newline="") as file:
+        csv.writer(file).writerows([["prompt"], *([json.dumps(row["messages"][:-1])] for row in rows[:20])])
+    call("predict", str(out), str(tmp_path / "prompts.csv"), "-o", str(tmp_path / "asked.jsonl"))
+    asked = [row["prediction"] for row in read_jsonl(tmp_path / "asked.jsonl")]
+    assert asked == [row["prediction"] for row in predicted[:20]]
 
     first = next(row["messages"] for row in rows if len(row["messages"]) == 3)
     assert json.loads((out / "run.json").read_text())["system_turns"] == {"": None}, "half of them have none"

@@ -213,3 +213,20 @@ def test_the_fingerprint_changes_where_json_text_became_turns(name, kind, tmp_pa
     assert now == fingerprint(spec, "train")
     without_turns_of_text(monkeypatch)
     assert (now != fingerprint(spec, "train")) is kind.endswith("of text")
+
+
+@pytest.mark.parametrize("name", [name for name in WRITE if name.startswith("rows")])
+def test_a_lone_prompt_of_json_text_is_turns_for_a_model_trained_on_them(name, tmp_path):
+    prompts = [json.dumps(TALK[:1]), json.dumps([*TALK, TALK[0]]), "hi", "[1, 2]", json.dumps([{"role": "x"}]), " "]
+    made = [{"id": str(n), "prompt": text} for n, text in enumerate(prompts)]
+    path = WRITE[name](tmp_path / name, made)["train_file"]
+    rows = read_inputs(path, SourceSpec(), asks_turns=True).rows
+    found = [None if row.conversation is None else list(row.conversation.messages) for row in rows]
+    assert found == [TALK[:1], [*TALK, TALK[0]], None, None, None, None]
+    assert [(row.source, row.problem) for row in rows[2:4]] == [("hi", None), ("[1, 2]", None)]
+    assert "unknown role 'x'" in rows[4].problem
+    assert rows[5].problem == "column 'prompt' is empty"
+    assert rows[2].cells["prompt"] == "hi"
+    plain = read_inputs(path, SourceSpec(source_column="prompt", target_column="id"), asks_turns=True).rows
+    assert plain[0].source == prompts[0]
+    assert read_inputs(path, SourceSpec()).rows[0].source == prompts[0]

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from fullshard.data.examples import Conversation, Example, InputRow, SourceSpec, Turn, turn_text
 from fullshard.data.reading.bad_rows import UnusableRowError
+from fullshard.data.reading.cells import cell_text
 from fullshard.data.reading.columns import left_out_note
 from fullshard.data.reading.nested import as_json, cell_of, column_of, columns_read
 from fullshard.data.reading.tables import Number, Row, RowReader, encoding_problem
@@ -48,6 +49,7 @@ class ConversationRecipe:
     system: str | None  # column of the system's turn for conversations without one, or None
     tools: str | None  # column of the tools' descriptions, or None
     train_on: Literal["assistant", "last"]  # which of the assistant's turns are learned
+    text_too: bool = False  # whether a cell that is no list of turns is text to be asked
     # on columns left out; the note on conversations needs all rows: see :func:`conversation_note`
     notes: tuple[str, ...] = ()
 
@@ -83,6 +85,11 @@ class ConversationRecipe:
         Raises:
             UnusableRowError: A turn is malformed, or nothing is left.
         """
+        if self.text_too and row.problem is None and not _has_turns(row, self.turns, is_plain=False):
+            text = cell_text(self.turns, cell_of(row, self.turns))
+            if not text.strip():
+                raise UnusableRowError(f"column {self.turns!r} is empty")
+            return InputRow(text, row.line)
         messages = self._messages(row)
         while messages and messages[-1]["role"] == "assistant":
             messages.pop()
@@ -115,7 +122,13 @@ class ConversationRecipe:
 
 
 def find_conversations(
-    reader: RowReader, columns: Sequence[str], spec: SourceSpec, *, completed: bool, from_text: bool = True
+    reader: RowReader,
+    columns: Sequence[str],
+    spec: SourceSpec,
+    *,
+    completed: bool,
+    from_text: bool = True,
+    asks_turns: bool = False,
 ) -> ConversationRecipe | None:
     """Return how a table's rows become conversations; None if they are not.
 
@@ -128,6 +141,8 @@ def find_conversations(
         spec: Columns; with a template, or a target column besides the source, rows are not conversations.
         completed: Whether rows have answers; else a prompt needs no completion.
         from_text: Whether JSON text may be turns.
+        asks_turns: Whether the rows are for a model trained on conversations, so that the JSON text of a prompt
+            without its completion is turns too.
     """
     if spec.template is not None or spec.target_column not in (None, spec.source_column):
         return None
@@ -140,13 +155,15 @@ def find_conversations(
         candidates += [pair] if "prompt" in names and (len(pair) == 2 or not completed) else []
     for chosen in candidates:
         # A prompt without its completion may be text of any kind, also JSON.
-        is_plain = not from_text or (chosen == pair and len(pair) == 1)
+        is_lone = chosen == pair and len(pair) == 1
+        is_plain = not from_text or (is_lone and not asks_turns)
         looked_at = islice(reader.rows(columns_read(chosen, columns)), LOOKED_AT)
         if any(all(_has_turns(row, name, is_plain=is_plain) for name in chosen) for row in looked_at):
             completion = chosen[1] if len(chosen) == 2 and completed else None
             found = ConversationRecipe(chosen[0], completion, names.get("system"), names.get("tools"), spec.train_on)
             left = left_out_note(found.columns, columns)
-            return replace(found, notes=(f"{reader.where}: {left}",) if left else ())
+            notes = (f"{reader.where}: {left}",) if left else ()
+            return replace(found, notes=notes, text_too=is_lone and asks_turns)
     return None
 
 

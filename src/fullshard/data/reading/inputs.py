@@ -19,7 +19,7 @@ _SOURCES = {"wikihow": "text", "phrasebank": "sentence"}
 """Source columns of formats that have their own reader for rows with targets."""
 
 
-def read_inputs(path: Path, spec: SourceSpec) -> InputTable:
+def read_inputs(path: Path, spec: SourceSpec, *, asks_turns: bool = False) -> InputTable:
     """Read the source of each row of a file; any process.
 
     In a ``.txt`` file each line is a row. In other files the source is the spec's ``template`` or ``source_column``,
@@ -28,6 +28,8 @@ def read_inputs(path: Path, spec: SourceSpec) -> InputTable:
     Args:
         path: The file; its suffix gives the format.
         spec: Encoding and columns; the files it names are not read.
+        asks_turns: Whether the rows are for a model trained on conversations: then the JSON text of a list of turns in
+            a ``prompt`` without its completion is a conversation.
 
     Returns:
         All rows in order, each with the reason if it cannot be used.
@@ -37,7 +39,7 @@ def read_inputs(path: Path, spec: SourceSpec) -> InputTable:
         ConfigError: The template is malformed.
     """
     lines = path.suffix.lower() == LINES_SUFFIX
-    table = InputTable(_lines(path, spec.encoding)) if lines else _table(path, spec)
+    table = InputTable(_lines(path, spec.encoding)) if lines else _table(path, spec, asks_turns=asks_turns)
     first = table.rows[0]
     if all(row.problem is not None for row in table.rows):
         raise DataError(
@@ -47,7 +49,7 @@ def read_inputs(path: Path, spec: SourceSpec) -> InputTable:
     return table
 
 
-def _table(path: Path, spec: SourceSpec) -> InputTable:
+def _table(path: Path, spec: SourceSpec, *, asks_turns: bool) -> InputTable:
     column = spec.source_column or _SOURCES.get(spec.format)
     # Where columns are given, the source also stands in for the target, which may not exist.
     target = spec.target_column
@@ -58,7 +60,8 @@ def _table(path: Path, spec: SourceSpec) -> InputTable:
     here = replace(spec, dataset_name=None, format="auto", source_column=column, target_column=target)
     # Text with a target of its own was trained on as text, even if it is JSON.
     from_text = spec.target_column in (None, spec.source_column)
-    table = read_sources(with_rows_of(path, here, here.encoding), "validation", from_text=from_text)
+    own = with_rows_of(path, here, here.encoding)
+    table = read_sources(own, "validation", from_text=from_text, asks_turns=asks_turns)
     if spec.format != "wikihow":
         return table
     return replace(table, rows=[replace(row, source=cleaned_article(row.source)) for row in table.rows])

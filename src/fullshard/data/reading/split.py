@@ -80,10 +80,10 @@ def open_table(spec: SourceSpec, split: Split, columns: list[str] | None = None)
     return OpenedTable(_open(spec, split), spec, spec.weight_column if split == "train" else None, columns)
 
 
-def read_sources(spec: SourceSpec, split: Split, *, from_text: bool = True) -> InputTable:
+def read_sources(spec: SourceSpec, split: Split, *, from_text: bool = True, asks_turns: bool = False) -> InputTable:
     """Read the source of every row of a split, in columns given by the spec or chosen by name. Any process can call it.
 
-    ``from_text``: whether JSON text may be a conversation.
+    ``from_text``: whether JSON text may be a conversation. ``asks_turns``: whether the model was trained on them.
 
     Returns:
         The rows in order with all their cells, also those that cannot be used.
@@ -98,7 +98,7 @@ def read_sources(spec: SourceSpec, split: Split, *, from_text: bool = True) -> I
     if unread:
         return InputTable([InputRow("", row.line, row.problem) for row in unread], reader.notes)
     recipe: Recipe | ConversationRecipe | None
-    recipe = find_conversations(reader, columns, spec, completed=False, from_text=from_text)
+    recipe = find_conversations(reader, columns, spec, completed=False, from_text=from_text, asks_turns=asks_turns)
     if recipe is None:
         by_name = spec.template is None and spec.source_column is None
         with with_inner_names(reader, columns):

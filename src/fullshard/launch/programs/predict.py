@@ -13,7 +13,7 @@ from typing import Any
 
 from fullshard.comm import init_from_env, shutdown
 from fullshard.config import PROMPT_NAME, SUMMARY_NAME, RunConfig
-from fullshard.config.recorded import recorded_run, run_of
+from fullshard.config.recorded import recorded_run, recorded_turns, run_of
 from fullshard.data import InputRow, describe_separator, encoding_of_rows, read_inputs, uses_chat_template
 from fullshard.errors import ConfigError, DataError
 from fullshard.launch.messages import say
@@ -60,11 +60,13 @@ def _predict(options: argparse.Namespace, *, is_first: bool) -> None:
     config = changed(trained.config.of_set(options.set), options)
     source = source_spec(config.data)
     encoding, encoding_notes = encoding_of_rows(options.file, source, options.encoding)
-    table = read_inputs(options.file, replace(source, encoding=encoding))
+    run = run_of(directory)
+    asks_turns = run is not None and recorded_turns(run, options.set) is not None
+    table = read_inputs(options.file, replace(source, encoding=encoding), asks_turns=asks_turns)
     _require_plain(table.rows, options)
     comm = init_from_env()
     model, tokenizer, notes = load_trained(trained, comm)
-    rows, about_text = _as_read(table.rows, config, model, tokenizer, run_of(directory), options)
+    rows, about_text = _as_read(table.rows, config, model, tokenizer, run, options)
     same_format = options.output is not None and options.output.suffix.lower() == options.file.suffix.lower()
     columns = RecordColumns.of(table, same_format=same_format)
     about = (*settings_notes(directory), *encoding_notes, *table.notes, *notes, *about_text, *columns.notes)
