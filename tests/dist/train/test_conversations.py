@@ -10,6 +10,7 @@ import sys
 import pytest
 import yaml
 
+from fullshard.data import SourceSpec, read_inputs
 from support.tiny_run import read_jsonl
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow, pytest.mark.timeout(400)]
@@ -79,7 +80,8 @@ def test_one_command(tmp_path, model):
     done = call("predict", str(out), str(tmp_path / "talks.jsonl"), "-o", str(tmp_path / "predicted.jsonl"))
     predicted = read_jsonl(tmp_path / "predicted.jsonl")
     assert len(predicted) == len(rows)
-    by_input = {row["input"]: row["prediction"] for row in predicted}
+    asked_for = [row.source for row in read_inputs(tmp_path / "talks.jsonl", SourceSpec()).rows]
+    by_input = dict(zip(asked_for, (row["prediction"] for row in predicted), strict=True))
     assert all(by_input[row["input"]] == row["prediction"] for row in measured)
     right = sum(one["prediction"] == row["messages"][-1]["content"] for one, row in zip(predicted, rows, strict=True))
     assert right > 450
