@@ -32,7 +32,7 @@ def decay_groups(model: nn.Module, weight_decay: float, *, no_decay: NoDecay | N
             parameter), or a function of the name and the parameter. After ``fully_shard`` the function receives this
             rank's rows: decide by ``param.ndim`` or ``param.shard_meta.global_shape``, never by ``param.shape``. Names
             are those without the wrappers of compiling, checkpointing and torch's FSDP. None: parameters with fewer
-            than two dimensions unsharded (biases and norms), as in ``fullshard train``.
+            than two dimensions unsharded (biases and norms).
 
     Returns:
         Groups for an optimizer, ``{"params": […], "weight_decay": …}``, the one with decay first, parameters in the

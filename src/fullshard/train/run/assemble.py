@@ -28,6 +28,7 @@ from fullshard.train.setup.model import own_loss, prepare_model, shard_model
 from fullshard.train.setup.optimizers import make_optimizer
 from fullshard.train.setup.prepare import Prepared, collate_spec, prepare
 from fullshard.train.setup.quantization import quantised_base
+from fullshard.train.setup.saved_values import THIS_VERSION, Rules
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -60,7 +61,13 @@ class Assembly:
 
 
 def assemble(
-    config: RunConfig, comm: Comm, prepared: Prepared | None = None, *, group: int | None = None, filled: bool = False
+    config: RunConfig,
+    comm: Comm,
+    prepared: Prepared | None = None,
+    *,
+    group: int | None = None,
+    rules: Rules = THIS_VERSION,
+    filled: bool = False,
 ) -> Assembly:
     """Build every part of a run; every rank calls it, with the same settings.
 
@@ -69,6 +76,7 @@ def assemble(
         comm: The ranks to shard over.
         prepared: Tokenizer and token ids; None: prepared here.
         group: :attr:`~fullshard.train.setup.division.Division.group` of the run's start; None: it starts here.
+        rules: What settings mean, as at the run's start.
         filled: True if a snapshot fills the model later; see :func:`~fullshard.train.setup.model.prepare_model`.
 
     Raises:
@@ -82,6 +90,7 @@ def assemble(
     config = ready_data.settled(config)
     evaluation = together(comm, lambda: make_evaluation(config, ready_data))
     plan = together(comm, lambda: make_plan(config, train_set, comm.size, causal=causal, group=group))
+    config = rules.settled(config, plan.num_steps)
     of_device = for_devices(config, Devices.of_ranks(comm))
     ready = together(
         comm, lambda: prepare_model(of_device, tokenizer, ready_data.model_directory, filled=filled, device=comm.device)
@@ -99,7 +108,7 @@ def assemble(
         comm=comm,
         tokenizer=tokenizer,
         model=model,
-        optimizer=make_optimizer(model, config),
+        optimizer=make_optimizer(model, config, decay_by=rules.weight_decay),
         scaler=ShardedGradScaler(comm.device.type) if config.training.precision == "fp16" else None,
         schedule=learning_rate_schedule(config, plan.num_steps),
         train_set=train_set,

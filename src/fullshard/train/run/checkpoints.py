@@ -25,7 +25,8 @@ from fullshard.train.run.assemble import Assembly
 from fullshard.train.run.best import BestModel
 from fullshard.train.run.prompted import PromptedTokenizer
 from fullshard.train.run.record import Record
-from fullshard.train.setup.resume import EVALUATION_NAME, StartingPoint
+from fullshard.train.setup.resume import StartingPoint
+from fullshard.train.setup.saved_values import EVALUATION_NAME
 
 
 class RunCheckpoints:
@@ -181,6 +182,7 @@ class RunCheckpoints:
             "settings": self._start.settings,
             "separator": parts.config.data.separator,
             "group_rows": self._start.group,
+            "rules": self._start.rules.as_values(),
             "division": self._start.began.as_values(),
             "total_steps": parts.schedule.total_steps,
             "scaler": None if parts.scaler is None else parts.scaler.state_dict(),

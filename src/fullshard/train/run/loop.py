@@ -107,6 +107,7 @@ def train(
                     comm,
                     prepared,
                     group=start.group,
+                    rules=start.rules,
                     filled=start.snapshot is not None,
                 )
                 start = with_checkpoint(start, parts, checkpoints)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -45,15 +45,18 @@ class _Kind:
     state_bytes: Callable[[Groups], int]  # returns the bytes of state that this rank holds for these groups
 
 
-def make_optimizer(model: nn.Module, config: RunConfig) -> Optimizer:
+def make_optimizer(
+    model: nn.Module, config: RunConfig, *, decay_by: Literal["names", "dimensions"] = "names"
+) -> Optimizer:
     """Make the optimizer of a run over all trainable parameters, in the same order everywhere. Every rank calls it.
 
-    Weight decay is as in Hugging Face's Trainer, by names; with Muon, vectors (biases, norms) have none.
+    Weight decay is as in Hugging Face's Trainer, by names; ``decay_by="dimensions"``: of parameters with two or more,
+    as in a run that an earlier version began. With Muon, vectors (biases, norms) have none.
 
     Raises:
         ConfigError: The model has no trainable parameters.
     """
-    return _KINDS[config.training.optimizer].make(_groups(model, config.training), config)
+    return _KINDS[config.training.optimizer].make(_groups(model, config.training, decay_by), config)
 
 
 def optimizer_title(name: str) -> str:
@@ -82,8 +85,10 @@ def held_state_bytes(optimizer: Optimizer, device: torch.device | None = None) -
     return sum({(tensor.data_ptr(), tensor.nbytes): tensor.nbytes for tensor in tensors}.values())
 
 
-def _groups(model: nn.Module, settings: TrainingConfig) -> Groups:
+def _groups(model: nn.Module, settings: TrainingConfig, decay_by: str = "names") -> Groups:
     """Return the trainable parameters in groups with their options, the same on every rank; no group is empty."""
+    if settings.optimizer != "muon" and decay_by == "dimensions":
+        return decay_groups(model, settings.weight_decay)
     if settings.optimizer != "muon":
         norms = {id(p) for one in model.modules() if isinstance(one, nn.LayerNorm) for p in one.parameters()}
 

@@ -7,7 +7,6 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -21,27 +20,21 @@ from fullshard.storage import (
     Survey,
     as_place,
     backend_of,
-    changed_small_files,
     content_of,
     find_checkpoints,
-    instead_of,
     is_url,
-    read_completion,
-    read_index,
     read_json,
     remove_checkpoint,
     set_aside,
     set_aside_text,
-    shown,
     survey,
 )
 from fullshard.train.reporting.reports import EndedBy
 from fullshard.train.setup.division import Division, began_with
+from fullshard.train.setup.saved_values import Rules, read_values
 from fullshard.train.setup.set_rows import source_spec
 
 CHECKPOINTS_NAME = "checkpoints"
-EVALUATION_NAME = "evaluation.json"
-"""File that an evaluation after a checkpoint's step adds to the checkpoint: the run so far, with the evaluation."""
 
 GLOBAL_BATCH = "global batch (ranks x training.per_device_train_batch_size x training.gradient_accumulation_steps)"
 
@@ -73,6 +66,9 @@ of an evaluation."""
 
 _STATE_SETTINGS = ("model.", "global batch", "training.optimizer")
 """Prefixes of the settings that must not change even if the user names the checkpoint."""
+
+_STEPS = ("training.max_steps", "training.num_train_epochs")
+"""The settings that say how many steps a run has."""
 
 _DATA_FILES = ("train_file", "validation_file", "dataset_name")
 """Ends of the names of settings that say which data a run is of."""
@@ -116,6 +112,14 @@ class StartingPoint:
     def group(self) -> int:
         """Rows, or micro-batches, that are sorted by length together, as at the run's start."""
         return self.began.group if self.values is None else self.values["group_rows"]
+
+    @property
+    def rules(self) -> Rules:
+        """What settings mean, as at the run's start, unless the user now asks for another number of steps."""
+        rules = Rules.of(self.values)
+        if self.values is None or all(self.settings.get(k) == self.values["settings"].get(k) for k in _STEPS):
+            return rules
+        return replace(rules, steps="max_steps")
 
     @property
     def division(self) -> Division:
@@ -319,7 +323,7 @@ def _newest(
     path: Place, fresh: StartingPoint, found: Survey, aside: tuple[Place, ...], other_data: str
 ) -> StartingPoint:
     """Resume from the newest good checkpoint of the output directory, only with the same settings."""
-    step, values = _read_values(path)
+    step, values = read_values(path)
     start = fresh.with_values(values)
     different = _differences(start.settings, values["settings"])
     if different:
@@ -395,7 +399,7 @@ def _at(path: Place, fresh: StartingPoint, found: Survey) -> StartingPoint:
     inside = find_checkpoints(path) or find_checkpoints(path / CHECKPOINTS_NAME)
     if inside:
         raise ConfigError(f"{path} holds several checkpoints; name one of them, such as resume={inside[-1]}.")
-    step, values = _read_values(path)
+    step, values = read_values(path)
     start = fresh.with_values(values)
     different = _differences(start.settings, values["settings"])
     fatal = [line for key, line in different.items() if key.startswith(_STATE_SETTINGS)]
@@ -422,57 +426,6 @@ def _at(path: Place, fresh: StartingPoint, found: Survey) -> StartingPoint:
     return replace(
         start, path=path, comparable=comparable, superseded=superseded, damaged=aside, notes=notes, step=step
     )
-
-
-def _read_values(path: Place) -> tuple[int, Mapping[str, Any]]:
-    """Return step and values of a run's checkpoint.
-
-    Raises:
-        CheckpointError: It is damaged, or was not saved by a run.
-    """
-    index = read_index(path)
-    values = index.values
-    if "settings" not in values:
-        raise CheckpointError(f"{path} was not saved by fullshard train: it has no settings of a run.")
-    rows, scaler = values.get("group_rows"), values.get("scaler")
-    numbers = [value for value in (scaler or {}).values() if isinstance(value, float)] if _is_object(scaler) else []
-    problems = {
-        "settings": not isinstance(values["settings"], Mapping),
-        "record": not isinstance(values.get("record"), Mapping),
-        "group_rows": type(rows) is not int or rows < 1,
-        "scaler": not _is_object(scaler) or not all(isfinite(value) for value in numbers),
-    }
-    wrong = [name for name, is_wrong in problems.items() if is_wrong]
-    if wrong:
-        raise CheckpointError(
-            f"{path / 'index.json'} has values that no run saves: {wrong[0]} is {shown(values.get(wrong[0]))}. "
-            f"{instead_of(path)}"
-        )
-    # Checkpoints of older versions, which had only AdamW, tokenized first and knew quotes of CSV alone, do not name
-    # these. Whether files without such quotes give other rows now is seen by the rows' hash.
-    older = {"training.optimizer": "adamw", "training.tf32": True, "data.streaming": False, "data.quoting": "auto"}
-    settings = {**older, **values["settings"]}
-    return index.step, {**values, **_added_values(path), "settings": settings}
-
-
-def _added_values(path: Place) -> Mapping[str, Any]:
-    """Return what the evaluation after a complete checkpoint's step added to it."""
-    # A file that a killed run wrote but did not list is not part of the checkpoint.
-    done = read_completion(path)
-    if EVALUATION_NAME not in done.files:
-        return {}
-    try:
-        for name, text in changed_small_files(path, done):
-            if name == EVALUATION_NAME:
-                raise ValueError(text)
-        return {"record": read_json(path / EVALUATION_NAME)["record"]}
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        raise CheckpointError(f"{path / EVALUATION_NAME} cannot be read: {error}. {instead_of(path)}") from error
-
-
-def _is_object(value: object) -> bool:
-    """Return whether a value is an object or null."""
-    return value is None or isinstance(value, Mapping)
 
 
 def _differences(now: Mapping[str, Any], then: Mapping[str, Any]) -> dict[str, str]:
