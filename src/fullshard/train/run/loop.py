@@ -50,6 +50,9 @@ from fullshard.train.setup.resume import (
     or_snapshot,
 )
 
+_SLOW_STEPS = 2
+"""First steps of an attempt, which are left out of the pace."""
+
 _PACE_STEPS = 5
 """Steps of an attempt after which it is told how many fit the time limit: the first ones take longer."""
 
@@ -168,6 +171,7 @@ class TrainingRun:
         self._timetable = Timetable(parts)
         decided = parts.scaler is None and parts.config.training.on_nonfinite == "stop"
         self._schedule = parts.schedule
+        self._paced_from_s = 0.0
         self._late = decided and device_of(parts.comm.device).queues
         self._unread: IssuedStep | None = None
         self._read_s = 0.0
@@ -245,14 +249,27 @@ class TrainingRun:
         limit, seconds = self._config.training.max_train_minutes, 0.0
         if limit is not None:
             seconds = longest(self._comm, self.train_seconds)
-            self._schedule = self._parts.schedule.within(60.0 * limit, steps=steps, seconds=seconds)
-            if steps - self.resumed_step == _PACE_STEPS:
-                for sink in self._sinks:
-                    sink.estimate(self._schedule.total_steps)
+            self._follow_pace(60.0 * limit, steps, seconds)
         reason = ends_early(self._config.training, self.record, seconds)
         if reason is not None:
             self._read_step()
         return reason
+
+    def _follow_pace(self, limit_s: float, steps: int, seconds: float) -> None:
+        """Set the schedule to that of the steps that fit, once the pace is known, from this attempt or an earlier one.
+
+        The first steps of an attempt are slow (compiling, caches, the traced step) and say nothing about later ones.
+        """
+        measured = steps - self.resumed_step - _SLOW_STEPS
+        if measured == 0:
+            self._paced_from_s = seconds
+        if measured >= _PACE_STEPS:
+            self.record.pace_s = (seconds - self._paced_from_s) / measured
+        pace_s = self.record.pace_s
+        self._schedule = self._parts.schedule.within(limit_s, steps=steps, seconds=seconds, pace_s=pace_s)
+        if measured == _PACE_STEPS:
+            for sink in self._sinks:
+                sink.estimate(self._schedule.total_steps)
 
     def _make_up_evaluation(self) -> None:
         """Make the evaluation that was due at the step that the run resumes from, if it was not made."""

@@ -22,6 +22,7 @@ class Record:
     evaluation_seconds: float = 0.0  # wall time of all evaluations
     peak_bytes: int = 0  # peak memory of this rank in the traced step; 0 before it
     stale_evaluations: int = 0  # evaluations since the last one that was better, by early stopping's threshold
+    pace_s: float = 0.0  # seconds of a step with its share of evaluations, for a time limit; 0: not measured
     skipped_steps: int = 0  # steps that were skipped because the loss or the gradient was not finite
 
     def add_step(self, report: StepReport) -> None:
@@ -45,8 +46,11 @@ class Record:
             world_size: Number of ranks now. If it has changed, ranks hold other shards and measure their peak again.
         """
         last, best, peaks = values["last"], values["best"], values["peak_bytes"]
+        # Earlier versions took the mean of all steps, which goes on until this attempt has measured its own.
+        earlier = 0.0 if last is None else values["train_seconds"] / last["step"]
         return cls(
             **{
+                "pace_s": earlier,
                 **values,
                 "last": None if last is None else StepReport(**last),
                 "best": None if best is None else EvaluationReport.from_values(best),

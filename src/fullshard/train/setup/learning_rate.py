@@ -39,14 +39,18 @@ class LearningRateSchedule:
             return self.gamma ** (step // self.steps_per_epoch // self.step_epochs)
         return 1.0
 
-    def within(self, limit_s: float, *, steps: int, seconds: float) -> LearningRateSchedule:
-        """Return the schedule of as many steps as fit a time limit at the pace of the first ``steps``.
+    def within(self, limit_s: float, *, steps: int, seconds: float, pace_s: float) -> LearningRateSchedule:
+        """Return the schedule of as many steps as fit a time limit, so that a decay ends with the time.
 
-        At the limit that is the step that is taken then, so a decay ends with the time, evaluations included.
+        Args:
+            limit_s: The limit, in seconds of the whole run.
+            steps: Steps taken.
+            seconds: Seconds that have passed.
+            pace_s: Seconds of a step from now on, with its share of evaluations; 0: not measured, nothing changes.
         """
-        if steps == 0 or seconds <= 0.0:
+        if pace_s <= 0.0:
             return self
-        total = min(self.total_steps, max(steps + 1, ceil(steps * limit_s / seconds)))
+        total = min(self.total_steps, steps + max(1, ceil((limit_s - seconds) / pace_s)))
         warmup = self.warmup_steps if self.warmup_share is None else ceil(self.warmup_share * total)
         return replace(self, total_steps=total, warmup_steps=warmup)
 

@@ -30,20 +30,20 @@ def theirs(kind, steps, warmup=0):
 def test_at_an_even_pace_the_schedule_is_that_of_the_steps_that_fit(kind, share):
     warmup = 0 if share is None else 126
     schedule = LearningRateSchedule(kind, 504, 168, warmup_steps=warmup, warmup_share=share)
-    rates = [PEAK * schedule.within(600.0, steps=n, seconds=15.0 * n).factor(n) for n in range(1, 40)]
+    rates = [PEAK * schedule.within(600.0, steps=n, seconds=15.0 * n, pace_s=15.0).factor(n) for n in range(1, 40)]
     assert rates == pytest.approx(theirs(kind, 40, 0 if share is None else 10)[1:])
 
 
 def test_where_all_steps_fit_the_schedule_is_the_runs_own():
     schedule = LearningRateSchedule("linear", 504, 168, warmup_steps=5)
-    assert schedule.within(600.0, steps=7, seconds=7.0) == schedule
-    assert schedule.within(600.0, steps=0, seconds=0.0) == schedule
+    assert schedule.within(600.0, steps=7, seconds=7.0, pace_s=1.0) == schedule
+    assert schedule.within(600.0, steps=0, seconds=0.0, pace_s=0.0) == schedule
 
 
 def test_an_evaluation_on_the_way_takes_its_share_of_the_decay():
     schedule = LearningRateSchedule("linear", 504, 168)
-    before = schedule.within(600.0, steps=20, seconds=200.0).factor(20)
-    after = schedule.within(600.0, steps=20, seconds=500.0).factor(20)
+    before = schedule.within(600.0, steps=20, seconds=200.0, pace_s=10.0).factor(20)
+    after = schedule.within(600.0, steps=20, seconds=500.0, pace_s=25.0).factor(20)
     assert (before, after) == pytest.approx((2 / 3, 1 / 6))
 
 
@@ -55,27 +55,60 @@ def six_seconds_a_step(monkeypatch):
     monkeypatch.setattr(TrainingRun, "train_seconds", property(seconds))
 
 
-LIMITED = {"training__max_train_minutes": 0.6, "training__warmup_steps": 0, "training__eval_strategy": "no"}
+LIMITED = {
+    "training__max_train_minutes": 1.2,
+    "training__num_train_epochs": 10,
+    "training__warmup_steps": 0,
+    "training__eval_strategy": "no",
+}
 LIMITED |= {"data__validation_file": None, "training__learning_rate": PEAK}
 
 
 @pytest.mark.usefixtures("six_seconds_a_step")
 @pytest.mark.parametrize("kind", ["linear", "cosine"])
 def test_a_run_that_its_time_ends_decays_as_one_of_so_many_steps(tmp_path, kind):
+    """From the seventh step on; before, as the run of 40 steps that it would be without a limit."""
     memory = run(tmp_path, training__lr_scheduler_type=kind, **LIMITED)
     rates = [report.learning_rate for report in memory.steps]
     assert memory.ended[0].ended_by == "time"
-    assert len(rates) == 6
-    assert rates[1:] == pytest.approx(theirs(kind, 6)[1:])
-    assert memory.estimates == [6]
+    assert len(rates) == 12
+    assert rates == pytest.approx(theirs(kind, 40)[:7] + theirs(kind, 12)[7:])
+    assert memory.estimates == [12]
 
 
 @pytest.mark.usefixtures("six_seconds_a_step")
 def test_a_resumed_run_decays_over_the_time_that_is_left(tmp_path):
     stop = StopRequest()
-    director = Director(("step", 3), lambda: setattr(stop, "requested", True))
+    director = Director(("step", 8), lambda: setattr(stop, "requested", True))
     with pytest.raises(RunStopped):
         run(tmp_path, director, stop=stop, **LIMITED)
     memory = run(tmp_path, **LIMITED)
-    assert memory.begun[0].resumed_step == 4  # a request is seen in the next step
-    assert [report.learning_rate for report in memory.steps] == pytest.approx(theirs("linear", 6)[4:])
+    assert memory.begun[0].resumed_step == 9  # a request is seen in the next step
+    assert [report.learning_rate for report in memory.steps] == pytest.approx(theirs("linear", 12)[9:])
+
+
+@pytest.fixture
+def slow_first_step(monkeypatch):
+    """A first step of 60 s, then 1 s each."""
+
+    def seconds(self):
+        return 0.0 if self.record.last is None else 59.0 + self.record.last.step
+
+    monkeypatch.setattr(TrainingRun, "train_seconds", property(seconds))
+
+
+@pytest.mark.usefixtures("slow_first_step")
+def test_a_slow_first_step_does_not_end_the_warm_up(tmp_path):
+    """541 of 5,000 steps fit 600 s; a tenth of them warm up: 500, and from the seventh step on 55."""
+    limited = LIMITED | {"training__max_train_minutes": 10, "training__max_steps": 5000, "training__warmup_steps": 0.1}
+    stop = StopRequest()
+    director = Director(("step", 8), lambda: setattr(stop, "requested", True))
+    with pytest.raises(RunStopped):
+        run(tmp_path, director, stop=stop, **limited)
+    rates = [report.learning_rate for report in director.steps]
+    assert rates == pytest.approx(theirs("linear", 5000, 500)[:7] + theirs("linear", 541, 55)[7:9])
+    assert director.estimates == [541]
+    stop.requested = True
+    with pytest.raises(RunStopped):
+        run(tmp_path, director, stop=stop, **limited)
+    assert director.steps[-1].learning_rate == pytest.approx(theirs("linear", 541, 55)[9])
