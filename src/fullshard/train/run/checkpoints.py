@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -20,6 +20,7 @@ from fullshard.saving.full import write_assets
 from fullshard.storage import Place, add_small_file, read_completion, read_index
 from fullshard.train.evaluation.metrics import higher_is_better
 from fullshard.train.reporting.reports import CheckpointReport, EvaluationReport
+from fullshard.train.reporting.scores import LOSS_METRICS
 from fullshard.train.reporting.sinks import Sink
 from fullshard.train.run.assemble import Assembly
 from fullshard.train.run.best import BestModel
@@ -41,7 +42,9 @@ class RunCheckpoints:
     ) -> None:
         """Change nothing yet."""
         self.newest: tuple[int, Place | None] = (0, None)
-        self._extendable = start.comparable
+        # What an evaluation may write depends on the data too, which is known only now.
+        self._comparable = start.comparable and _same_length(start.values, parts)
+        self._extendable = self._comparable
         self._parts = parts
         self._start = start
         self._checkpoints = checkpoints
@@ -137,7 +140,7 @@ class RunCheckpoints:
         if best is None:
             return ()
         why = "was evaluated with other settings"
-        if self._start.comparable:
+        if self._comparable:
             if self._best.restore(step, best):
                 return ()
             why = "is no longer there"
@@ -182,6 +185,7 @@ class RunCheckpoints:
             "settings": self._start.settings,
             "separator": parts.config.data.separator,
             "group_rows": self._start.group,
+            "max_new_tokens": _longest_text(parts.config.as_flat()),
             "rules": self._start.rules.as_values(),
             "division": self._start.began.as_values(),
             "total_steps": parts.schedule.total_steps,
@@ -283,3 +287,18 @@ def _write_assets(parts: Assembly, directory: Path) -> None:
 def _rank_seed(seed: int, rank: int, step: int) -> int:
     """Return a new seed for a rank whose random state cannot be restored because the number of ranks changed."""
     return int.from_bytes(hashlib.sha256(f"{seed} {rank} {step}".encode()).digest()[:8]) >> 1
+
+
+def _longest_text(settings: Mapping[str, Any]) -> Any:
+    """Return how many tokens of a row an evaluation writes at most, by the settings; None: they do not say."""
+    return settings.get("evaluation.max_new_tokens") or settings.get("data.max_target_length")
+
+
+def _same_length(values: Mapping[str, Any] | None, parts: Assembly) -> bool:
+    """Return whether evaluations may write as many tokens as those before the checkpoint with these values."""
+    config = parts.config
+    if values is None or {config.evaluation.metric, *config.evaluation.metrics} <= set(LOSS_METRICS):
+        return True
+    # Earlier versions did not record it: without the setting they wrote up to data.max_target_length.
+    before = values.get("max_new_tokens") or _longest_text(values["settings"])
+    return before == _longest_text(config.as_flat())

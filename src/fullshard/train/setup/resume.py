@@ -67,6 +67,9 @@ of an evaluation."""
 _STATE_SETTINGS = ("model.", "global batch", "training.optimizer")
 """Prefixes of the settings that must not change even if the user names the checkpoint."""
 
+_DRAWN = ("data.max_train_samples", "data.max_eval_samples")
+"""The settings that draw rows."""
+
 _STEPS = ("training.max_steps", "training.num_train_epochs")
 """The settings that say how many steps a run has."""
 
@@ -81,14 +84,14 @@ _EVALUATION_SETTINGS = frozenset(
         "data.validation_split",
         TITLE_LISTS,
         "evaluation.length_penalty",
-        "evaluation.max_new_tokens",
         "evaluation.metric",
         "evaluation.min_new_tokens",
         "evaluation.no_repeat_ngram_size",
         "evaluation.num_beams",
     )
 )
-"""If one of these changes, earlier evaluations are not comparable with later ones."""
+"""If one of these changes, earlier evaluations are not comparable with later ones. So it is with the length of texts,
+which depends on the data and is compared when that is known."""
 
 
 @dataclass(frozen=True)
@@ -306,7 +309,7 @@ def deciding_settings(config: RunConfig, world_size: int) -> dict[str, Any]:
         # A model on the Hub is represented by its id.
         if settings[key] is not None and Path(settings[key]).exists():
             settings[key] = _content(Path(settings[key]))
-    for key in ("data.max_train_samples", "data.max_eval_samples"):
+    for key in _DRAWN:
         # Earlier versions took the first rows: their runs must not go on with others.
         settings[key] = settings[key] and f"{settings[key]} drawn by hash"
     for key in [key for key in settings if key.startswith("data.") and key.endswith("dataset_name")]:
@@ -332,13 +335,28 @@ def _newest(
             f"interrupted and would resume from {path.name}, but these settings have changed:\n"
             + "\n".join(f"  {line}" for line in different.values())
             + (f"\nIt is a run{other_data}." if other_data else "")
-            + "\nTo resume, restore the earlier settings. To start from scratch, set resume=never, which deletes the "
+            + f"\nTo resume, {_restoring(different, values['settings'], path)}. "
+            "To start from scratch, set resume=never, which deletes the "
             f"checkpoints there, or another output_dir. To resume with the new settings, set resume={path}; the "
             "model, the optimizer and the global batch must be the same even then."
         )
     older = tuple(f"{one.problem} It is older than {path.name} and is not used." for one in found.damaged)
     notes = (f"resuming after step {step:,} from {path}", *start.notes, *_aside_notes(aside), *older)
     return replace(start, path=path, damaged=aside, notes=notes, step=step)
+
+
+def _restoring(different: Mapping[str, str], then: Mapping[str, Any], path: Place) -> str:
+    """Return how a run resumes whose settings differ from the checkpoint's."""
+    first_rows = [key for key in _DRAWN if key in different and isinstance(then.get(key), int)]
+    if not first_rows:
+        return "restore the earlier settings"
+    rest = (
+        "" if len(first_rows) == len(different) else " and restore the other settings if you do not mean to change them"
+    )
+    return (
+        f"set resume={path}{rest}: an earlier version took the first rows for {' and '.join(first_rows)}, which this "
+        "one cannot; the run goes on with rows drawn by hash"
+    )
 
 
 def or_snapshot(start: StartingPoint, snapshot: Snapshot | None, others: OfOtherRanks | None = None) -> StartingPoint:

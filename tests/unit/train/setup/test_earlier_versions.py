@@ -9,7 +9,7 @@ from fullshard.errors import CheckpointError
 from fullshard.optim import decay_groups
 from fullshard.train.run import assemble
 from support.forged import forge_index
-from support.interrupted_run import OFTEN, assert_same, run, run_until_stopped
+from support.interrupted_run import OFTEN, assert_same, before, run, run_until_stopped
 
 pytestmark = pytest.mark.usefixtures("unmetered")
 
@@ -80,3 +80,30 @@ def test_rules_that_no_run_saves_are_refused(tmp_path, rules):
     forge_index(path, lambda index: index["values"].update(rules=rules))
     with pytest.raises(CheckpointError, match="rules is"):
         run(tmp_path)
+
+
+FREE = OFTEN | {"evaluation__max_new_tokens": None, "data__max_target_length": 40}
+
+
+@pytest.mark.parametrize(("changes", "comparable"), [({}, True), ({"max_new_tokens": 6}, False), (None, False)])
+def test_evaluations_of_texts_of_other_lengths_are_not_compared(tmp_path, changes, comparable):
+    """Without the setting, earlier versions wrote up to data.max_target_length (40), now it is the longest target."""
+    path = Path(run_until_stopped(tmp_path, before(6), **FREE).checkpoint)
+
+    def change(index):
+        longest = index["values"].pop("max_new_tokens", None)
+        assert longest is None or 6 < longest < 40
+        index["values"].update({} if changes is None else {"max_new_tokens": longest} | changes)
+
+    forge_index(path, change)
+    notes = run(tmp_path, **FREE).begun[0].notes
+    assert any("was evaluated with other settings" in note for note in notes) is not comparable
+
+
+def test_other_data_with_longer_targets_makes_other_evaluations(tmp_path):
+    path = run_until_stopped(tmp_path, before(6), **FREE).checkpoint
+    more = tmp_path / "more.csv"
+    more.write_text((tmp_path / "train.csv").read_text() + "it is long,joy joy joy joy joy\n")
+    other = {"data__train_file": str(more), "data__max_train_samples": None, "resume": str(path)}
+    notes = run(tmp_path, **FREE | other).begun[0].notes
+    assert any("was evaluated with other settings" in note for note in notes)

@@ -124,8 +124,14 @@ def test_a_run_that_took_the_first_rows_does_not_go_on_with_drawn_ones(tmp_path)
         index["values"]["settings"]["data.max_train_samples"] = 13
 
     forge_index(tmp_path / "out" / "checkpoints" / "step-00000001", as_before)
-    with pytest.raises(ConfigError, match=r"data\.max_train_samples: 13 drawn by hash; in the checkpoint 13\n"):
+    with pytest.raises(ConfigError, match=r"data\.max_train_samples: 13 drawn by hash; in the checkpoint 13\n") as info:
         run(tmp_path)
+    assert "restore" not in str(info.value)  # nobody can
+    assert "resume=never" in str(info.value)
+    with pytest.raises(ConfigError, match=r"and restore the other settings"):
+        run(tmp_path, training__learning_rate=1)
+    remedy = re.search(r"To resume, set resume=(\S+?):", str(info.value))[1]
+    assert run(tmp_path, resume=remedy).begun[0].resumed_step == 1
 
 
 def test_a_file_is_what_it_holds_wherever_it_is(tmp_path, monkeypatch):
