@@ -92,13 +92,16 @@ def chosen_precision(load: Load, comm: Comm, tell: Callable[[str], None] = lambd
         load: Reads the run file with further overrides.
         comm: The ranks.
         tell: Receives a line for the user.
+
+    Raises:
+        UserError: The place of the checkpoints cannot be used; on every rank.
     """
     config = load(())
     devices = Devices.of_ranks(comm)
     precision, why = config.training.precision, "as the run file says"
     if precision == "auto":
         precision, why = precision_of(devices)
-        before = comm.all_gather_object(None if comm.rank else _precision_before(config))[0]
+        before = comm.all_gather_object(together(comm, lambda: None if comm.rank else _precision_before(config)))[0]
         if before is not None and before != precision:
             precision, why = before, f"as at this run's start; a new run takes {precision}: {why}"
     if devices.gpu and precision == "fp32":
@@ -112,9 +115,10 @@ def _precision_before(config: RunConfig) -> str | None:
     if config.resume == "never":
         return None
     place = checkpoints_directory(config) if config.resume in ("auto", "previous") else as_place(config.resume)
-    with contextlib.suppress(UserError, OSError, LookupError, TypeError):  # resuming reports it later
-        newest = find_checkpoints(place)[-1:] or [place]
-        return read_index(newest[0]).values["settings"]["training.precision"]
+    complete = find_checkpoints(place)[::-1] or [place]
+    for path in complete if config.resume == "previous" else complete[:1]:
+        with contextlib.suppress(UserError, OSError, LookupError, TypeError):  # resuming reports it later
+            return read_index(path).values["settings"]["training.precision"]
     return None
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fullshard.config import load_run
-from fullshard.errors import MemoryLimitError
+from fullshard.errors import CheckpointError, ConfigError, MemoryLimitError
 from fullshard.planner import hardware
 from fullshard.resilience import KeepDirectory
 from fullshard.testing import run_ranks
@@ -181,6 +181,40 @@ def test_a_run_that_continues_keeps_its_precision(run_file, tmp_path, by_name, m
     assert found == "bf16"
     assert "at this run's start" in line
     assert precision(run_file, Devices(), "resume=never", monkeypatch=monkeypatch)[0] == "fp32"
+
+
+def test_previous_keeps_the_precision_of_the_checkpoint_before_a_damaged_one(run_file, tmp_path, monkeypatch):
+    places = [tmp_path / "checkpoints" / name for name in ("step-3", "step-6")]
+
+    def read(path):
+        if path == places[1]:
+            raise CheckpointError("damaged")
+        return SimpleNamespace(values={"settings": {"training.precision": "bf16"}})
+
+    monkeypatch.setattr(auto, "find_checkpoints", lambda directory: places)
+    monkeypatch.setattr(auto, "read_index", read)
+    resume = [f"output_dir={tmp_path}", "resume=previous"]
+    assert precision(run_file, Devices(), *resume, monkeypatch=monkeypatch)[0] == "bf16"
+    assert precision(run_file, Devices(), f"output_dir={tmp_path}", monkeypatch=monkeypatch)[0] == "fp32"
+
+
+@pytest.mark.parametrize("resume", ["resume=s3://bucket", "training.checkpoints_to=s3://bucket/of/run"])
+def test_a_place_that_cannot_be_used_is_the_same_error_on_every_rank(run_file, resume, monkeypatch):
+    def unusable(place):
+        raise ConfigError(f"{place} is no place")
+
+    monkeypatch.setattr(auto, "as_place", unusable)
+    monkeypatch.setattr(auto, "checkpoints_directory", lambda config: unusable(config.training.checkpoints_to))
+    errors = []
+
+    def work(comm):
+        try:
+            chosen_precision(lambda more: load_run(run_file, ["sharding.auto=false", resume, *more]), comm)
+        except ConfigError as error:
+            errors.append(str(error))
+
+    run_ranks(2, work)
+    assert errors == [f"{resume.partition('=')[2]} is no place"] * 2
 
 
 def test_a_plan_takes_the_precision_of_its_device(run_file):
