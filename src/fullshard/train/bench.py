@@ -17,7 +17,7 @@ from fullshard.saving.adapted import AdaptedWeights
 from fullshard.train.plan import middle_step, refuse_unplanned, step_spec
 from fullshard.train.run.step import issue_step
 from fullshard.train.setup.data_plan import make_plan
-from fullshard.train.setup.devices import Devices, for_devices
+from fullshard.train.setup.devices import Devices, for_devices, smallest_memory
 from fullshard.train.setup.model import prepare_model, shard_model
 from fullshard.train.setup.optimizers import make_optimizer
 from fullshard.train.setup.prepare import Prepared
@@ -44,7 +44,7 @@ def measure_rates(
 
 def _build(config: RunConfig, data: Prepared, batches: list[Batch], comm: Comm) -> Rehearsed:
     config = for_devices(config, Devices.of_ranks(comm))
-    ready = prepare_model(config, data.tokenizer, device=comm.device)
+    ready = prepare_model(config, data.tokenizer, memory_bytes=smallest_memory(comm))
     if isinstance(ready.weights, AdaptedWeights):  # all by this rank: the others may not be there
         ready.weights.compute_magnitudes(ready.model, SoloComm(torch.device("cpu")))
     shard_model(ready.model, config, comm, weights=ready.weights)

@@ -22,7 +22,7 @@ from fullshard.train.reporting.flops import Flops, count_flops, peak_flops
 from fullshard.train.reporting.reports import SetFacts
 from fullshard.train.setup.advice import advice
 from fullshard.train.setup.data_plan import make_plan, mixture_notes, set_facts
-from fullshard.train.setup.devices import Devices, for_devices
+from fullshard.train.setup.devices import Devices, for_devices, smallest_memory
 from fullshard.train.setup.learning_rate import LearningRateSchedule, learning_rate_schedule
 from fullshard.train.setup.model import own_loss, prepare_model, shard_model
 from fullshard.train.setup.optimizers import make_optimizer
@@ -92,9 +92,8 @@ def assemble(
     plan = together(comm, lambda: make_plan(config, train_set, comm.size, causal=causal, group=group))
     config = rules.settled(config, plan.num_steps)
     of_device = for_devices(config, Devices.of_ranks(comm))
-    ready = together(
-        comm, lambda: prepare_model(of_device, tokenizer, ready_data.model_directory, filled=filled, device=comm.device)
-    )
+    memory, directory = smallest_memory(comm), ready_data.model_directory
+    ready = together(comm, lambda: prepare_model(of_device, tokenizer, directory, filled=filled, memory_bytes=memory))
     model = ready.model
     router, router_notes = together(comm, lambda: own_loss(model, config))
     parameters = sum(parameter.numel() for parameter in model.parameters())

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from fullshard.comm import Comm, device_of
+from fullshard.comm import Comm, device_of, whole_memory_bytes
 from fullshard.config import RunConfig
 from fullshard.planner import Hardware
 
@@ -43,6 +43,11 @@ class Devices:
         if hardware is None:
             return cls()
         return cls(gpu=True, bf16=torch.bfloat16 in hardware.flops_per_s, name=hardware.name)
+
+
+def smallest_memory(comm: Comm) -> int:
+    """Return the smallest memory of all ranks' devices, or of their hosts, in bytes; every rank calls it."""
+    return min(comm.all_gather_object(whole_memory_bytes(comm.device)))
 
 
 def precision_of(devices: Devices) -> tuple[str, str]:

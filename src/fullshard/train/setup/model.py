@@ -85,7 +85,7 @@ def prepare_model(
     directory: Path | None = None,
     *,
     filled: bool = False,
-    device: torch.device = CPU,
+    memory_bytes: int | None = None,
 ) -> ReadyModel:
     """Build the model, or its skeleton on the meta device, and prepare it for training; any rank.
 
@@ -95,24 +95,29 @@ def prepare_model(
         directory: ``model.path`` resolved by ``resolve_model``; None: resolved here.
         filled: True if a snapshot fills all trained parameters later. Then weights are neither made nor read, unless
             some are frozen and therefore not in the snapshot.
-        device: The device that it will compute on; its memory decides ``training.fused_cross_entropy: auto``.
+        memory_bytes: The smallest memory of all ranks' devices, which decides ``training.fused_cross_entropy: auto``
+            alike on every rank; None: this host's, or that of the planned device.
 
     Raises:
         UserError: The model cannot be built, or the settings do not match it.
     """
     if config.model.path is None:
         require_base(config.model)
-        ready = _made(config, tokenizer, device, filled=filled)
+        ready = _made(config, tokenizer, memory_bytes, filled=filled)
     else:
         directory = directory or resolve_model(config.model.path)
         ready = ReadyModel(*choose_loader(make_model(config, tokenizer, directory), config, tokenizer, directory))
         ready = _adapted(
-            replace(ready, model=_changed(ready.model, config, device)), config, tokenizer, directory, device
+            replace(ready, model=_changed(ready.model, config, memory_bytes)),
+            config,
+            tokenizer,
+            directory,
+            memory_bytes,
         )
         if filled and ready.weights is not None and _all_trained(ready.model):
             ready = replace(ready, weights=UnreadWeights())
     _change_forward(ready.model, config)
-    if config.training.fused_cross_entropy == "auto" and _fuses(base_of(ready.model), config, device):
+    if config.training.fused_cross_entropy == "auto" and _fuses(base_of(ready.model), config, memory_bytes):
         fused = fused_head_of(ready.model)
         does = "is computed in the output layer" if fused is not None else "cannot be computed in the output layer"
         note = f"the loss {does} (training.fused_cross_entropy: auto): the logits could take more than 5 % of memory"
@@ -120,14 +125,16 @@ def prepare_model(
     return ready
 
 
-def _made(config: RunConfig, tokenizer: PreTrainedTokenizerBase, device: torch.device, *, filled: bool) -> ReadyModel:
+def _made(
+    config: RunConfig, tokenizer: PreTrainedTokenizerBase, memory_bytes: int | None, *, filled: bool
+) -> ReadyModel:
     """Return the model of ``model.config``; on the meta device if its values come later."""
     if filled:
         with torch.device("meta"):
-            skeleton = _changed(make_model(config, tokenizer), config, device)
+            skeleton = _changed(make_model(config, tokenizer), config, memory_bytes)
         if _all_trained(skeleton):
             return ReadyModel(skeleton, UnreadWeights(), ())
-    return ReadyModel(_changed(make_model(config, tokenizer), config, device), None, ())
+    return ReadyModel(_changed(make_model(config, tokenizer), config, memory_bytes), None, ())
 
 
 def _all_trained(model: nn.Module) -> bool:
@@ -197,14 +204,14 @@ def _full_load_note(config: RunConfig, reason: str) -> str:
     return f"{config.model.path} was loaded in full on every rank, not shard by shard: {reason}"
 
 
-def _changed(model: PreTrainedModel, config: RunConfig, device: torch.device) -> PreTrainedModel:
+def _changed(model: PreTrainedModel, config: RunConfig, memory_bytes: int | None) -> PreTrainedModel:
     """Change the model in place; called before its adapter is added."""
     if config.model.attention_dropout is not None:
         set_attention_dropout(model, config.model.attention_dropout)
     if refuses_fp16(config):
         require_fp16_fit(model.config.model_type)
     quantised = quantises_head(model, config)
-    fuses = _fuses(model, config, device)
+    fuses = _fuses(model, config, memory_bytes)
     if config.training.fused_cross_entropy is True:
         fuse_head(model)
     elif (fuses or config.sharding.tables != "gather") and not quantised and can_fuse(model):
@@ -215,7 +222,7 @@ def _changed(model: PreTrainedModel, config: RunConfig, device: torch.device) ->
     return model
 
 
-def _fuses(model: PreTrainedModel, config: RunConfig, device: torch.device) -> bool:
+def _fuses(model: PreTrainedModel, config: RunConfig, memory_bytes: int | None) -> bool:
     """Return ``training.fused_cross_entropy``; ``auto``: whether float32 logits could take more than 5 % of memory."""
     asked = config.training.fused_cross_entropy
     if asked != "auto":
@@ -223,7 +230,7 @@ def _fuses(model: PreTrainedModel, config: RunConfig, device: torch.device) -> b
     words = model.config.get_text_config().vocab_size
     tokens = config.data.max_target_length + is_causal(model) * config.data.max_source_length
     tokens = config.training.per_device_train_batch_tokens or config.training.per_device_train_batch_size * tokens
-    return 4 * tokens * words > SHARE_OF_LOGITS * whole_memory_bytes(device)
+    return 4 * tokens * words > SHARE_OF_LOGITS * (memory_bytes or whole_memory_bytes(CPU))
 
 
 def own_loss(model: nn.Module, config: RunConfig) -> tuple[RouterLoss | None, tuple[str, ...]]:
@@ -252,7 +259,7 @@ def own_loss(model: nn.Module, config: RunConfig) -> tuple[RouterLoss | None, tu
 
 
 def _adapted(
-    ready: ReadyModel, config: RunConfig, tokenizer: PreTrainedTokenizerBase, directory: Path, device: torch.device
+    ready: ReadyModel, config: RunConfig, tokenizer: PreTrainedTokenizerBase, directory: Path, memory_bytes: int | None
 ) -> ReadyModel:
     """Return the model with its adapter, if the settings have one."""
     settings = config.model.adapter
@@ -267,7 +274,7 @@ def _adapted(
         reason = f"peft computes {adapted.lacking} from its weights"
         require_by_shard(config, reason)
         notes = (*notes, _full_load_note(config, reason))
-        full = _changed(_load_full(config, tokenizer, directory), config, device)
+        full = _changed(_load_full(config, tokenizer, directory), config, memory_bytes)
         adapted, weights = add_adapter(full, spec, seed=config.seed), None
     elif isinstance(weights, Pretrained):
         weights = AdaptedWeights(weights, adapted.values)
@@ -380,16 +387,16 @@ def _wrap_policy(wrap: str | int | tuple[str, ...]) -> WrapPolicy:
     return None if wrap == "none" else wrap
 
 
-def outline_model(config: RunConfig, tokenizer: PreTrainedTokenizerBase, device: torch.device = CPU) -> nn.Module:
+def outline_model(config: RunConfig, tokenizer: PreTrainedTokenizerBase, memory_bytes: int | None = None) -> nn.Module:
     """Return the model without weights, on the meta device, with its adapter, to inspect its units; any process.
 
-    ``device``: see :func:`prepare_model`.
+    ``memory_bytes``: see :func:`prepare_model`.
 
     Raises:
         UserError: The model cannot be built, or the settings do not match it.
     """
     with torch.device("meta"):
-        model = _changed(make_model(config, tokenizer), config, device)
+        model = _changed(make_model(config, tokenizer), config, memory_bytes)
     settings = config.model.adapter
     if settings is not None:
         _check_adapter(config, causal=is_causal(model))

@@ -136,3 +136,17 @@ def test_the_head_computes_the_loss_where_the_logits_could_take_a_twentieth_of_m
     head = fused_head_of(ready.model)
     assert (head is not None and head.fuses) is fuses
     assert any("5 % of memory" in note for note in ready.notes) is fuses
+
+
+def test_the_smallest_memory_decides_on_all_ranks(saved):
+    config = saved[0]
+    words = make_model(config, prepare_tokenizer(config)).config.vocab_size
+    logits = 4 * words * config.training.per_device_train_batch_size * config.data.max_target_length
+
+    def fuses(comm):
+        with planned_memory(int(logits * 20 * (1.01, 0.99)[comm.rank])):
+            model = assemble(config, comm).model
+        head = fused_head_of(model)
+        return head is not None and head.fuses
+
+    assert run_ranks(2, fuses) == [True, True]
