@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from fullshard.comm import join_alone, shutdown
+from fullshard.comm import Comm, join_alone, shutdown
 from fullshard.config import RunConfig, recorded_run, run_of
 from fullshard.data import uses_chat_template
 from fullshard.errors import DataError
@@ -25,6 +25,7 @@ from fullshard.train.evaluation.chat import Talk
 from fullshard.train.evaluation.plain_rows import plain_rows
 from fullshard.train.evaluation.predict import RowPrediction
 from fullshard.train.evaluation.trained import find_trained, load_trained
+from fullshard.train.setup.devices import Devices, with_precision
 from fullshard.train.setup.prepare import chat_notes, tokenize_spec
 
 RESET, QUIT = "/reset", "/quit"
@@ -51,7 +52,7 @@ def chat(options: argparse.Namespace) -> None:
         added = chat_notes(config, tokenizer) if causal and plain.system_turns is not None else ()
         temperature, system_turns = options.temperature, plain.system_turns
         talk = Talk(model, tokenizer, config, comm, temperature=temperature, system_turns=system_turns)
-        about = _about(options.model, model, config, device)
+        about = about_model(options.model, model, config, comm)
         for note in (*settings_notes(directory), *notes, *added, *plain.notes, about):
             say(note)
         if sys.stdin.isatty() and sys.stdout.isatty() and not options.json:
@@ -62,11 +63,12 @@ def chat(options: argparse.Namespace) -> None:
         shutdown()
 
 
-def _about(name: str, model: Any, config: RunConfig, device: torch.device) -> str:
-    """Return a line with the model that answers, and its device."""
+def about_model(name: str, model: Any, config: RunConfig, comm: Comm) -> str:
+    """Return a line with the model that answers, what it computes in, and its device."""
+    device = comm.device
     count = sum(parameter.numel() for parameter in model.parameters())
     dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
-    precision = config.training.precision
+    precision = with_precision(config, Devices.of_ranks(comm)).training.precision
     computed = "" if precision == "fp32" else f", computed in {precision}"
     place = "the CPU" if device.type == "cpu" else torch.cuda.get_device_name(device)
     return f"{name}: {type(base_of(model)).__name__}, {count:,} parameters in {dtype}{computed}, on {place}"
