@@ -125,6 +125,7 @@ class InputTable:
     notes: tuple[str, ...] = ()  # as in :class:`Table`
     columns: tuple[str, ...] = ()  # the distinct names of all columns, in order; empty: lines of text
     delimiter: str | None = None  # what separates the cells of a CSV or TSV file
+    quoted: bool = True  # False: quotes in that file are characters of its texts
 
 
 @dataclass(frozen=True)

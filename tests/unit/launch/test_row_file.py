@@ -120,6 +120,19 @@ def test_cells_of_the_rows_come_first_with_their_delimiter(name, between, suffix
     assert found == [{**row, **made} for row, made in zip(TABLE, MADE, strict=True)]
 
 
+def test_a_table_without_quoting_is_written_without_and_reads_back(tmp_path):
+    path, texts = tmp_path / "in.tsv", ['a 5" order', '"get the ticket', 'say "hi" now', "plain"]
+    path.write_text("id\ttext\n" + "".join(f"{n}\t{text}\n" for n, text in enumerate(texts)))
+    table = read_inputs(path, SourceSpec(source_column="text", quoting="none"))
+    out = io.StringIO()
+    writer = RowWriter(out, ".tsv", columns := RecordColumns.of(table, same_format=True))
+    made = RowPrediction("", 'two\nlines\tand "quotes"')
+    writer.write([columns.record(row, made) for row in table.rows])
+    lines = [line.split("\t") for line in out.getvalue().splitlines()]
+    assert [line[:2] for line in lines] == [["id", "text"], *([str(n), text] for n, text in enumerate(texts))]
+    assert {line[2] for line in lines[1:]} == {'two lines and "quotes"'}
+
+
 @pytest.mark.parametrize("suffix", [".jsonl", ".json", ""])
 def test_objects_keep_their_values_and_the_notation_of_numbers(suffix, tmp_path):
     lines = [

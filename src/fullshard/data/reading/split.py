@@ -112,8 +112,10 @@ def read_sources(spec: SourceSpec, split: Split, *, from_text: bool = True, asks
         rows.append(replace(found, cells=row.cells))
     if not rows:
         raise DataError(f"{reader.where} has a header but no rows: at least one row is needed.")
-    delimiter = reader.delimiter if isinstance(reader, CsvFile) else None
-    return InputTable(rows, (*reader.notes, *recipe.notes), distinct(columns), delimiter)
+    notes, names = (*reader.notes, *recipe.notes), distinct(columns)
+    if not isinstance(reader, CsvFile):
+        return InputTable(rows, notes, names)
+    return InputTable(rows, notes, names, reader.delimiter, quoted=reader.quoting != "none")
 
 
 def fingerprint(spec: SourceSpec, split: Split) -> str:

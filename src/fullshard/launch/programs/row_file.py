@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TextIO
 
@@ -24,6 +24,7 @@ class RecordColumns:
     row: tuple[str, ...] = ("input",)  # columns of the rows; of lines of text, one
     found: tuple[str, ...] = FOUND  # names of :data:`FOUND` in the record
     delimiter: str = ","  # between the cells of a .csv file
+    quoted: bool = True  # False: quotes in cells are written as they are, like those of the table
 
     @classmethod
     def of(cls, table: InputTable, *, same_format: bool) -> RecordColumns:
@@ -32,7 +33,9 @@ class RecordColumns:
             return cls()
         # A column of the rows keeps its name, also where it is that of something found.
         found = distinct((*table.columns, *FOUND))[len(table.columns) :]
-        return cls(table.columns, found, table.delimiter or "," if same_format else ",")
+        if not same_format:
+            return cls(table.columns, found)
+        return cls(table.columns, found, table.delimiter or ",", table.quoted)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -64,6 +67,8 @@ class RowWriter:
         if self._suffix in (".csv", ".tsv"):
             delimiter = self._columns.delimiter if self._suffix == ".csv" else "\t"
             self._cells = csv.writer(_Lines(out), delimiter=delimiter)
+            if not self._columns.quoted:
+                self._cells = _PlainRows(out, delimiter)
         self._written = 0
 
     def write(self, records: Sequence[Record]) -> None:
@@ -112,6 +117,18 @@ class _Lines:
 
     def write(self, row: str) -> int:
         return self.out.write(row.removesuffix("\r\n") + "\n")
+
+
+@dataclass(frozen=True)
+class _PlainRows:
+    """Writes rows without quoting, in which a cell cannot hold a delimiter or a line break: they become spaces."""
+
+    out: TextIO
+    delimiter: str
+
+    def writerow(self, cells: Iterable[str]) -> None:
+        plain = (" ".join(cell.replace(self.delimiter, " ").splitlines()) for cell in cells)
+        self.out.write(self.delimiter.join(plain) + "\n")
 
 
 def _cell(value: object) -> str:
