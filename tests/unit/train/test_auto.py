@@ -17,7 +17,7 @@ from fullshard.train.auto import chosen_precision, chosen_settings
 from fullshard.train.fit import search
 from fullshard.train.plan import plan_prepared, prepare_plan
 from fullshard.train.setup import devices as devices_module
-from fullshard.train.setup.devices import Devices
+from fullshard.train.setup.devices import Devices, usable
 from fullshard.train.setup.resume import checkpoints_directory
 from support.planned import write_run
 
@@ -225,3 +225,10 @@ def test_a_plan_takes_the_precision_of_its_device(run_file):
     assert found[0] == found[1]
     on_cpus = plan_prepared(config, data, 2, roughly=0).parts
     assert on_cpus["gathered_units"] == 2 * found[0]["gathered_units"]
+
+
+@pytest.mark.parametrize(("devices", "used"), [(OLD, "fp32"), (H100, "bf16"), (Devices(), "bf16")])
+def test_a_model_trained_in_bf16_is_used_on_a_gpu_without_it(run_file, devices, used):
+    config, notes = usable(load_run(run_file, ["training.precision=bf16"]), devices)
+    assert config.training.precision == used
+    assert any("V100" in note for note in notes) is (devices is OLD)

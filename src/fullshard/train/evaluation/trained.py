@@ -14,6 +14,7 @@ from fullshard.errors import ConfigError, ModelError
 from fullshard.models import load_adapter, load_model, load_tokenizer, resolve_model
 from fullshard.saving import AdaptedWeights
 from fullshard.storage import require_base
+from fullshard.train.setup.devices import Devices, usable
 from fullshard.train.setup.model import choose_loader, make_model, shard_model
 from fullshard.train.setup.quantization import quantization_notes
 
@@ -107,7 +108,8 @@ def load_trained(trained: Trained, comm: Comm) -> tuple[PreTrainedModel, PreTrai
     Raises:
         UserError: It cannot be loaded or sharded; on every rank, with the same text.
     """
-    config, recorded = trained.config, trained.recorded
+    recorded = trained.recorded
+    config, told = usable(trained.config, Devices.of_ranks(comm))
     if recorded is not None:
         together(comm, lambda: _require_base(trained, recorded) if comm.rank == 0 else None)
     tokenizer = together(comm, lambda: _tokenizer_of(trained))
@@ -123,7 +125,7 @@ def load_trained(trained: Trained, comm: Comm) -> tuple[PreTrainedModel, PreTrai
         skeleton = together(comm, lambda: make_model(config, tokenizer))
         model, weights, notes = together(comm, lambda: choose_loader(skeleton, config, tokenizer))
         shard_model(model, config, comm, weights=weights)
-    return model.eval(), tokenizer, notes
+    return model.eval(), tokenizer, (*told, *notes)
 
 
 def _require_base(trained: Trained, recorded: Mapping[str, str]) -> None:

@@ -66,6 +66,14 @@ def with_precision(config: RunConfig, devices: Devices) -> RunConfig:
     return _changed(config, "training", precision=precision_of(devices)[0])
 
 
+def usable(config: RunConfig, devices: Devices) -> tuple[RunConfig, tuple[str, ...]]:
+    """Return the settings to use a trained model with, and notes: a run chose its precision for its own devices."""
+    if config.training.precision != "bf16" or not devices.gpu or devices.bf16:
+        return config, ()
+    note = f"computed in fp32: {precision_of(devices)[1]}, in which the model was trained"
+    return _changed(config, "training", precision="fp32"), (note,)
+
+
 def for_devices(config: RunConfig, devices: Devices) -> RunConfig:
     """Return the settings to build a model with; ``sharding.tables: auto`` is ``gather`` on GPUs, as no other has run.
 
