@@ -154,6 +154,10 @@ class Board:
 
         return self._ask(read, {})
 
+    def meet(self, pids: Mapping[int, int]) -> None:
+        """Take process ids of ranks on this machine, which the first looks would find."""
+        self._pids = {**self._pids, **pids}
+
     def neighbours(self) -> Mapping[int, int]:
         """Return the known process ids of the ranks on this machine."""
         return self._pids

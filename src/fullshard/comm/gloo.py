@@ -319,6 +319,8 @@ class GlooComm:
             obstacle = next(filter(None, self._gather_objects(memory.obstacle(cards), _FIRST)), None)
             if obstacle is None:
                 group.memory = memory
+                # The store may end with a rank, and only a process that is known can be told to have ended.
+                self._watch.board.meet({rank: pid for rank, (_, pid, _) in enumerate(cards)})
             elif obstacle != OTHER_MACHINE and self.rank == 0:
                 _say_once(
                     f"The ranks of this machine do not read each other's memory: {obstacle}. They communicate through "

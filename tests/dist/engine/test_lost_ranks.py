@@ -68,6 +68,7 @@ def test_every_survivor_names_the_rank_and_its_error(lost, place):
                 rank["text"],
             )
         assert rank["log"] == []
+        assert rank["known"] == [0, 1, 2]  # since the first collective, however late the watchdog's thread looks
 
 
 @pytest.fixture(scope="module")
