@@ -34,7 +34,7 @@ HOST = "host"
 _TWO_BY_TWO = ([[0, 2], [1, 3]], [[0, 1], [2, 3]])
 _UNDEFINED = {"empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided"}
 _SHAPE_ONLY = _UNDEFINED | {"zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full"}
-_OVERWRITES = {"copy_", "fill_", "zero_", "normal_", "uniform_"}
+_OVERWRITES = {"copy_", "fill_", "zero_", "normal_", "uniform_", "_foreach_copy_", "_foreach_zero_"}
 
 
 class ReleasedMemoryError(Exception):

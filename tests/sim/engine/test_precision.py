@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from fullshard import MixedPrecision, fully_shard
+from fullshard import MixedPrecision, fully_shard, no_sync
 from fullshard.errors import WrapError
 from fullshard.shards import rows_of
 from fullshard.testing import RecordingComm, run_ranks
@@ -42,6 +42,32 @@ def test_gradients_are_those_of_bf16_compute_summed_in_fp32_bit_for_bit():
                 assert torch.equal(p.grad, mean), name
 
     run_ranks(2, work)
+
+
+def test_the_gradients_of_a_unit_are_cast_into_its_lane_in_one_operator(monkeypatch):
+    _, models = replicas(TinyLM, 1)
+    calls, copy = [], torch._foreach_copy_
+
+    def counting(views, gradients):
+        calls.append([gradient.dtype for gradient in gradients])
+        return copy(views, gradients)
+
+    monkeypatch.setattr(torch, "_foreach_copy_", counting)
+
+    def work(comm):
+        model = fully_shard(models[0], comm, mp_policy=BF16)
+        units = model._fullshard_runtime.units
+        with no_sync(model):
+            lm_loss(model, batches(1, 2)[0]).backward()
+        assert not any(lane.held for unit in units for lane in unit.lanes)
+        held = len(calls)
+        lm_loss(model, batches(1, 2)[0]).backward()  # adds to what the first one left
+        return held, [len(unit.lanes) for unit in units]
+
+    ((held, lanes),) = run_ranks(1, work)
+    assert held <= sum(lanes) < sum(map(len, calls))
+    assert len(calls) == held
+    assert {dtype for call in calls for dtype in call} == {torch.bfloat16}
 
 
 def test_frozen_lanes_are_kept_in_the_compute_dtype_and_have_no_gradient_buffer():

@@ -13,6 +13,9 @@ from fullshard.engine.step.precision import Dtypes
 from fullshard.errors import InvariantError
 from fullshard.layout import LaneLayout
 
+HELD_BYTES = 1 << 25
+"""Gradients of a lane wait to be copied together until they take this much; more takes a GPU longer than a launch."""
+
 
 class LaneState(Enum):
     """Content of a lane's gathered buffer."""
@@ -67,7 +70,8 @@ class Lane:
         gather_work: The all-gather under way, or None.
         unsettled: A finished all-gather from which other ranks may still read, or None.
         gradient: The unsharded gradient, (world_size * shard_numel,), in the reduce dtype, or None.
-        written: Placements whose gradient is in ``gradient``.
+        written: Placements whose gradient is in ``gradient`` or held.
+        held: Gradients that arrived and are not in ``gradient`` yet, each with the view that it is copied to.
         partial: The gradient of this shard summed over the shard group but not yet over replicas, (shard_numel,), or
             None.
     """
@@ -88,6 +92,7 @@ class Lane:
     unsettled: Work | None = None
     gradient: torch.Tensor | None = None
     written: set[int] = field(default_factory=set)
+    held: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
     partial: torch.Tensor | None = None
 
     def allocate(self) -> None:
@@ -170,12 +175,21 @@ class Lane:
     # Gradients
 
     def add_gradient(self, place: int, gradient: torch.Tensor) -> None:
-        """Copy (with cast) the gradient of placement ``place`` into the lane, or add it to what arrived before."""
+        """Take the gradient of placement ``place``, to be copied with others, or add it to what arrived before."""
         view, empty = self.gradient_of(place)
-        if empty:
-            view.copy_(gradient)
-        else:
+        if not empty:
             view.add_(gradient)
+            return
+        self.held.append((view, gradient))
+        if sum(one.nbytes for _, one in self.held) >= HELD_BYTES:
+            self.copy_held()
+
+    def copy_held(self) -> None:
+        """Copy (with cast) the held gradients into the lane, in one operator, and free them."""
+        if self.held:
+            views, gradients = [view for view, _ in self.held], [gradient for _, gradient in self.held]
+            torch._foreach_copy_(views, gradients)  # pyright: ignore[reportPrivateImportUsage]
+        self.held = []
 
     def gradient_of(self, place: int) -> tuple[torch.Tensor, bool]:
         """Return where the caller writes the gradient of placement ``place``.
@@ -186,6 +200,8 @@ class Lane:
         gradient = self._gradient()
         start, numel = self.layout.placements[place].start, self.layout.placements[place].numel
         empty = place not in self.written
+        if not empty:
+            self.copy_held()
         self.written.add(place)
         return gradient[start : start + numel].view(self.shapes[place]), empty
 
@@ -200,12 +216,12 @@ class Lane:
         """Return the unsharded gradient, (world_size * shard_numel,), with zeros in padding and where none arrived."""
         if not self.trainable:
             raise InvariantError("a frozen lane has no gradient to reduce")
+        self.copy_held()
         gradient = self._gradient()
-        for low, high in self.layout.gaps():
-            gradient[low:high].zero_()
-        for place, placement in enumerate(self.layout.placements):
-            if place not in self.written:
-                gradient[placement.start : placement.start + placement.numel].zero_()
+        unset = [gradient[low:high] for low, high in self.layout.gaps()]
+        unset += [self.gradient_of(place)[0] for place in range(len(self.shapes)) if place not in self.written]
+        if unset:
+            torch._foreach_zero_(unset)  # pyright: ignore[reportPrivateImportUsage]
         self.written.clear()
         return gradient
 
@@ -231,6 +247,7 @@ class Lane:
         if self.gradient is not None:
             self.account.add("gradients", -self.gradient.nbytes)
         self.gradient = None
+        self.held = []
         self.written.clear()
 
     def to_host(self, shard: torch.Tensor) -> torch.Tensor:

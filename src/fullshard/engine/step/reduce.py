@@ -31,12 +31,7 @@ class PendingReduce:
 
 
 def start_reduce(lanes: Sequence[Lane], *, across: bool) -> list[PendingReduce]:
-    """Issue the reduce-scatter of every trainable lane, with zeros where no gradient arrived.
-
-    Args:
-        lanes: The unit's lanes.
-        across: Whether to all-reduce across replicas as well, on a side stream.
-    """
+    """Issue each trainable lane's reduce-scatter; ``across``: and the all-reduce over replicas, on a side stream."""
     pending: list[PendingReduce] = []
     for lane in lanes:
         if not lane.trainable:
@@ -68,9 +63,7 @@ def _then_across(lane: Lane, shard: torch.Tensor, inside: Work | None) -> Work:
 def finish_reduce(pending: PendingReduce, divide: float | None) -> torch.Tensor | None:
     """Wait for one lane's reduce-scatter, free its unsharded gradient and return the mean over all ranks.
 
-    Args:
-        pending: The result of :func:`start_reduce`.
-        divide: Divisor of the sum over ranks; None: the number of ranks.
+    ``divide`` divides the sum over ranks; None: the number of ranks.
 
     Returns:
         This rank's shard of the gradient, (shard_numel,), zero in padding; None if replicas are not summed yet: then
@@ -79,12 +72,11 @@ def finish_reduce(pending: PendingReduce, divide: float | None) -> torch.Tensor 
     pending.work.wait()
     settle(pending.sent)
     lane, shard = pending.lane, pending.shard
-    reduced_in = lane.dtypes.reduce
     lane.drop_gradient()
     if not pending.across:
         lane.partial = shard if lane.partial is None else lane.partial.add_(shard)
         return None
-    return shard.div_((divide or lane.mesh.size) / predivisor(lane.mesh, reduced_in))
+    return shard.div_((divide or lane.mesh.size) / predivisor(lane.mesh, lane.dtypes.reduce))
 
 
 def finish_partial(lane: Lane, divide: float | None) -> torch.Tensor | None:

@@ -316,7 +316,14 @@ class Unit:
         if param.arrived and not param.waiting:
             param.waiting = True
             self._complete += 1
+        if self._complete == self._expected:
+            self.copy_held()
         return self._complete == self._expected
+
+    def copy_held(self) -> None:
+        """Bring the gradients that wait for others into the lanes."""
+        for lane in self.lanes:
+            lane.copy_held()
 
     @property
     def reducing(self) -> bool:
@@ -407,6 +414,7 @@ class Unit:
 
     def end_backward(self, *, synced: bool) -> None:
         """Reset the counts of this backward; gradients that arrived without being reduced keep their flag."""
+        self.copy_held()
         self._complete = 0
         self._hooks_due = False
         self.recomputed = 0

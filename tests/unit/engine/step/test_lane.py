@@ -160,3 +160,33 @@ def test_the_complete_gradient_is_the_sum_of_what_arrived_and_zero_elsewhere():
 def test_a_frozen_lane_has_no_gradient_to_reduce():
     with pytest.raises(InvariantError, match="frozen"):
         lane_of(SoloComm(CPU), trainable=False).complete_gradient()
+
+
+def test_gradients_that_arrive_together_are_copied_and_cast_together(monkeypatch):
+    low, calls, copy = torch.bfloat16, [], torch._foreach_copy_
+    monkeypatch.setattr(torch, "_foreach_copy_", lambda views, grads: (calls.append(len(grads)), copy(views, grads)))
+    lane = lane_of(SoloComm(CPU), dtypes=Dtypes(torch.float32, torch.float32, low, torch.float32, torch.float32))
+    gradients = [torch.rand(lane.shapes[place]).to(low) for place in range(3)]
+    for place, gradient in enumerate(gradients):
+        lane.add_gradient(place, gradient)
+    assert calls == []
+    lane.add_gradient(1, gradients[1])  # what was held is there before more is added
+    assert calls == [3]
+    full = lane.complete_gradient()
+    assert calls == [3]
+    for place, (placement, gradient) in enumerate(zip(lane.layout.placements, gradients, strict=True)):
+        part = full[placement.start : placement.start + placement.numel].view(lane.shapes[place])
+        assert torch.equal(part, gradient.float() * (2 if place == 1 else 1))
+
+
+def test_held_gradients_are_bounded_and_dropped_with_the_rest(monkeypatch):
+    lane = lane_of(SoloComm(CPU))
+    first, second, _ = (4 * placement.numel for placement in lane.layout.placements)
+    monkeypatch.setattr("fullshard.engine.step.lane.HELD_BYTES", first + second)
+    lane.add_gradient(1, torch.ones(lane.shapes[1]))
+    assert len(lane.held) == 1
+    lane.add_gradient(0, torch.ones(lane.shapes[0]))
+    assert lane.held == []
+    lane.add_gradient(2, torch.ones(lane.shapes[2]))
+    lane.drop_gradient()
+    assert (lane.held, lane.gradient, lane.written) == ([], None, set())
