@@ -79,6 +79,7 @@ RUN = {
     "unit_table": f"3 units over 2 ranks {NASTY}",
     "notes": [f"training: 300 rows {NASTY}"],
     "config": {"output_dir": NASTY, "training": {"learning_rate": 1e-3, "max_steps": None}},
+    "chosen": {"training.precision": f"bf16 ({NASTY} computes it in hardware)"},
     "versions": {"torch": "2.13.0"},
     "padding_share": 0.0825,
 }

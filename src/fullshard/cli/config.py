@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +16,14 @@ from fullshard.cli.questionnaire import DEFAULT_PATH, run_questions
 from fullshard.compat.accelerate_config.file import read_accelerate_file
 from fullshard.compat.accelerate_config.run_file import LEFT, run_file_text
 from fullshard.compat.accelerate_config.translate import nested, translate
-from fullshard.config import changed_settings, load_run, require_base, require_output_dir
+from fullshard.config import RunConfig, changed_settings, load_run, require_base, require_output_dir
+from fullshard.config.training import auto_precision
 from fullshard.errors import ConfigError
-from fullshard.launch import choose_nproc
+from fullshard.launch import choose_nproc, gpu_count
 from fullshard.launch.messages import say
 
 PROGRAM = "fullshard.train.dry_run"
+DEVICES = "fullshard.train.setup.devices"
 
 DESCRIPTION = f"""\
 Without an action: ask about machines, ranks, sharding and precision, and write a configuration file in Accelerate's
@@ -59,13 +61,15 @@ problems at once. --all prints every setting with defaults filled in.
 
 With --dry-run, do everything that train does before its first step, on this machine's CPU and without the model's
 weights: read and tokenize the data (which stays in the cache for train) and lay out the model over the ranks. Shows the
-unit table, the number of steps and the memory of each rank.
+unit table, what the run chooses by itself and why, the number of steps and the memory of each rank. --gpu shows what it
+would choose on such GPUs.
 """
 
 CHECK_EPILOG = """\
 examples:
   fullshard config check examples/banking77_tiny.yaml
   fullshard config check run.yaml --dry-run --world-size 8 training.precision=bf16
+  fullshard config check run.yaml --dry-run --world-size 8 --gpu a10g
   fullshard config check run.yaml --config_file fsdp_config.yaml
 """
 
@@ -130,6 +134,11 @@ def _add_check(actions: Any) -> None:
         type=positive,
         help="with --dry-run: ranks to lay out for (default: as many as train would start)",
     )
+    check.add_argument(
+        "--gpu",
+        metavar="NAME",
+        help="with --dry-run: GPU of each rank, such as h100 (default: this machine's, or its CPU)",
+    )
 
 
 def run_ask(options: argparse.Namespace) -> None:
@@ -189,34 +198,49 @@ def run_check(options: argparse.Namespace) -> None:
         UserError: The settings are wrong; with ``--dry-run``, the data or the model cannot be used.
     """
     _refuse_misplaced(options)
-    if options.world_size and not options.dry_run:
-        raise ConfigError("--world-size needs --dry-run: add it, or leave out --world-size.")
-    config = load_run(options.config, [*options.overrides, *file_overrides(options)])
+    for name, given in (("--world-size", options.world_size), ("--gpu", options.gpu)):
+        if given and not options.dry_run:
+            raise ConfigError(f"{name} needs --dry-run: add it, or leave out {name}.")
+
+    def load(more: Sequence[str]) -> RunConfig:
+        return load_run(options.config, [*options.overrides, *file_overrides(options), *more])
+
+    config, gpus = load(()), gpu_count()
     require_base(config.model)
     require_output_dir(config)
     plain = dict(config.as_plain())
     if not options.dry_run:
         if config.training.precision == "fp16":  # only this check loads the program, which is slow to import
             load_program(PROGRAM).check_kind(config)
-        _print_settings(options, plain)
+        _print_settings(options, plain, gpus)
         return
     world_size = options.world_size or choose_nproc(config.nproc)
-    found = load_program(PROGRAM).dry_run(config, world_size)
+    device = None if options.gpu is None else load_program("fullshard.planner").hardware(options.gpu)
+    found = load_program(PROGRAM).dry_run(config, world_size, load=load, device=device, gpus=gpus)
     if options.all and not options.json:
-        _print_settings(options, plain)
+        _print_settings(options, plain, gpus)
     print(json.dumps({"config": plain, **found.as_dict()}) if options.json else found)
 
 
-def _print_settings(options: argparse.Namespace, plain: Mapping[str, Any]) -> None:
-    """Print the settings of a run file without problems: all, or those that differ from the defaults."""
+def _print_settings(options: argparse.Namespace, plain: Mapping[str, Any], gpus: int) -> None:
+    """Print the settings of a run file without problems: all, or those that differ from the defaults.
+
+    Also what ``training.precision: auto`` is on this machine; the program is loaded for that only if it has GPUs.
+    """
     if options.json:
         print(json.dumps(plain))
         return
+    auto = ""
+    if plain["training"]["precision"] == "auto":
+        of_gpus = load_program(DEVICES) if gpus else None
+        value, why = auto_precision(None) if of_gpus is None else of_gpus.precision_of(of_gpus.Devices.of_machine(gpus))
+        auto = f"training.precision: auto is {value} on this machine: {why}\n"
     if options.all:
-        print(f"{yaml.safe_dump(plain, sort_keys=False, allow_unicode=True)}# no problem found")
+        text = yaml.safe_dump(plain, sort_keys=False, allow_unicode=True)
+        print(f"{text}{auto and f'# {auto}'}# no problem found")
         return
     changed = changed_settings(plain)
     print(f"{len(changed)} settings differ from the defaults (--all prints every one):")
     for key, value in changed.items():
         print(f"  {key}: {json.dumps(value, ensure_ascii=False)}")
-    print(f"no problem found in {options.config}; --dry-run also checks data and model")
+    print(f"{auto}no problem found in {options.config}; --dry-run also checks data and model")

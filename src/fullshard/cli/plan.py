@@ -255,6 +255,7 @@ def _print_all(plans: list[Any], limit: int | None, price: float | None) -> None
         cells += ["-" if plan.run_s is None else format_duration(plan.run_s)] if timed else []
         cells += [] if price is None else [f"{_cost(plan, price):,.2f}"]
         print("".join(f"{cell:>14}" for cell in cells))
+    print(*plans[0].chosen, sep="\n")
 
 
 def _cost(plan: Any, price: float) -> float:

@@ -209,7 +209,8 @@ def _apply(values: dict[str, Any], override: str) -> tuple[str, str]:
         if not isinstance(target, dict):
             section = ".".join(keys[:depth])
             raise ConfigError(f"The override {override!r} needs {section} to be a section; it is {target!r}.")
-    target[keys[-1]] = value
+    # As in a run file: so that a later override can add a setting.
+    target[keys[-1]] = {"auto": True} if keys == ["sharding"] and value == "auto" else value
     return ".".join(keys), text
 
 

@@ -30,6 +30,18 @@ NEW_MODEL_LEARNING_RATE = 2e-3
 """Peak learning rate to suggest for a small model with random weights."""
 
 
+def auto_precision(gpu: str | None, *, bf16: bool = False) -> tuple[str, str]:
+    """Return what ``precision: auto`` is, and why.
+
+    Args:
+        gpu: Name of the ranks' GPU; None: they compute on CPUs.
+        bf16: True if all of the GPUs compute bfloat16 in hardware.
+    """
+    if gpu is None:
+        return "fp32", "ranks compute on CPUs"
+    return ("bf16", f"{gpu} computes it in hardware") if bf16 else ("fp32", f"{gpu} has no bfloat16 arithmetic")
+
+
 class PushConfig(ConfigSection):
     """Uploads to the Hugging Face Hub. `push_to_hub: owner/name` is short for `push_to_hub: {repo: owner/name}`."""
 

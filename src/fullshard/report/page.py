@@ -271,7 +271,9 @@ def _settings(files: RunFiles) -> PageSection:
     body = ""
     if config:
         every = dict(flat_settings(config))
-        body = tables.settings_table("Settings of the run that differ from the defaults", changed_settings(config))
+        chosen = files.fact("chosen")
+        body = tables.settings_table("Chosen by the run itself", chosen) if chosen else ""
+        body += tables.settings_table("Settings of the run that differ from the defaults", changed_settings(config))
         body += _folded(f"All {len(every)} settings", tables.settings_table("With defaults", every))
     body += tables.settings_table("Versions", versions) if versions else ""
     if isinstance(units, str):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from html import escape
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fullshard.planner import HOST_LABELS, LABELS, PHASE_LABELS, Course, Plan
 from fullshard.report import tables
@@ -15,6 +15,9 @@ from fullshard.report.frame import PageSection, frame, placeholders
 from fullshard.report.numbers import memory_unit, shown
 from fullshard.sizes import format_bytes, format_duration
 from fullshard.storage import write_text
+
+if TYPE_CHECKING:
+    from fullshard.train.plan import RunPlan
 
 MOST_MOMENTS = 600
 """Moments of a step that are drawn; longer steps show the fullest and the emptiest moment of each interval."""
@@ -34,7 +37,7 @@ _AXIS = "operators since the start of the step"
 
 
 def write_plan(
-    target: Path, name: str, plan: Plan, course: Course, others: Sequence[Plan], limit_bytes: int | None
+    target: Path, name: str, plan: RunPlan, course: Course, others: Sequence[Plan], limit_bytes: int | None
 ) -> None:
     """Write the page of a plan; one process.
 
@@ -63,7 +66,7 @@ def _lead(plan: Plan, limit: int | None) -> str:
     return f'<span class="state{"" if fits else " open"}">{"fits" if fits else "does not fit"}</span>: {what}'
 
 
-def _result(plan: Plan, limit: int | None) -> PageSection:
+def _result(plan: RunPlan, limit: int | None) -> PageSection:
     facts = [
         ("peak of a step", format_bytes(plan.peak_bytes), "tensors of the fullest rank"),
         ("needed", format_bytes(plan.needed_bytes), "with some to spare"),
@@ -74,7 +77,9 @@ def _result(plan: Plan, limit: int | None) -> PageSection:
     facts += [("sent a step", format_bytes(sum(plan.sent_bytes.values())), "by a rank, to others")]
     rows = [[PHASE_LABELS[phase], format_bytes(size)] for phase, size in plan.phase_peaks.items()]
     rows += [[HOST_LABELS[kind], format_bytes(size)] for kind, size in plan.host.items()]
-    return PageSection("result", "Result", tables.tiles(facts) + tables.table("Phases", ["", "bytes"], rows))
+    chosen = {one.setting: f"{one.value} ({one.why})" for one in plan.chosen}
+    body = tables.tiles(facts) + tables.table("Phases", ["", "bytes"], rows)
+    return PageSection("result", "Result", body + tables.settings_table("Chosen by the run itself", chosen))
 
 
 def _memory(plan: Plan, course: Course) -> PageSection:

@@ -8,7 +8,9 @@ from dataclasses import dataclass
 import torch
 from huggingface_hub import try_to_load_from_cache
 
+from fullshard.config.training import auto_precision
 from fullshard.sizes import format_bytes
+from fullshard.train.setup.devices import Devices, precision_of
 
 MODELS = (
     ("google/flan-t5-xl", 2_850_000_000),
@@ -30,6 +32,7 @@ class Machine:
     gpus: int
     memory_bytes: int  # of all GPUs together; of the host if there are none
     cores: int
+    precision: tuple[str, str] = auto_precision(None)  # what training.precision: auto is here, and why
 
     @property
     def ranks(self) -> int:
@@ -61,7 +64,7 @@ def this_machine(gpus: int) -> Machine:
     if not gpus:
         return Machine(0, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), cores)
     memory = sum(torch.cuda.get_device_properties(index).total_memory for index in range(gpus))
-    return Machine(gpus, memory, cores)
+    return Machine(gpus, memory, cores, precision_of(Devices.of_machine(gpus)))
 
 
 def is_cached(model_id: str) -> bool:

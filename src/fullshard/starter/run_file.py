@@ -189,6 +189,7 @@ def _training(machine: Machine, choice: Choice, rows: Rows) -> list[str]:
         f"  num_train_epochs: {epochs}",
         "  learning_rate: " + f"{rate:.1e}".replace("e-0", "e-") + f"  # for {why}",
         "  warmup_steps: 0.05  # share of all steps",
+        f"  # precision: auto, which is {machine.precision[0]} on this machine: {machine.precision[1]}",
     ]
     if rows.fraction is None:
         lines.append("  eval_strategy: no  # the rows are too few or too alike to hold some out")

@@ -19,7 +19,7 @@ from fullshard.sizes import format_bytes, format_duration
 from fullshard.storage import as_place, find_checkpoints, read_index
 from fullshard.train.fit import Load, Tried, search
 from fullshard.train.reporting.sinks import RUN_NAME
-from fullshard.train.setup.devices import Devices, precision_of
+from fullshard.train.setup.devices import Choice, Devices, precision_choice
 from fullshard.train.setup.prepare import Prepared
 from fullshard.train.setup.resume import checkpoints_directory
 
@@ -80,11 +80,34 @@ def chosen_settings(
         return _best(search(load, comm.size, device, data=data), device, tell)
 
     found = comm.all_gather_object(together(comm, choose))[0]
+    return _with_record(found)
+
+
+def simulated_settings(
+    load: Load, data: Prepared, world_size: int, device: Hardware | None, tell: Callable[[str], None]
+) -> tuple[str, ...]:
+    """Return what :func:`chosen_settings` returns on such GPUs, None: on this machine's CPU; one process.
+
+    Raises:
+        ConfigError: The run cannot be planned.
+        MemoryLimitError: Nothing that was tried fits.
+    """
+    if load(()).sharding.auto is not True:
+        return ()
+    if device is None:
+        free = min(free_memory(torch.device("cpu")).values(), default=None)
+        device = _device(torch.device("cpu"), None if free is None else free // world_size)
+    return _with_record(_best(search(load, world_size, device, data=data), device, tell))
+
+
+def _with_record(found: tuple[str, ...]) -> tuple[str, ...]:
     return (*found, f"sharding.auto={json.dumps(found)}")
 
 
-def chosen_precision(load: Load, comm: Comm, tell: Callable[[str], None] = lambda line: None) -> tuple[str, ...]:
-    """Return the override that ``training.precision: auto`` stands for; empty if a precision is set.
+def chosen_precision(
+    load: Load, comm: Comm, tell: Callable[[str], None] = lambda line: None
+) -> tuple[tuple[str, ...], Choice]:
+    """Return the override that ``training.precision: auto`` stands for, empty if a precision is set, and the choice.
 
     Every rank calls it. A run that continues keeps the precision of its start.
 
@@ -98,19 +121,16 @@ def chosen_precision(load: Load, comm: Comm, tell: Callable[[str], None] = lambd
     """
     config = load(())
     devices = Devices.of_ranks(comm)
-    precision, why = config.training.precision, "as the run file says"
-    if precision == "auto":
-        precision, why = precision_of(devices)
-        before = comm.all_gather_object(together(comm, lambda: None if comm.rank else _precision_before(config)))[0]
-        if before is not None and before != precision:
-            precision, why = before, f"as at this run's start; a new run takes {precision}: {why}"
-    if devices.gpu and precision == "fp32":
-        why += "; matrix products in TF32" if config.training.tf32 else "; without TF32"
-    tell(f"precision: {precision} ({why})")
-    return () if config.training.precision != "auto" else (f"training.precision={precision}",)
+    asks = config.training.precision == "auto"
+    before = None
+    if asks:
+        before = comm.all_gather_object(together(comm, lambda: None if comm.rank else precision_before(config)))[0]
+    found = precision_choice(config, devices, before)
+    tell(f"precision: {found.value} ({found.why})")
+    return ((f"training.precision={found.value}",) if asks else ()), found
 
 
-def _precision_before(config: RunConfig) -> str | None:
+def precision_before(config: RunConfig) -> str | None:
     """Return the precision of the checkpoint that the run continues from, as far as it has one."""
     if config.resume == "never":
         return None

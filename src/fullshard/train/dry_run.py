@@ -3,28 +3,33 @@
 from __future__ import annotations
 
 import traceback
-from dataclasses import dataclass, fields
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from fullshard.comm import Work
+from fullshard.comm import Work, planned_memory, whole_memory_bytes
 from fullshard.config import RunConfig
 from fullshard.data import padding_share
 from fullshard.engine import UnitTable, units
-from fullshard.errors import InvariantError, ModelError, UserError
+from fullshard.errors import ConfigError, InvariantError, ModelError, UserError
 from fullshard.models import require_fp16_fit
 from fullshard.models.kind import known_kind
-from fullshard.planner import UnplannedStepError
+from fullshard.planner import Hardware, UnplannedStepError
 from fullshard.saving.full import check_saving
 from fullshard.sizes import format_bytes
 from fullshard.storage import file_system
+from fullshard.train.auto import gpu_sheet, precision_before, simulated_settings
+from fullshard.train.fit import Load
 from fullshard.train.plan import try_step
 from fullshard.train.reporting.trackers import tracker_sinks
 from fullshard.train.run.assemble import make_evaluation
 from fullshard.train.setup.advice import advice
+from fullshard.train.setup.choices import choices
 from fullshard.train.setup.data_plan import make_plan, mixture_notes
+from fullshard.train.setup.devices import Choice, Devices, for_devices, precision_choice, precision_of, with_precision
 from fullshard.train.setup.learning_rate import learning_rate_schedule
 from fullshard.train.setup.model import UnreadWeights, outline_model, own_loss, refuses_fp16, shard_model
 from fullshard.train.setup.optimizers import expected_state_bytes
@@ -107,11 +112,13 @@ class DryRun:
     optimizer: int  # bytes of optimizer state on rank 0; about the same on other ranks
     gathered: int  # peak bytes of gathered parameters: the root and the two largest units
     notes: tuple[str, ...]  # notes on data and model for the user
+    chosen: tuple[Choice, ...] = ()  # what the run chooses by itself, and why
 
     def as_dict(self) -> dict[str, Any]:
         """Return JSON-able values."""
         plain = {field.name: getattr(self, field.name) for field in fields(self)}
-        return {**plain, "table": self.table.as_dict(), "notes": list(self.notes)}
+        chosen = [asdict(one) for one in self.chosen]
+        return {**plain, "table": self.table.as_dict(), "notes": list(self.notes), "chosen": chosen}
 
     def __str__(self) -> str:
         """Return the unit table, the notes, the steps, and the memory of each rank."""
@@ -120,6 +127,8 @@ class DryRun:
         lines = [
             str(self.table),
             *self.notes,
+            "chosen:",
+            *(f"  {one}" for one in self.chosen),
             f"{self.total_steps:,} steps, {self.steps_per_epoch:,} an epoch",
             f"memory of each rank: {memory} at most; activations are additional and depend on the batch",
             "no problem found: ready for the first step",
@@ -127,14 +136,45 @@ class DryRun:
         return "\n".join(lines)
 
 
-def dry_run(config: RunConfig, world_size: int, progress: Progress = lambda what, done, total: None) -> DryRun:
+def dry_run(
+    config: RunConfig,
+    world_size: int,
+    progress: Progress = lambda what, done, total: None,
+    *,
+    load: Load | None = None,
+    device: Hardware | None = None,
+    gpus: int = 0,
+) -> DryRun:
     """Do everything that a run does before its first step, take the step, and save; without ranks, weights or files.
+
+    Args:
+        config: The run's settings.
+        world_size: Number of ranks.
+        progress: Called while data is read.
+        load: Reads the run file with further overrides, which ``sharding: auto`` needs; None: it is not searched.
+        device: The GPU of each rank; None: this machine's.
+        gpus: This machine's GPUs; 0: ranks compute on its CPU.
 
     Raises:
         UserError: Data, tokenizer, model or settings cannot be used.
     """
-    data = prepare(config, progress=progress)
-    config = data.settled(config)
+    devices = Devices.of_machine(gpus) if device is None else Devices.of_sheet(device)
+    memory = whole_memory_bytes(torch.device("cuda")) if gpus else None
+    with planned_memory(memory if device is None else device.memory_bytes):
+        data, notes = prepare(config, progress=progress), []
+        if load is not None:
+            sheet = gpu_sheet(torch.device("cuda")) if gpus and device is None else device
+            config = load(simulated_settings(load, data, world_size, sheet, notes.append))
+        return _dry_run(data.settled(config), data, world_size, devices, notes)
+
+
+def _dry_run(config: RunConfig, data: Prepared, world_size: int, devices: Devices, found: Sequence[str]) -> DryRun:
+    before = precision_before(config) if config.training.precision == "auto" else None
+    precision = precision_choice(config, devices, before)
+    if precision.value == "bf16" and devices.gpu and not devices.bf16:
+        raise ConfigError(f"training.precision is bf16, but {precision_of(devices)[1]}. Set it to fp16 or fp32.")
+    asked = with_precision(config, devices, precision.value)
+    config = for_devices(asked, devices)
     plan = make_plan(config, data.train_set, world_size, causal=data.causal)
     schedule = learning_rate_schedule(config, plan.num_steps)
     make_evaluation(config, data)
@@ -160,6 +200,7 @@ def dry_run(config: RunConfig, world_size: int, progress: Progress = lambda what
         optimizer=expected_state_bytes(model, config),
         gathered=root.gathered_bytes + sum(largest),
         notes=(
+            *found,
             *data.notes,
             *mixture_notes(config, data),
             *own_loss(model, config)[1],
@@ -167,6 +208,7 @@ def dry_run(config: RunConfig, world_size: int, progress: Progress = lambda what
             *advice(config, data, plan, world_size),
             *untried,
         ),
+        chosen=choices(asked, devices, model, before=[precision]),
     )
 
 

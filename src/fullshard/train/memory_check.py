@@ -10,7 +10,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -222,7 +222,8 @@ def _tried(
         each = int(os.environ.get("LOCAL_WORLD_SIZE", comm.size))
         how = {"roughly": comm.rank, "listed": listed, "ranks_each": each, "progress": progress}
         with work_limit(most):
-            return plan_prepared(config, data, comm.size, device, **how)
+            # What was chosen is in the settings by now, and recorded with the run's start.
+            return replace(plan_prepared(config, data, comm.size, device, **how), chosen=())
     except TooMuchWorkError:
         return f"it needs more than {most:,} operators, much for a run of this length; `fullshard plan` has no limit"
     except UserError as error:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from itertools import chain
 from math import ceil
@@ -48,8 +48,9 @@ from fullshard.planner import (
 from fullshard.sizes import format_duration
 from fullshard.train.around_steps import AroundSteps, HeldOutBatches, assumed
 from fullshard.train.run.step import StepSpec, issue_step
+from fullshard.train.setup.choices import choices
 from fullshard.train.setup.data_plan import make_plan
-from fullshard.train.setup.devices import Devices, for_devices
+from fullshard.train.setup.devices import Choice, Devices, for_devices
 from fullshard.train.setup.given_length import RowsOfLength
 from fullshard.train.setup.learning_rate import learning_rate_schedule
 from fullshard.train.setup.model import UnreadWeights, outline_model, own_loss, prepare_model, shard_model
@@ -68,11 +69,13 @@ class RunPlan(Plan):
         steps: Optimizer steps of the run; 0: not known, as rows of a given length are no data.
         step_tokens: Source and target tokens of a step, all ranks together, without padding; the mean of an epoch.
         quantization: Format of the frozen linear layers, such as ``nf4 (double)``; None: they are not quantised.
+        chosen: What the run chooses by itself; of ``sharding: auto`` and of a run to resume only its start knows.
     """
 
     steps: int = 0
     step_tokens: int = 0
     quantization: str | None = None
+    chosen: tuple[Choice, ...] = ()
 
     @property
     def run_s(self) -> float | None:
@@ -81,11 +84,12 @@ class RunPlan(Plan):
 
     def as_dict(self) -> dict[str, Any]:
         """Return JSON-able values."""
-        return {**super().as_dict(), "run_s": self.run_s, "quantization": self.quantization}
+        chosen = [asdict(one) for one in self.chosen]
+        return {**super().as_dict(), "run_s": self.run_s, "quantization": self.quantization, "chosen": chosen}
 
     def __str__(self) -> str:
         """Return the plan as a table."""
-        table = super().__str__()
+        table = "\n".join([super().__str__(), *map(str, self.chosen)])
         if self.quantization is not None:
             table += f"\nfrozen linear layers are quantised: {self.quantization}"
         if self.timing is None:
@@ -157,7 +161,8 @@ def plan_prepared(  # noqa: PLR0913 (each caller needs another part)
         progress: Called with the steps taken and those to take, of all ranks that are planned.
     """
     refuse_unplanned(config)
-    config = for_devices(config, Devices.of_sheet(device))
+    devices = Devices.of_sheet(device)
+    asked, config = config, for_devices(config, devices)
     times = config.training.gradient_accumulation_steps
     most = times if roughly is None else min(times, 2)
     # If packed or budgeted, any micro-batch of a step may be its largest.
@@ -169,7 +174,7 @@ def plan_prepared(  # noqa: PLR0913 (each caller needs another part)
     speed, given = speed_of(device, rates), isinstance(data, RowsOfLength)
     timed = 0 if speed is None else STEPS
     first = STEPS - 1 if roughly is None else STEPS - 2
-    told = _Told(progress, len(ranks) * (first + len(largest)) + timed)
+    told = _Told(progress, len(ranks) * (first + len(largest)) + timed, partial(choices, asked, devices))
     each = ranks_each or config.nproc or (world_size if device is None else device.devices_each)
     around = AroundSteps(config, data, held_out, several=world_size > each)
     build = partial(_build, config, data, largest, around, told, first=first)
@@ -187,6 +192,7 @@ def plan_prepared(  # noqa: PLR0913 (each caller needs another part)
         steps=_total_steps(config, data, epoch),
         step_tokens=round(tokens / epoch.num_steps),
         quantization=describe_quantization(config),
+        chosen=told.chosen,
     )
 
 
@@ -224,10 +230,21 @@ def _total_steps(config: RunConfig, data: Prepared, epoch: BatchPlan) -> int:
 
 
 class _Told:
-    """Counts the steps of all rehearsals of a plan, and tells each."""
+    """Counts the steps of all rehearsals of a plan and tells each; keeps what the run chooses for its model."""
 
-    def __init__(self, progress: Callable[[int, int], None], total: int) -> None:
+    def __init__(
+        self,
+        progress: Callable[[int, int], None],
+        total: int,
+        choices: Callable[[Any], tuple[Choice, ...]] = lambda model: (),
+    ) -> None:
         self._progress, self._total, self._done = progress, total, 0
+        self._choices = choices
+        self.chosen: tuple[Choice, ...] = ()
+
+    def model(self, model: Any) -> None:
+        """Note what is chosen for a sharded model, which is not kept: it would count as memory."""
+        self.chosen = self._choices(model)
 
     def step(self) -> None:
         """Count a step."""
@@ -261,6 +278,7 @@ def _build(
 ) -> Rehearsed:
     """Return the run's step, and what is ``around`` it: ``first`` steps, then one with micro-batches of each turn."""
     model = _sharded(config, data, comm)
+    told.model(model)
     optimizer = make_optimizer(model, config)
     scaler = ShardedGradScaler(comm.device.type) if config.training.precision == "fp16" else None
     spec = step_spec(model, config, data)

@@ -42,6 +42,32 @@ def test_the_files_settings_are_the_runs(tmp_path, capsys):
     assert said == ""
 
 
+def test_options_of_a_dry_run_are_refused_without_it(tmp_path, capsys):
+    for option, value in (("--gpu", "h100"), ("--world-size", "2")):
+        assert cli.main(["config", "check", str(write_run_file(tmp_path)), option, value]) == 2
+        assert f"{option} needs --dry-run" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("on", "precision", "tables"),
+    [
+        ([], "fp32 (ranks compute on CPUs)", "home or gather"),
+        (["--world-size", "1", "--gpu", "h100"], "bf16 (h100 computes it in hardware)", "gather"),
+        (["--world-size", "8", "--gpu", "a10g"], "bf16 (a10g computes it in hardware)", "gather"),
+    ],
+)
+def test_a_dry_run_prints_what_was_chosen_and_why(tmp_path, capsys, on, precision, tables):
+    run = str(write_run_file(tmp_path))
+    assert cli.main(["config", "check", run, "--dry-run", *on]) == 0
+    chosen = capsys.readouterr().out.partition("chosen:\n")[2].splitlines()
+    found = dict(line.strip().split(": ", 1) for line in chosen if line.startswith("  "))
+    assert found["training.precision"] == precision
+    assert found["training.tf32"].startswith("true (")
+    assert ("without effect" in found["training.tf32"]) is (not on)
+    assert found["training.fused_cross_entropy"].startswith("false (logits of up to 7.5 KiB, within 5 % of ")
+    assert found["sharding.tables"].startswith(f"{tables} (")
+
+
 @pytest.mark.parametrize("more", [(), ("--dry-run",)])
 def test_an_adapter_of_a_new_model_is_refused_as_train_refuses_it(tmp_path, capsys, more):
     run = write_run_file(tmp_path, model__adapter={"type": "lora"})
@@ -188,6 +214,7 @@ def test_a_run_file_without_problems_is_said_so_in_few_lines(tmp_path, capsys):
     lines = capsys.readouterr().out.splitlines()
     assert lines[-1].startswith(f"no problem found in {run}")
     assert "  training.weight_decay: 0.25" in lines
+    assert "training.precision: auto is fp32 on this machine: ranks compute on CPUs" in lines
     assert len(lines) < 40
     assert not any("max_grad_norm" in line for line in lines), "the default"
     assert cli.main(["config", "check", run, "--all"]) == 0

@@ -77,6 +77,7 @@ def test_a_semicolon_and_unusable_rows_are_written_down(tmp_path, monkeypatch, c
     values = yaml.safe_load(text)["data"]
     assert (values["train_file"], values["delimiter"], values["max_bad_rows"]) == ("../train.csv", ";", 1)
     assert "# rows with an empty or broken cell, which are skipped" in text
+    assert "# precision: auto, which is fp32 on this machine: ranks compute on CPUs" in text
     assert load_run("runs/first.yaml").data.train_file.resolve() == tmp_path / "train.csv"
     printed = capsys.readouterr().out
     assert "label: 41 filled, mean 11 characters, longest 13, 3 different" in printed

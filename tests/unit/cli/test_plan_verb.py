@@ -20,6 +20,8 @@ def test_the_plan_is_printed_as_json(run_file, capsys):
     assert main(["plan", run_file, "--world", "1", "--memory", "1GB", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["world_size"], found["memory_bytes"], found["fits"]) == (1, 10**9, True)
+    precision = {"setting": "training.precision", "value": "fp32", "why": "ranks compute on CPUs"}
+    assert precision in found["chosen"]
     assert sum(found["parts"].values()) == found["peak_bytes"] <= found["needed_bytes"] < 10**9
 
 
@@ -49,6 +51,7 @@ def test_what_cannot_be_planned_is_refused_by_name(run_file, override, name, cap
 def test_a_gpu_gives_time_price_and_a_verdict(run_file, capsys):
     assert main(["plan", run_file, "--world", "2", "--gpu", "h100", "--price", "2.5"]) == 0
     out = capsys.readouterr().out
+    assert "\ntraining.precision: bf16 (h100 computes it in hardware)\n" in out
     for text in ("memory of the h100", "a step", "tokens a second", "costs 0.00 at 2.5 an hour", "fits: it needs"):
         assert text in out
 
@@ -58,7 +61,8 @@ def test_several_numbers_of_ranks_are_a_line_each(run_file, capsys):
     assert main(["plan", run_file, "--world", "1,3", "--gpu", "t4"]) == 0
     header, *lines = capsys.readouterr().out.splitlines()
     assert header.split() == ["ranks", "needed", "fits", "step", "run"]
-    assert [line.split()[0] for line in lines] == ["1", "3"]
+    assert [line.split()[0] for line in lines[:2]] == ["1", "3"]
+    assert lines[2] == "training.precision: fp32 (t4 has no bfloat16 arithmetic; matrix products in TF32)"
     assert main(["plan", run_file, "--world", "1,3", "--gpu", "t4", "--json", "--memory", "1kB"]) == 1
     found = json.loads(capsys.readouterr().out)
     assert [(plan["world_size"], plan["fits"]) for plan in found] == [(1, False), (3, False)]

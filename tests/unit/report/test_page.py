@@ -128,6 +128,7 @@ def test_the_headline_is_the_summarys(finished):
     }
     text = made(finished).text()
     assert "8-bit AdamW" in text
+    assert f"bf16 ({NASTY} computes it in hardware)" in text
     for part in ("75.00%", "12.50%", "1 min 23 s", "61.0 MiB", "8.2%", "1,234,567", "perplexity", "2.13.0", "not set"):
         assert part in text, part
 

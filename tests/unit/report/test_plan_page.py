@@ -37,6 +37,7 @@ def printed(command):
 
 def test_the_charts_hold_the_figures_of_the_plan(page):
     plan, charts, text = page
+    assert "fp32 (t4 has no bfloat16 arithmetic; matrix products in TF32)" in text
     assert set(charts) == {"memory", "schedule", "memory-ranks", "time-ranks"}
     areas = charts["memory"][0]["data"]
     places = areas[0]["x"]

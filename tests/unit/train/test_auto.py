@@ -127,8 +127,9 @@ def precision(run_file, devices, *overrides, monkeypatch):
 
     found = run_ranks(2, lambda comm: chosen_precision(load, comm, said.append if comm.rank == 0 else str))
     assert found[0] == found[1]
-    (line,) = said
-    return load(found[0]).training.precision, line
+    (line,), (resolved, choice) = said, found[0]
+    assert f"precision: {choice.value} ({choice.why})" == line
+    return load(resolved).training.precision, line
 
 
 @pytest.mark.parametrize(
@@ -168,6 +169,18 @@ def test_one_gpu_without_bf16_among_the_ranks_decides(monkeypatch):
     monkeypatch.setattr(devices_module, "device_of", Played)
     found = run_ranks(2, work)
     assert found[0] == found[1] == Devices(gpu=True, bf16=False, name="Tesla T4")
+
+
+def test_one_gpu_without_bf16_of_this_machine_decides(monkeypatch):
+    names = ["NVIDIA A100", "Tesla T4"]
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: names[device.index])
+    natives = {"cuda:0": (True, ""), "cuda:1": (False, "")}
+    monkeypatch.setattr(
+        devices_module, "device_of", lambda device: SimpleNamespace(supports_bf16=lambda: natives[str(device)])
+    )
+    assert Devices.of_machine(2) == Devices(gpu=True, bf16=False, name="Tesla T4")
+    assert Devices.of_machine(1) == Devices(gpu=True, bf16=True, name="NVIDIA A100")
+    assert Devices.of_machine(0) == Devices()
 
 
 @pytest.mark.parametrize("by_name", [False, True])

@@ -1,20 +1,25 @@
 """The unit table without ranks is the table that ranks print."""
 
 import sys
+from dataclasses import replace
 
 import pytest
 
 from fullshard import units
-from fullshard.config import RunConfig
+from fullshard.config import RunConfig, load_run
 from fullshard.engine.setup import wrap as wrapping
-from fullshard.errors import CheckpointError, ModelError, UserError, WrapError
+from fullshard.errors import CheckpointError, ConfigError, MemoryLimitError, ModelError, UserError, WrapError
+from fullshard.planner import hardware
 from fullshard.saving import full
 from fullshard.testing import run_ranks
+from fullshard.train import dry_run as dry_run_module
 from fullshard.train.dry_run import dry_run, inspect_units
+from fullshard.train.fit import search
 from fullshard.train.run.assemble import assemble
 from fullshard.train.setup import prepare
 from fullshard.train.setup.model import make_model
 from fullshard.train.setup.prepare import prepare_tokenizer
+from support.planned import write_run
 from support.tiny_run import MODEL, settings
 
 
@@ -143,3 +148,70 @@ def test_an_adapter_that_cannot_be_saved_is_not_called_ready(tmp_path, monkeypat
     monkeypatch.setattr(full, "adapter_names", refuse)
     with pytest.raises(CheckpointError, match="single trained tokens"):
         dry_run(with_adapter(tmp_path, LLAMA), 2)
+
+
+# What the run chooses by itself
+
+H100, A10G, V100 = (hardware(name) for name in ("h100", "a10g", "v100-32gb"))
+
+
+def chosen(directory, size, device=None, *, load=None, **changes):
+    """What a dry run on such devices chose, by setting, and the dry run."""
+    settings_ = config(directory, **changes)
+    found = dry_run(settings_, size, device=device, load=load)
+    assert found.as_dict()["chosen"] == [
+        {"setting": one.setting, "value": one.value, "why": one.why} for one in found.chosen
+    ]
+    return {one.setting: one.value for one in found.chosen}, found
+
+
+def test_a_dry_run_is_laid_out_in_the_precision_of_its_devices(tmp_path):
+    bytes_each = {}
+    for name, device in (("cpu", None), ("h100", H100), ("v100", V100)):
+        values, found = chosen(tmp_path, 1, device)
+        bytes_each[name] = found.gathered
+        assert values["training.precision"] == ("bf16" if name == "h100" else "fp32")
+    assert bytes_each["cpu"] == bytes_each["v100"] == 2 * bytes_each["h100"]
+
+
+def test_the_loss_is_fused_where_the_logits_take_a_twentieth_of_the_devices_memory(tmp_path):
+    rows, words, tokens = 4, 60, 8
+    small, large = (replace(H100, memory_bytes=20 * 4 * rows * tokens * words + more) for more in (-1, 0))
+    assert chosen(tmp_path, 2, small)[0]["training.fused_cross_entropy"] == "true"
+    assert chosen(tmp_path, 2, large)[0]["training.fused_cross_entropy"] == "false"
+    assert "training.fused_cross_entropy" not in chosen(tmp_path, 2, training__fused_cross_entropy=True)[0]
+
+
+@pytest.mark.parametrize(("memory", "place"), [(1 << 30, "replicate"), (1 << 10, "shard")])
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True` and a tied layer")
+def test_frozen_parameters_that_are_replicated_if_they_are_small_are_told(tmp_path, memory, place):
+    settings_ = with_adapter(tmp_path, LLAMA)
+    sharding = settings_.sharding.model_copy(update={"frozen": "auto"})
+    found = dry_run(settings_.model_copy(update={"sharding": sharding}), 2, device=replace(H100, memory_bytes=memory))
+    assert {one.setting: one.value for one in found.chosen}["sharding.frozen"] == place
+
+
+def test_sharding_auto_is_searched_on_the_devices(tmp_path):
+    run = write_run(tmp_path, sharding="auto", training__fused_cross_entropy=False)
+
+    def load(more):
+        return load_run(run, ["training.gradient_checkpointing=false", *more])
+
+    best = " ".join(search(load, 2, H100)[0].overrides)
+    found = dry_run(load(()), 2, load=load, device=H100)
+    assert {one.setting: one.value for one in found.chosen}["sharding"] == best
+    assert any(note.startswith(f"sharding: auto chose {best}, of ") for note in found.notes)
+    with pytest.raises(MemoryLimitError, match="found nothing that fits in"):
+        dry_run(load(()), 2, load=load, device=replace(H100, memory_bytes=1 << 10))
+
+
+def test_bf16_on_gpus_without_it_is_refused_with_the_gpu(tmp_path):
+    with pytest.raises(ConfigError, match=r"v100-32gb has no bfloat16 arithmetic\. Set it to fp16 or fp32"):
+        chosen(tmp_path, 2, V100, training__precision="bf16")
+
+
+def test_a_run_that_would_continue_keeps_its_precision(tmp_path, monkeypatch):
+    monkeypatch.setattr(dry_run_module, "precision_before", lambda config: "fp32")
+    values, found = chosen(tmp_path, 1, A10G)
+    assert values["training.precision"] == "fp32"
+    assert "as at this run's start; a new run takes bf16" in found.chosen[0].why

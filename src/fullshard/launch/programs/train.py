@@ -78,7 +78,7 @@ def _train(options: argparse.Namespace, *, is_first: bool) -> None:
     noted = comm.all_gather_object(resume_again(asked))
     options.overrides = [*options.overrides, *next(filter(None, noted), [])]
     config = load(())
-    precision = chosen_precision(load, comm, tell)
+    precision, choice = chosen_precision(load, comm, tell)
     chosen = (*precision, *chosen_settings(lambda more: load([*precision, *more]), prepared, comm, tell))
     config = load(chosen)
     planned = None
@@ -89,7 +89,7 @@ def _train(options: argparse.Namespace, *, is_first: bool) -> None:
     push = _uploads(config) if is_first else None
     sinks = _sinks(config, reached, push, to_stderr=options.json) if is_first else []
     try:
-        summary = train(config, comm, sinks, StopSignals(options.stop_when_file), prepared, planned)
+        summary = train(config, comm, sinks, StopSignals(options.stop_when_file), prepared, planned, [choice])
     except RunStopped as stopped:
         shutdown()
         if config.resume == asked:

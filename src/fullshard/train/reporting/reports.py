@@ -60,6 +60,8 @@ class RunStart:
     sets: tuple[SetFacts, ...] = ()  # the sets of a mixture; empty: the run has one set
     # the quantised base model, which checkpoints do not hold: name, directory, digest, quantisation; None: none
     base: Mapping[str, str] | None = None
+    # what the run chose by itself, by dotted key of its setting: the value, and why in parentheses
+    chosen: Mapping[str, str] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, Any]:
         """Return JSON-able values."""

@@ -21,8 +21,9 @@ from fullshard.train.evaluation.words import describe_words
 from fullshard.train.reporting.flops import Flops, count_flops, peak_flops
 from fullshard.train.reporting.reports import SetFacts
 from fullshard.train.setup.advice import advice
+from fullshard.train.setup.choices import choices
 from fullshard.train.setup.data_plan import make_plan, mixture_notes, set_facts
-from fullshard.train.setup.devices import Devices, for_devices, smallest_memory
+from fullshard.train.setup.devices import Choice, Devices, for_devices, smallest_memory
 from fullshard.train.setup.learning_rate import LearningRateSchedule, learning_rate_schedule
 from fullshard.train.setup.model import own_loss, prepare_model, shard_model
 from fullshard.train.setup.optimizers import make_optimizer
@@ -57,6 +58,7 @@ class Assembly:
     notes: tuple[str, ...]  # notes on data and model for the user
     # :attr:`~fullshard.train.setup.prepare.Prepared.system_turns`
     system_turns: Mapping[str, Sequence[Turn] | None] = field(default_factory=dict)
+    chosen: tuple[Choice, ...] = ()  # what the run chose by itself
     base: Base | None = None  # the quantised model under the adapter, named by checkpoints; None: they hold everything
 
 
@@ -68,6 +70,7 @@ def assemble(
     group: int | None = None,
     rules: Rules = THIS_VERSION,
     filled: bool = False,
+    chosen: Sequence[Choice] = (),
 ) -> Assembly:
     """Build every part of a run; every rank calls it, with the same settings.
 
@@ -78,6 +81,7 @@ def assemble(
         group: :attr:`~fullshard.train.setup.division.Division.group` of the run's start; None: it starts here.
         rules: What settings mean, as at the run's start.
         filled: True if a snapshot fills the model later; see :func:`~fullshard.train.setup.model.prepare_model`.
+        chosen: What was chosen before, instead of by ``auto`` in ``config``.
 
     Raises:
         UserError: Data, model or settings do not fit together; on every rank, with the same text.
@@ -91,7 +95,8 @@ def assemble(
     evaluation = together(comm, lambda: make_evaluation(config, ready_data))
     plan = together(comm, lambda: make_plan(config, train_set, comm.size, causal=causal, group=group))
     config = rules.settled(config, plan.num_steps)
-    of_device = for_devices(config, Devices.of_ranks(comm))
+    devices = Devices.of_ranks(comm)
+    of_device = for_devices(config, devices)
     memory, directory = smallest_memory(comm), ready_data.model_directory
     ready = together(comm, lambda: prepare_model(of_device, tokenizer, directory, filled=filled, memory_bytes=memory))
     model = ready.model
@@ -129,6 +134,7 @@ def assemble(
             *advice(config, ready_data, plan, comm.size),
         ),
         system_turns=ready_data.system_turns,
+        chosen=choices(config, devices, model, memory, before=chosen),
         base=quantised_base(model, config, ready_data.model_directory, comm),
     )
 

@@ -38,7 +38,7 @@ from fullshard.train.run.stop import StopRequest
 from fullshard.train.run.summary import describe_start, summarise
 from fullshard.train.run.timetable import Position, StepInput, Timetable
 from fullshard.train.run.traced_step import traced_step
-from fullshard.train.setup.devices import Devices, with_precision
+from fullshard.train.setup.devices import Choice, Devices, precision_choice, with_precision
 from fullshard.train.setup.learning_rate import learning_rate
 from fullshard.train.setup.prepare import Prepared
 from fullshard.train.setup.resume import (
@@ -64,6 +64,7 @@ def train(
     stop: StopRequest | None = None,
     prepared: Prepared | None = None,
     planned: Planned | None = None,
+    chosen: Sequence[Choice] = (),
 ) -> RunSummary:
     """Assemble a run, train, evaluate, keep the best model and publish it; every rank calls it.
 
@@ -80,6 +81,7 @@ def train(
         prepared: Tokenizer and token ids from :func:`~fullshard.train.setup.prepare.prepare` on this rank, preferably
             made before the process group exists, because it may take long. None: prepared here.
         planned: The plan of the run, for its files and for the message when memory runs out; None if there is none.
+        chosen: What was chosen before this call instead of by ``auto`` in ``config``, to be recorded with its reason.
 
     Returns:
         The summary, the same on every rank except for the times.
@@ -91,7 +93,9 @@ def train(
     """
     if config.sharding.auto is True:
         raise ConfigError("sharding: auto must be resolved first: add what chosen_settings() returns to the settings.")
-    config = with_precision(config, Devices.of_ranks(comm))
+    devices = Devices.of_ranks(comm)
+    chosen = chosen or [precision_choice(config, devices)]
+    config = with_precision(config, devices)
     if comm.device.type == "cuda":
         torch.set_float32_matmul_precision("high" if config.training.tf32 else "highest")
     parts: Assembly | None = None
@@ -112,6 +116,7 @@ def train(
                     group=start.group,
                     rules=start.rules,
                     filled=start.snapshot is not None,
+                    chosen=chosen,
                 )
                 start = with_checkpoint(start, parts, checkpoints)
                 return TrainingRun(parts, start, checkpoints, sinks, stop or StopRequest(), planned).train()

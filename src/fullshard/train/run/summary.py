@@ -73,6 +73,7 @@ def describe_start(
         evaluated_step=record.evaluated_step,
         time_limit_s=None if limit is None else max(0.0, 60.0 * limit - record.train_seconds),
         base=None if parts.base is None else parts.base.facts,
+        chosen={one.setting: f"{one.value} ({one.why})" for one in parts.chosen},
     )
 
 

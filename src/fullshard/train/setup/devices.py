@@ -9,6 +9,7 @@ import torch
 
 from fullshard.comm import Comm, device_of, whole_memory_bytes
 from fullshard.config import RunConfig
+from fullshard.config.training import auto_precision
 from fullshard.planner import Hardware
 
 
@@ -38,11 +39,31 @@ class Devices:
         return min(comm.all_gather_object(mine), key=lambda one: one.bf16)
 
     @classmethod
+    def of_machine(cls, gpus: int) -> Devices:
+        """Return the devices of this machine's ranks, on its first ``gpus`` GPUs; one process."""
+        all_of_them = [torch.device("cuda", index) for index in range(gpus)]
+        found = (cls(True, device_of(one).supports_bf16()[0], torch.cuda.get_device_name(one)) for one in all_of_them)  # noqa: FBT003
+        return min(found, key=lambda one: one.bf16, default=cls())
+
+    @classmethod
     def of_sheet(cls, hardware: Hardware | None) -> Devices:
         """Return the devices of a plan: GPUs with this data sheet; None: CPUs."""
         if hardware is None:
             return cls()
         return cls(gpu=True, bf16=torch.bfloat16 in hardware.flops_per_s, name=hardware.name)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A setting that a run chooses by itself."""
+
+    setting: str  # its dotted key
+    value: str  # what was chosen
+    why: str
+
+    def __str__(self) -> str:
+        """Return a line."""
+        return f"{self.setting}: {self.value} ({self.why})"
 
 
 def smallest_memory(comm: Comm) -> int:
@@ -52,18 +73,26 @@ def smallest_memory(comm: Comm) -> int:
 
 def precision_of(devices: Devices) -> tuple[str, str]:
     """Return what ``training.precision: auto`` is on these devices, and why."""
-    if not devices.gpu:
-        return "fp32", "ranks compute on CPUs"
-    if devices.bf16:
-        return "bf16", f"{devices.name} computes it in hardware"
-    return "fp32", f"{devices.name} has no bfloat16 arithmetic"
+    return auto_precision(devices.name if devices.gpu else None, bf16=devices.bf16)
 
 
-def with_precision(config: RunConfig, devices: Devices) -> RunConfig:
-    """Return the settings with ``training.precision: auto`` resolved."""
+def precision_choice(config: RunConfig, devices: Devices, before: str | None = None) -> Choice:
+    """Return the precision of a run on these devices; ``before``: that of the checkpoint that it continues from."""
+    precision, why = config.training.precision, "as the run file says"
+    if precision == "auto":
+        precision, why = precision_of(devices)
+        if before is not None and before != precision:
+            precision, why = before, f"as at this run's start; a new run takes {precision}: {why}"
+    if devices.gpu and precision == "fp32":
+        why += "; matrix products in TF32" if config.training.tf32 else "; without TF32"
+    return Choice("training.precision", precision, why)
+
+
+def with_precision(config: RunConfig, devices: Devices, precision: str | None = None) -> RunConfig:
+    """Return the settings with ``training.precision: auto`` resolved, or with ``precision`` in its place."""
     if config.training.precision != "auto":
         return config
-    return _changed(config, "training", precision=precision_of(devices)[0])
+    return _changed(config, "training", precision=precision or precision_of(devices)[0])
 
 
 def usable(config: RunConfig, devices: Devices) -> tuple[RunConfig, tuple[str, ...]]:

@@ -48,7 +48,8 @@ from fullshard.policy import (
     WrapPolicy,
 )
 from fullshard.saving import AdaptedWeights, Pretrained
-from fullshard.train.setup.devices import Devices, for_devices
+from fullshard.sizes import format_bytes
+from fullshard.train.setup.devices import Choice, Devices, for_devices
 from fullshard.train.setup.quantization import (
     quantise_outline,
     quantises_head,
@@ -117,11 +118,9 @@ def prepare_model(
         if filled and ready.weights is not None and _all_trained(ready.model):
             ready = replace(ready, weights=UnreadWeights())
     _change_forward(ready.model, config)
-    if config.training.fused_cross_entropy == "auto" and _fuses(base_of(ready.model), config, memory_bytes):
-        fused = fused_head_of(ready.model)
-        does = "is computed in the output layer" if fused is not None else "cannot be computed in the output layer"
-        note = f"the loss {does} (training.fused_cross_entropy: auto): the logits could take more than 5 % of memory"
-        ready = replace(ready, notes=(*ready.notes, note))
+    loss = loss_choice(ready.model, config, memory_bytes)
+    if loss is not None and _fuses(base_of(ready.model), config, memory_bytes):
+        ready = replace(ready, notes=(*ready.notes, str(loss)))
     return ready
 
 
@@ -227,10 +226,31 @@ def _fuses(model: PreTrainedModel, config: RunConfig, memory_bytes: int | None) 
     asked = config.training.fused_cross_entropy
     if asked != "auto":
         return asked
+    return _logits_bytes(model, config) > SHARE_OF_LOGITS * (memory_bytes or whole_memory_bytes(CPU))
+
+
+def _logits_bytes(model: PreTrainedModel, config: RunConfig) -> int:
+    """Return the most bytes of a micro-batch's logits in float32."""
     words = model.config.get_text_config().vocab_size
     tokens = config.data.max_target_length + is_causal(model) * config.data.max_source_length
     tokens = config.training.per_device_train_batch_tokens or config.training.per_device_train_batch_size * tokens
-    return 4 * tokens * words > SHARE_OF_LOGITS * (memory_bytes or whole_memory_bytes(CPU))
+    return 4 * tokens * words
+
+
+def loss_choice(model: nn.Module, config: RunConfig, memory_bytes: int | None = None) -> Choice | None:
+    """Return what ``training.fused_cross_entropy: auto`` is for a prepared model; None if it is set; any rank.
+
+    ``memory_bytes``: see :func:`prepare_model`.
+    """
+    if config.training.fused_cross_entropy != "auto":
+        return None
+    base, memory = base_of(model), memory_bytes or whole_memory_bytes(CPU)
+    fuses = _fuses(base, config, memory)
+    limit = f"{100 * SHARE_OF_LOGITS:.0f} % of {format_bytes(memory)} of memory"
+    why = f"logits of up to {format_bytes(_logits_bytes(base, config))}, {'over' if fuses else 'within'} {limit}"
+    if fuses and fused_head_of(model) is None:
+        return Choice("training.fused_cross_entropy", "false", f"{why}, but this output layer cannot compute the loss")
+    return Choice("training.fused_cross_entropy", str(fuses).lower(), why)
 
 
 def own_loss(model: nn.Module, config: RunConfig) -> tuple[RouterLoss | None, tuple[str, ...]]:

@@ -81,6 +81,10 @@ def test_a_new_t5(tmp_path, monkeypatch):
     assert "trained from scratch. It reads `text` and writes `category`." in card.text
     assert re.search(r"\| training \| train.csv \| 25 \| [\d,]+ bytes, hash [0-9a-f]{16} \|", card.text)
     assert "Licence of the data: cc-by-4.0." in card.text
+    assert "| precision | fp32 (ranks compute on CPUs) |" in card.text
+    chosen = json.loads((out / "run.json").read_text())["chosen"]
+    assert chosen["training.precision"] == "fp32 (ranks compute on CPUs)"
+    assert chosen["training.fused_cross_entropy"].startswith("false (logits of up to ")
     assert "**It does not beat its baseline in accuracy.**" in card.text
     assert "| no |" in card.text
     assert str(tmp_path) not in card.text

@@ -135,7 +135,7 @@ def test_the_head_computes_the_loss_where_the_logits_could_take_a_twentieth_of_m
         ready = prepare_model(config, tokenizer)
     head = fused_head_of(ready.model)
     assert (head is not None and head.fuses) is fuses
-    assert any("5 % of memory" in note for note in ready.notes) is fuses
+    assert any("training.fused_cross_entropy: true" in note and "5 %" in note for note in ready.notes) is fuses
 
 
 def test_the_smallest_memory_decides_on_all_ranks(saved):
