@@ -90,8 +90,15 @@ def write_table_run(directory):
     return write_run(directory, model={"config": MODEL | {"vocab_size": 70_000}, "tokenizer": {"vocab_size": 60}})
 
 
+def write_accumulating_run(directory):
+    """Write a run file of four micro-batches a step, whose gradients accumulate in full, and return its path."""
+    training = {"accumulate": "unsharded", "gradient_accumulation_steps": 4, "eval_strategy": "no"}
+    return write_run(directory, training={"per_device_train_batch_size": 2, **training})
+
+
 RUNS = {
     "run": write_run,
+    "accumulating": write_accumulating_run,
     "directory": partial(write_directory_run, training__gradient_checkpointing=True),
     "adapter": write_adapter_run,
     "nf4": write_quantised_run,

@@ -151,10 +151,10 @@ def run(options: argparse.Namespace) -> int:
     sizes = options.world or [choose_nproc(config.nproc)]
     device = _device(options)
     _check_page(options, sizes)
-    if config.sharding.auto is True and not options.fit:
-        say("sharding: auto chooses at the start of training; this plans the settings as they are. --fit searches too")
+    limit = options.memory if device is None else device.memory_bytes
     if options.fit:
         return _search(options, sizes, device, _given_rows(options, config, sizes))
+    _tell_of_auto(config, limit)
     program = load_program(PROGRAM)
     say(f"planning {', '.join(map(str, sizes))} rank{'s' if sizes != [1] else ''}: three steps without memory")
     drawn = DRAWN_WORLDS if options.html is not None else ()
@@ -168,8 +168,7 @@ def run(options: argparse.Namespace) -> int:
     with ShareProgress("planning", len(sizes), shown=not options.json) as progress:
         for progress.piece, size in enumerate(sizes):
             measured = rates[progress.piece]
-            plans.append(program.plan_prepared(config, data, size, device, rates=measured, progress=progress))
-    limit = options.memory if device is None else device.memory_bytes
+            plans.append(program.plan_in(limit, config, data, size, device, rates=measured, progress=progress))
     if options.html is not None:
         _write_page(options, config, data, plans[0], limit)
     fitting = [limit is None or plan.fits(limit) for plan in plans]
@@ -182,6 +181,14 @@ def run(options: argparse.Namespace) -> int:
     else:
         _print_all(plans, limit, options.price)
     return 0 if any(fitting) else DOES_NOT_FIT
+
+
+def _tell_of_auto(config: Any, limit: int | None) -> None:
+    """Report the choices of a run that this plan does not make."""
+    if config.sharding.auto is True:
+        say("sharding: auto chooses at the start of training; this plans the settings as they are. --fit searches too")
+    if limit is None and config.training.accumulate == "auto" and config.training.gradient_accumulation_steps > 1:
+        say("accumulate: auto chooses by the free memory; this plans sharded. --memory SIZE says how much there is")
 
 
 def _given_rows(options: argparse.Namespace, config: Any, sizes: list[int]) -> Any:
@@ -230,7 +237,7 @@ def _write_page(options: argparse.Namespace, config: Any, data: Any, plan: Any, 
     others = []
     with ShareProgress("drawing", len(DRAWN_WORLDS), shown=not options.json) as progress:
         for progress.piece, size in enumerate(DRAWN_WORLDS):
-            others.append(program.plan_prepared(config, data, size, plan.device, roughly=0, progress=progress))
+            others.append(program.plan_in(limit, config, data, size, plan.device, roughly=0, progress=progress))
     course = program.draw_plan(config, data, plan)
     load_program(PAGE).write_plan(options.html, options.config.stem, plan, course, others, limit)
     say(f"wrote {options.html}")

@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -19,9 +20,13 @@ from fullshard.sizes import format_bytes, format_duration
 from fullshard.storage import as_place, find_checkpoints, read_index
 from fullshard.train.fit import Load, Tried, search
 from fullshard.train.reporting.sinks import RUN_NAME
+from fullshard.train.run.out_of_memory import Planned
 from fullshard.train.setup.devices import Choice, Devices, precision_choice
 from fullshard.train.setup.prepare import Prepared
 from fullshard.train.setup.resume import checkpoints_directory
+
+KEPT = "as at this run's start"
+"""Why a run that continues takes a choice."""
 
 _CPU = Hardware(
     name="CPU rank",
@@ -130,6 +135,40 @@ def chosen_precision(
     return ((f"training.precision={found.value}",) if asks else ()), found
 
 
+def chosen_accumulation(
+    config: RunConfig, planned: Planned | None, comm: Comm, tell: Callable[[str], None] = lambda line: None
+) -> tuple[str, ...]:
+    """Return the override that ``training.accumulate: auto`` stands for; empty if it is set, or has nothing to add up.
+
+    Every rank calls it.
+
+    Args:
+        config: The run's settings.
+        planned: Result of :func:`~fullshard.train.memory_check.check_memory`, which has chosen; None: there is no plan.
+        comm: The ranks.
+        tell: Receives a line for the user.
+    """
+    chosen, why = config.training.accumulate, "as the run file says"
+    if config.training.gradient_accumulation_steps == 1:
+        return ()
+    if planned is not None:
+        chosen, why = planned.values["accumulate"], planned.values["accumulate_why"]
+    elif chosen == "auto":
+        before = accumulation_before(config, comm)
+        chosen, why = before or "sharded", KEPT if before else "there is no plan that shows whether unsharded fits"
+    tell(f"accumulate: {chosen} ({why})")
+    return () if config.training.accumulate != "auto" else (f"training.accumulate={chosen}",)
+
+
+def accumulation_before(config: RunConfig, comm: Comm) -> str | None:
+    """Return how the run in ``output_dir`` accumulates; None if the run starts from scratch. Every rank calls it."""
+    recorded = None if comm.rank or config.resume == "never" else _record(config)
+    # Runs of earlier versions reduced every micro-batch.
+    mine = None if recorded is None else recorded["training"].get("accumulate", "sharded")
+    found = comm.all_gather_object(mine)[0]
+    return found if found in ("sharded", "unsharded") else None
+
+
 def precision_before(config: RunConfig) -> str | None:
     """Return the precision of the checkpoint that the run continues from, as far as it has one."""
     if config.resume == "never":
@@ -187,14 +226,18 @@ def _recorded(config: RunConfig, *, begun: bool) -> tuple[str, ...] | None:
 
     An attempt after one that has ``begun`` never starts from scratch: with other settings the snapshots would not fit.
     """
-    path = Path(config.output_dir, RUN_NAME)
-    if (config.resume == "never" and not begun) or not path.exists():
-        return None
-    try:
-        chosen = json.loads(path.read_text(encoding="utf-8"))["config"]["sharding"]["auto"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return None  # resuming reports later whether its checkpoints can be used
+    recorded = _record(config) if config.resume != "never" or begun else None
+    chosen = None if recorded is None else recorded["sharding"].get("auto")
     return tuple(chosen) if isinstance(chosen, list) else None
+
+
+def _record(config: RunConfig) -> dict[str, dict[str, Any]] | None:
+    """Return the recorded settings of the run in ``output_dir`` by section; None if there are none."""
+    try:
+        recorded = json.loads(Path(config.output_dir, RUN_NAME).read_text(encoding="utf-8"))["config"]
+        return {name: dict(recorded.get(name, {})) for name in ("sharding", "training")}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None  # resuming reports later whether its checkpoints can be used
 
 
 def _text(overrides: tuple[str, ...]) -> str:

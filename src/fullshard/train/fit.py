@@ -11,7 +11,7 @@ from fullshard.config import RunConfig
 from fullshard.errors import ConfigError
 from fullshard.planner import Hardware
 from fullshard.sizes import format_bytes
-from fullshard.train.plan import RunPlan, plan_prepared, prepare_plan
+from fullshard.train.plan import RunPlan, plan_in, prepare_plan
 from fullshard.train.setup.prepare import Prepared
 
 STRATEGIES = ("no_shard", "shard_grad_op", "full_shard")
@@ -59,7 +59,8 @@ def search(
     Open are, unless the run file or an override sets them, ``sharding.strategy``, ``training.gradient_checkpointing``,
     ``training.fused_cross_entropy``, with an adapter ``sharding.frozen``; and micro-batches of fewer rows and more of
     them, so that a step has the same rows. Slower settings of a strategy are left out once a faster one fits. Settings
-    are compared by plans of one rank with at most two micro-batches a step; the fastest is then planned exactly. Where
+    are compared by plans of one rank with at most two micro-batches a step, whose gradients accumulate sharded; the
+    fastest is then planned exactly, also with ``training.accumulate`` as a run would choose it. Where
     nothing fits, all of them are tried once more with ``sharding.cpu_offload``, if that is open, on a device that has a
     host: the copies between the two are not timed.
 
@@ -152,7 +153,7 @@ class Search:
         found = sorted(self._tried, key=lambda tried: tried.step_s)
         for place, tried in enumerate(found):
             if not tried.why:
-                found[place] = self._plan(tried.overrides, None)
+                found[place] = self._plan(tried.overrides, None, self._device.memory_bytes)
             if not found[place].why or tried.why:
                 break
         return sorted(found, key=lambda tried: tried.step_s)
@@ -167,9 +168,10 @@ class Search:
         self._tried.append(tried)
         return tried
 
-    def _plan(self, overrides: tuple[str, ...], roughly: int | None) -> Tried:
+    def _plan(self, overrides: tuple[str, ...], roughly: int | None, memory_bytes: int | None = None) -> Tried:
+        run = self._data, self._world_size, self._device
         try:
-            plan = plan_prepared(self._load(overrides), self._data, self._world_size, self._device, roughly=roughly)
+            plan = plan_in(memory_bytes, self._load(overrides), *run, roughly=roughly)
         except ConfigError as error:
             return Tried(overrides, None, str(error))
         missing = plan.needed_bytes - self._device.memory_bytes

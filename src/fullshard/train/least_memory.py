@@ -62,7 +62,8 @@ def least_memory(config: RunConfig, data: Prepared, world_size: int, rank: int, 
     model = lay_out(config, data.tokenizer, world_size, rank)
     table = units(model)
     at_home = kind == "cpu" and config.sharding.tables != "gather"
-    gradients = _gradients(model, table)
+    full = training.accumulate == "unsharded" and training.gradient_accumulation_steps > 1 and not at_home
+    gradients = _gradients(model, table, full=full)
     state = expected_state_bytes(model, config)
     if getattr(base_of(model).config, "sub_configs", None):  # parts for images and sound, which texts may not reach
         gradients, state = dict.fromkeys(gradients, 0), 0
@@ -70,18 +71,18 @@ def least_memory(config: RunConfig, data: Prepared, world_size: int, rank: int, 
     if config.sharding.cpu_offload and kind != "cpu":  # the rest is in the host's memory
         return Least({"gathered_units": max((row.gathered_bytes for row in table.rows), default=0)}, unit)
     kept = {"shards": sum(row.shard_bytes for row in table.rows), "optimizer_state": state}
-    every = sum(gradients.values())
+    every, made = sum(gradients.values()), "gradient_buffers" if full else "gradient_shards"
     if every >= gathered + beside:
-        return Least({**kept, "gradient_shards": every}, "")
-    return Least({**kept, "gradient_shards": beside, "gathered_units": gathered}, unit)
+        return Least({**kept, made: every}, "")
+    return Least({**kept, made: beside, "gathered_units": gathered}, unit)
 
 
-def _gradients(model: nn.Module, table: UnitTable) -> dict[str, int]:
-    """Return the bytes of this rank's gradients by unit."""
+def _gradients(model: nn.Module, table: UnitTable, *, full: bool) -> dict[str, int]:
+    """Return the bytes of this rank's gradients by unit: of its rows, or ``full`` ones, which accumulate unsharded."""
     made = dict.fromkeys((row.unit for row in table.rows), 0)
     for unit in runtime_of(model).units:
         for param in unit.params:
-            start, stop = param.meta.element_range
+            start, stop = (0, param.numel) if full else param.meta.element_range
             made[unit.name] += 4 * (stop - start) * param.trainable
     return made
 
@@ -120,10 +121,10 @@ def require_least(load: Load, data: Prepared, comm: Comm, free: Mapping[str, int
     raise MemoryLimitError(comm.all_gather_object(text)[0])
 
 
-def lacking(ranks: Sequence[tuple[int, Mapping[str, int]]]) -> tuple[str, int, int] | None:
+def lacking(ranks: Sequence[tuple[int, Mapping[str, int]]], share: float = 1.0) -> tuple[str, int, int] | None:
     """Return a pool with too little memory for its ranks, what they need and what it has; None if there is enough.
 
-    ``ranks`` are the bytes that each needs, and the bytes of each pool that it shares.
+    ``ranks`` are the bytes that each needs, and the bytes of each pool that it shares; they may take a ``share`` of it.
     """
     free: dict[str, int] = {}
     for _, pools in ranks:
@@ -131,7 +132,7 @@ def lacking(ranks: Sequence[tuple[int, Mapping[str, int]]]) -> tuple[str, int, i
             free[pool] = min(size, free.get(pool, size))
     for pool, there in free.items():
         needed = sum(size for size, pools in ranks if pool in pools)
-        if needed > there:
+        if needed > share * there:
             return pool, needed, there
     return None
 
@@ -177,5 +178,6 @@ def _settings(config: RunConfig) -> Iterator[tuple[str, ...]]:
     """Yield overrides that change what is counted here."""
     shards = config.sharding.strategy == "no_shard"
     wide = config.training.optimizer == "adamw"
-    own = (["sharding.strategy=full_shard"] if shards else []) + (["training.optimizer=adamw_8bit"] if wide else [])
+    own = ["training.accumulate=sharded"] if config.training.accumulate == "unsharded" else []
+    own += (["sharding.strategy=full_shard"] if shards else []) + (["training.optimizer=adamw_8bit"] if wide else [])
     yield from dict.fromkeys((*((one,) for one in own), tuple(own))) if own else ()

@@ -21,13 +21,14 @@ from fullshard.planner import TooMuchWorkError, work_limit
 from fullshard.planner.plan import LABELS, PHASE_LABELS
 from fullshard.resilience import KeepDirectory
 from fullshard.sizes import format_bytes
-from fullshard.train.auto import gpu_sheet
+from fullshard.train.auto import KEPT, accumulation_before, gpu_sheet
 from fullshard.train.fit import Load
 from fullshard.train.least_memory import lacking, require_least
-from fullshard.train.plan import RunPlan, plan_prepared
+from fullshard.train.plan import AUTO_SHARE, RunPlan, plan_prepared
 from fullshard.train.remedies import Need, find_remedies
 from fullshard.train.run.out_of_memory import Planned
 from fullshard.train.setup.data_plan import make_plan
+from fullshard.train.setup.devices import may_accumulate_unsharded
 from fullshard.train.setup.learning_rate import learning_rate_schedule
 from fullshard.train.setup.prepare import Prepared
 from fullshard.train.setup.quantization import require_kernels
@@ -66,8 +67,9 @@ class _Checked:
     limit: int  # bytes that it may take
 
     def planned(self, load: Load, data: Prepared, comm: Comm) -> Planned:
+        chosen = _accumulating(load, self.values["accumulate"])
         # If memory ran out once although the plan fits, a later plan that fits means little.
-        return Planned(self.values, self.table, lambda: _remedy_lines(_need(self, load, data, comm), verdicts=False))
+        return Planned(self.values, self.table, lambda: _remedy_lines(_need(self, chosen, data, comm), verdicts=False))
 
 
 def check_memory(
@@ -82,7 +84,8 @@ def check_memory(
     What cannot fit by arithmetic alone is refused before anything is planned. Only the peaks of tensors are compared
     with the free memory, including a machine's swap and caches; what the processes already hold is not free. A plan
     that takes too many operators for the run's length is abandoned. An attempt after the loss of a rank takes the
-    previous one's result.
+    previous one's result. ``training.accumulate: auto`` is chosen here: the plan has it as ``accumulate``, and the
+    reason as ``accumulate_why``.
 
     Args:
         load: Reads the run file with further overrides.
@@ -143,7 +146,12 @@ def _check(
     comm.barrier()  # all have looked before one plans, which takes some memory
     require_least(load, data, comm, free)
     kind = comm.device.type
-    everyone: list[_Rank] = comm.all_gather_object(_Rank(_tried(load, data, comm, progress), free))
+    several = load(()).training.gradient_accumulation_steps > 1
+    everyone, why = _tried_unsharded(load, data, comm, free, progress)
+    if everyone is not None:
+        load = _accumulating(load, "unsharded")
+    else:
+        everyone = comm.all_gather_object(_Rank(_tried(load, data, comm, progress), free))
     short = shortage(everyone, kind)
     if short is not None:
         # Those batches are at least as large as the run's. It is refused only for batches that come.
@@ -156,7 +164,7 @@ def _check(
         return None
     fullest = max(range(comm.size), key=lambda rank: everyone[rank].needs(kind))
     checked = _Checked(
-        _values(everyone, fullest),
+        {**_values(everyone, fullest), **({"accumulate_why": why} if several else {})},
         str(everyone[comm.rank].plan),
         fullest,
         everyone[fullest].needs(kind),
@@ -176,6 +184,37 @@ def _check(
     if keeps:
         _tell_of_snapshots(everyone, tell)
     return checked
+
+
+def _accumulating(load: Load, how: str | None) -> Load:
+    """Return ``load`` with ``training.accumulate`` as it was chosen; None: a step has one micro-batch."""
+    return load if how is None else lambda more: load([f"training.accumulate={how}", *more])
+
+
+def _tried_unsharded(
+    load: Load, data: Prepared, comm: Comm, free: dict[str, int], progress: Callable[[int, int], None]
+) -> tuple[list[_Rank] | None, str]:
+    """Return all ranks' plans with full gradients if ``accumulate: auto`` takes them, else None; and why.
+
+    A run that continues takes them if they fit at all.
+    """
+    config = load(())
+    if not may_accumulate_unsharded(config, comm.size):
+        return None, "as the run file says" if config.training.accumulate != "auto" else "unsharded sends no less"
+    before = accumulation_before(config, comm)
+    if before == "sharded":
+        return None, KEPT
+    mine = _Rank(_tried(_accumulating(load, "unsharded"), data, comm, progress), free)
+    everyone: list[_Rank] = comm.all_gather_object(mine)
+    if not all(rank.free for rank in everyone):
+        return None, "the system does not report its free memory"
+    share, snapshots = AUTO_SHARE if before is None else 1.0, comm.device.type == "cpu" and _keeps_snapshots(config)
+    short = shortage(everyone, comm.device.type, snapshots=snapshots, share=share)
+    if short is None:
+        return everyone, KEPT if before else f"sends less, and its plan fits in {share:.0%} of the free memory"
+    pool, needed, there = short
+    limit = f"{share:.0%} of the {format_bytes(there)} that are free in its {pool.partition(':')[0]}"
+    return None, f"unsharded needs {format_bytes(needed)}, more than {limit}"
 
 
 def _keeps_snapshots(config: RunConfig) -> bool:
@@ -206,9 +245,11 @@ def needed_bytes(plan: RunPlan, kind: str) -> int:
     return max(size for phase, size in plan.phase_peaks.items() if phase != "before_first_step")
 
 
-def shortage(ranks: Sequence[_Rank], kind: str, *, snapshots: bool = False) -> tuple[str, int, int] | None:
-    """Return a pool with too little memory for its ranks, what they need and what it has; None if there is enough."""
-    return lacking([(rank.needs(kind) + snapshots * rank.snapshots(), rank.free) for rank in ranks])
+def shortage(
+    ranks: Sequence[_Rank], kind: str, *, snapshots: bool = False, share: float = 1.0
+) -> tuple[str, int, int] | None:
+    """Return a pool too small for its ranks, what they need and what it has; None if there is enough in a ``share``."""
+    return lacking([(rank.needs(kind) + snapshots * rank.snapshots(), rank.free) for rank in ranks], share)
 
 
 def _tried(

@@ -50,13 +50,16 @@ from fullshard.train.around_steps import AroundSteps, HeldOutBatches, assumed
 from fullshard.train.run.step import StepSpec, issue_step
 from fullshard.train.setup.choices import choices
 from fullshard.train.setup.data_plan import make_plan
-from fullshard.train.setup.devices import Choice, Devices, for_devices
+from fullshard.train.setup.devices import Choice, Devices, for_devices, may_accumulate_unsharded, with_unsharded
 from fullshard.train.setup.given_length import RowsOfLength
 from fullshard.train.setup.learning_rate import learning_rate_schedule
 from fullshard.train.setup.model import UnreadWeights, outline_model, own_loss, prepare_model, shard_model
 from fullshard.train.setup.optimizers import make_optimizer
 from fullshard.train.setup.prepare import Prepared, Progress, collate_spec, prepare
 from fullshard.train.setup.quantization import describe_quantization
+
+AUTO_SHARE = 0.9
+"""Share of the free memory that a choice of a run may fill."""
 
 T = TypeVar("T")
 
@@ -69,12 +72,15 @@ class RunPlan(Plan):
         steps: Optimizer steps of the run; 0: not known, as rows of a given length are no data.
         step_tokens: Source and target tokens of a step, all ranks together, without padding; the mean of an epoch.
         quantization: Format of the frozen linear layers, such as ``nf4 (double)``; None: they are not quantised.
+        accumulate: How gradients of a step's micro-batches are added up, ``sharded`` or ``unsharded``; None: there is
+            one micro-batch.
         chosen: What the run chooses by itself; of ``sharding: auto`` and of a run to resume only its start knows.
     """
 
     steps: int = 0
     step_tokens: int = 0
     quantization: str | None = None
+    accumulate: str | None = None
     chosen: tuple[Choice, ...] = ()
 
     @property
@@ -85,13 +91,16 @@ class RunPlan(Plan):
     def as_dict(self) -> dict[str, Any]:
         """Return JSON-able values."""
         chosen = [asdict(one) for one in self.chosen]
-        return {**super().as_dict(), "run_s": self.run_s, "quantization": self.quantization, "chosen": chosen}
+        own = {"quantization": self.quantization, "accumulate": self.accumulate, "chosen": chosen}
+        return {**super().as_dict(), "run_s": self.run_s, **own}
 
     def __str__(self) -> str:
         """Return the plan as a table."""
         table = "\n".join([super().__str__(), *map(str, self.chosen)])
         if self.quantization is not None:
             table += f"\nfrozen linear layers are quantised: {self.quantization}"
+        if self.accumulate is not None:
+            table += f"\naccumulate: {self.accumulate}"
         if self.timing is None:
             return table
         run = "" if self.run_s is None else f"{self.steps:,} steps: {format_duration(self.run_s)}; "
@@ -120,6 +129,21 @@ def plan_run(
         UserError: Data, tokenizer, model or settings cannot be used.
     """
     return plan_prepared(config, prepare_plan(config, progress), world_size, device)
+
+
+def plan_in(
+    memory_bytes: int | None, config: RunConfig, data: Prepared, world_size: int, device: Hardware | None, **how: Any
+) -> RunPlan:
+    """Return the plan of a run in so much memory of each rank, which decides ``training.accumulate: auto``.
+
+    ``memory_bytes`` is None if it is not known: then gradients accumulate sharded. The rest is :func:`plan_prepared`'s.
+    """
+    if memory_bytes is not None and may_accumulate_unsharded(config, world_size):
+        plan = plan_prepared(with_unsharded(config), data, world_size, device, **how)
+        outside = 0 if device is None else device.outside_bytes
+        if plan.highest_bytes <= AUTO_SHARE * (memory_bytes - outside):
+            return plan
+    return plan_prepared(config, data, world_size, device, **how)
 
 
 def prepare_plan(config: RunConfig, progress: Progress = lambda what, done, total: None) -> Prepared:
@@ -164,7 +188,9 @@ def plan_prepared(  # noqa: PLR0913 (each caller needs another part)
     devices = Devices.of_sheet(device)
     asked, config = config, for_devices(config, devices)
     times = config.training.gradient_accumulation_steps
-    most = times if roughly is None else min(times, 2)
+    unsharded = config.training.accumulate == "unsharded"
+    # Full gradients are there from the second micro-batch on, and the last one reduces them.
+    most = times if roughly is None else min(times, 3 if unsharded else 2)
     # If packed or budgeted, any micro-batch of a step may be its largest.
     largest = [
         one[:most] if one[0] is one[-1] else one for one in largest_steps(config, data, world_size, listed=listed)
@@ -192,6 +218,7 @@ def plan_prepared(  # noqa: PLR0913 (each caller needs another part)
         steps=_total_steps(config, data, epoch),
         step_tokens=round(tokens / epoch.num_steps),
         quantization=describe_quantization(config),
+        accumulate=None if times == 1 else "unsharded" if unsharded else "sharded",
         chosen=told.chosen,
     )
 
@@ -216,6 +243,7 @@ def draw_plan(config: RunConfig, data: Prepared, plan: RunPlan) -> Course:
     """Return the course of the fullest step of ``plan``, which :func:`plan_prepared` returned for this run."""
     told = _Told(lambda done, total: None, 0)
     config = for_devices(config, Devices.of_sheet(plan.device))
+    config = with_unsharded(config) if plan.accumulate == "unsharded" else config
     build = partial(_build, config, data, largest_steps(config, data, plan.world_size), None, told)
     course = rehearse_on(build, plan.rank, plan.world_size, plan.device, draws=True).course
     assert course is not None, "it was asked for"
@@ -332,17 +360,19 @@ def largest_steps(config: RunConfig, data: Prepared, world_size: int, *, listed:
 
     With padded rows: a step of micro-batches that none exceeds. If packed, or with a budget of tokens: of all steps
     of the run, those with the largest micro-batches by tokens and by attention, on each side, before a micro-batch
-    has left gradients and after; full steps last. ``listed``: with padded rows, too.
+    has left gradients and after, and where full gradients are reduced; full steps last. ``listed``: with padded
+    rows, too.
     """
     training, data = config.training, at_limits(data)
     # A row of a weighted set may occur twice in a micro-batch, which the longest rows do not show.
     listed = listed or bool(config.data.weights)
     if not listed and not training.packing and training.per_device_train_batch_tokens is None:
         return [[longest_batch(config, data)] * training.gradient_accumulation_steps]
-    found: tuple[dict[Shape, _Step], dict[Shape, _Step]] = ({}, {})
+    found: tuple[dict[Shape, _Step], ...] = ({}, {}, {})
     for step in _counted(_steps(config, data, world_size)):
         for place, (shape, _) in enumerate(step):
-            found[min(place, 1)].setdefault(shape, step)
+            reduces = training.accumulate == "unsharded" and place == len(step) - 1
+            found[2 if reduces else min(place, 1)].setdefault(shape, step)
     chosen = [step for steps in found if steps for step in _largest(steps)]
     chosen = sorted({id(step): step for step in chosen}.values(), key=len)
     spec = replace(collate_spec(data.tokenizer, causal=data.causal), packed=training.packing)
@@ -456,4 +486,5 @@ def step_spec(model: Any, config: RunConfig, data: Prepared) -> StepSpec:
         objective=Objective(settings.label_smoothing_factor, settings.z_loss),
         router_loss=own_loss(model, config)[0],
         precision=settings.precision,
+        unsharded=settings.accumulate == "unsharded",
     )

@@ -78,6 +78,8 @@ def _settings(config: RunConfig) -> Iterator[tuple[str, ...]]:
     training, same = config.training, []
     if training.fused_cross_entropy is not True:
         same.append("training.fused_cross_entropy=true")
+    if training.accumulate == "unsharded":
+        same.append("training.accumulate=sharded")
     if config.sharding.strategy in ("no_shard", "shard_grad_op"):
         same.append("sharding.strategy=full_shard")
     if not training.gradient_checkpointing:

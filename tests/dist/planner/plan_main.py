@@ -123,7 +123,8 @@ def program(comm, path):
         parts = assemble(config, ranks, data)
         made.append(parts)
         parts.model.train()
-        spec = StepSpec(1, 0.0, 1e-3, config.training.max_grad_norm, parts.collate.causal)
+        unsharded = config.training.accumulate == "unsharded"
+        spec = StepSpec(1, 0.0, 1e-3, config.training.max_grad_norm, parts.collate.causal, unsharded=unsharded)
         turns = cycle(given)
 
         def step():

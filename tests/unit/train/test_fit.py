@@ -9,7 +9,7 @@ import pytest
 from fullshard.config import load_run
 from fullshard.errors import ConfigError
 from fullshard.planner import Timing, hardware
-from fullshard.train import fit
+from fullshard.train import fit, plan
 from fullshard.train.plan import RunPlan, plan_run
 from support.planned import write_run
 
@@ -47,7 +47,7 @@ def run_file(tmp_path):
 
 @pytest.fixture
 def search(run_file, monkeypatch):
-    monkeypatch.setattr(fit, "plan_prepared", of_formula)
+    monkeypatch.setattr(plan, "plan_prepared", of_formula)
     monkeypatch.setattr(fit, "prepare_plan", lambda config: SimpleNamespace())
 
     def run(memory, *overrides):

@@ -62,6 +62,7 @@ SETTINGS = [
     ("packed", ["training.optimizer=adamw_bf16"]),
     ("table", []),
     ("table", ["sharding.tables=gather"]),
+    ("accumulating", ["sharding.tables=gather"]),
 ]
 
 

@@ -1,5 +1,6 @@
 """A run is planned before its model is built: what cannot fit is refused with numbers, what can starts."""
 
+import json
 import re
 from functools import partial
 
@@ -10,9 +11,10 @@ from fullshard.config import load_run
 from fullshard.errors import MemoryLimitError
 from fullshard.planner.ranks import PlannedComm
 from fullshard.sizes import format_bytes
-from fullshard.train import memory_check
+from fullshard.train import memory_check, remedies
+from fullshard.train.auto import chosen_accumulation
 from fullshard.train.memory_check import _Rank, check_memory, needed_bytes, shortage
-from fullshard.train.plan import plan_run
+from fullshard.train.plan import plan_prepared, plan_run
 from fullshard.train.setup.prepare import prepare
 from support.planned import write_run
 
@@ -198,3 +200,87 @@ def test_with_other_settings_or_on_another_machine_it_is_planned_again(start, pe
     for file in tmp_path.rglob("plan-*"):
         file.unlink()
     assert len(start(3 * peak)[1]) == 1
+
+
+# Accumulation
+
+WIDE = {"model_type": "t5", "d_model": 16, "d_kv": 8, "d_ff": 2048, "num_layers": 2, "num_heads": 2}
+FOUR = ("training.gradient_accumulation_steps=4", "training.per_device_train_batch_size=1", f"model.config={WIDE}")
+
+
+@pytest.fixture
+def peaks(planned_peaks, monkeypatch):
+    """What a step of four ranks needs if micro-batches accumulate sharded, and unsharded; saving does not count."""
+    monkeypatch.setattr(memory_check, "needed_bytes", lambda plan, kind: plan.peak_bytes)
+    return planned_peaks
+
+
+@pytest.fixture(scope="module")
+def planned_peaks(run_file):
+    found = []
+    for how in ("sharded", "unsharded"):
+        config = load_run(run_file, [*FOUR, f"training.accumulate={how}"])
+        found.append(plan_prepared(config, prepare(config), 4, roughly=0).peak_bytes)
+    return found
+
+
+def test_full_gradients_accumulate_where_their_plan_fits_in_nine_tenths(start, peaks):
+    sharded, unsharded = peaks
+    assert unsharded > sharded
+    room = 4 * unsharded * 10 // 9 + 4  # the ranks share it
+    planned, _ = start(room, *FOUR, ranks=4)
+    assert planned.values["accumulate"] == "unsharded"
+    assert planned.values["accumulate_why"] == "sends less, and its plan fits in 90% of the free memory"
+    assert planned.values["parts"]["gradient_buffers"] > 0
+    planned, _ = start(room - 16, *FOUR, ranks=4)
+    assert planned.values["accumulate"] == "sharded"
+    numbers = f"unsharded needs {format_bytes(4 * unsharded)}, more than 90% of the {format_bytes(room - 16)}"
+    assert planned.values["accumulate_why"].startswith(numbers)
+    assert planned.values["memory"][0]["peak"] == sharded
+
+
+@pytest.mark.parametrize("override", ["sharding.strategy=no_shard", "training.gradient_accumulation_steps=1"])
+def test_nothing_is_kept_in_full_where_that_would_send_no_less(start, override):
+    planned, _ = start(10**9, *FOUR, override, ranks=4)
+    assert planned.values["accumulate"] == (None if "steps" in override else "sharded")
+
+
+def test_full_gradients_that_cannot_fit_are_refused_with_what_fits(start, peaks, monkeypatch):
+    monkeypatch.setattr(remedies, "MOST", 1)  # each takes a plan
+    sharded, unsharded = peaks
+    there = 2 * (sharded + unsharded)
+    with pytest.raises(MemoryLimitError) as caught:
+        start(there, *FOUR, "training.accumulate=unsharded", ranks=4)
+    text = str(caught.value)
+    assert f"need {format_bytes(4 * unsharded)} for tensors, and their machine has {format_bytes(there)}" in text
+    assert re.search(r"training.accumulate=sharded: .* less, then it fits", text)
+    assert start(there, *FOUR, ranks=4)[0].values["accumulate"] == "sharded"
+
+
+@pytest.mark.parametrize("before", ["sharded", "unsharded"])
+def test_a_run_that_continues_accumulates_as_at_its_start(start, peaks, tmp_path, before):
+    """Nine tenths count for a new run only: in all of the memory the plan still fits."""
+    recorded = {"config": {"training": {"accumulate": before}}}
+    (tmp_path / "run.json").write_text(json.dumps(recorded if before == "unsharded" else {"config": {}}))
+    room = 4 * peaks[1] if before == "unsharded" else 10**9
+    planned, _ = start(room, *FOUR, f"output_dir={tmp_path}", ranks=4)
+    assert planned.values["accumulate"] == before
+    assert planned.values["accumulate_why"] == "as at this run's start"
+    assert start(10**9, *FOUR, f"output_dir={tmp_path}", "resume=never", ranks=4)[0].values["accumulate"] == "unsharded"
+
+
+def test_without_a_plan_gradients_accumulate_sharded_and_every_choice_is_said(run_file, tmp_path, start):
+    def chosen(planned, *overrides):
+        said = []
+        config = load_run(run_file, [*FOUR, f"output_dir={tmp_path}", *overrides])
+        comm = PlannedComm(0, 4, torch.device("cpu"))
+        return chosen_accumulation(config, planned, comm, said.append), said
+
+    planned, _ = start(10**9, *FOUR, ranks=4)
+    assert chosen(planned)[0] == ("training.accumulate=unsharded",)
+    assert chosen(planned)[1][0].startswith("accumulate: unsharded (sends less, ")
+    overrides, (line,) = chosen(None)
+    assert overrides == ("training.accumulate=sharded",)
+    assert line.startswith("accumulate: sharded (there is no plan")
+    assert chosen(None, "training.accumulate=unsharded") == ((), ["accumulate: unsharded (as the run file says)"])
+    assert chosen(None, "training.gradient_accumulation_steps=1") == ((), [])

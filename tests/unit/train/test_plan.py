@@ -11,11 +11,11 @@ from fullshard.data import steps
 from fullshard.errors import ModelError
 from fullshard.testing import run_ranks
 from fullshard.train.bench import measure_rates
-from fullshard.train.plan import largest_steps, longest_batch, longest_rows, plan_run
+from fullshard.train.plan import largest_steps, longest_batch, longest_rows, plan_prepared, plan_run
 from fullshard.train.setup.data_plan import make_plan
 from fullshard.train.setup.given_length import prepare_length
 from fullshard.train.setup.prepare import collate_spec, prepare
-from support.planned import write_adapter_run, write_directory_run, write_run
+from support.planned import write_accumulating_run, write_adapter_run, write_directory_run, write_run
 
 
 def rows(*lengths):
@@ -155,6 +155,17 @@ def test_fp16_is_planned_as_a_step_that_is_not_skipped(tmp_path, fused):
     half = planned(path, "training.precision=fp16", "training.allow_fp16=true", more)
     assert half.parts["optimizer_state"] == planned(path, more).parts["optimizer_state"]
     assert half.phase_peaks["optimizer"] >= half.parts["optimizer_state"] + half.parts["shards"]
+
+
+def test_three_micro_batches_show_the_memory_of_full_gradients_in_any_number(tmp_path):
+    """In the middle one's long encoder all of them are there; in the last one's, the decoder's are reduced."""
+    more = ["sharding.tables=gather", "training.gradient_checkpointing=true", "model.config.d_ff=128"]
+    config = load_run(write_accumulating_run(tmp_path), [*more, "sharding.wrap=[T5Block]", "data.max_source_length=64"])
+    data = prepare_length(config, 64, 4, 4)
+    plan = plan_prepared(config, data, 4, roughly=0)
+    assert plan.accumulate == "unsharded"
+    assert "accumulate: unsharded" in str(plan)
+    assert plan.parts["gradient_buffers"] == plan.account["gradients"] == 4 * plan.account["shards"]  # of 4 ranks
 
 
 def test_the_largest_batch_is_planned_at_its_place_in_a_step(tmp_path):

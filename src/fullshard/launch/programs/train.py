@@ -27,7 +27,7 @@ from fullshard.launch.progress import WorkProgress
 from fullshard.models import import_peft
 from fullshard.sharing import PushSink, push_finished
 from fullshard.train import ConsoleSink, FileSink, Sink, train
-from fullshard.train.auto import chosen_precision, chosen_settings
+from fullshard.train.auto import chosen_accumulation, chosen_precision, chosen_settings
 from fullshard.train.memory_check import check_memory
 from fullshard.train.reporting.card import CardSink
 from fullshard.train.reporting.trackers import tracker_sinks
@@ -80,12 +80,12 @@ def _train(options: argparse.Namespace, *, is_first: bool) -> None:
     config = load(())
     precision, choice = chosen_precision(load, comm, tell)
     chosen = (*precision, *chosen_settings(lambda more: load([*precision, *more]), prepared, comm, tell))
-    config = load(chosen)
     planned = None
     if not options.no_plan:
         with WorkProgress("planning", shown=is_first) as progress:
             tells = _told_and_noted if is_first else tell
             planned = check_memory(lambda more: load([*chosen, *more]), prepared, comm, tells, progress)
+    config = load([*chosen, *chosen_accumulation(load(chosen), planned, comm, tell)])
     push = _uploads(config) if is_first else None
     sinks = _sinks(config, reached, push, to_stderr=options.json) if is_first else []
     try:

@@ -310,6 +310,7 @@ class TrainingRun:
             router_loss=parts.router_loss,
             on_nonfinite=settings.on_nonfinite,
             precision=settings.precision,
+            unsharded=settings.accumulate == "unsharded",
         )
 
         late = late and self._late and not traced

@@ -8,6 +8,7 @@ import resource
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from fullshard.comm import Comm, device_of
 from fullshard.data import Batch
+from fullshard.engine import no_all_reduce, no_sync
 from fullshard.errors import TrainingError
 from fullshard.models import PLAIN, Objective, RouterLoss
 from fullshard.optim import ShardedGradScaler, clip_grad_norm_
@@ -42,6 +44,7 @@ class StepSpec:
     # if the loss or the gradient is not finite: ``stop`` ends the run, ``skip`` skips the step
     on_nonfinite: Literal["stop", "skip"] = "stop"
     precision: str = "fp32"  # the run's precision, for the advice in errors
+    unsharded: bool = False  # whether micro-batches add up full gradients, which the last one reduces
 
 
 def issue_step(
@@ -210,7 +213,8 @@ def _accumulate(
     # The engine averages gradients over ranks; multiplied by the world size, they are the sum.
     factor = comm.size / counts[0]
     expected_gradient = factor.float() * (1.0 if scaler is None else scaler.get_scale())
-    for batch in micro_batches:
+    held_back = no_sync if spec.unsharded else no_all_reduce
+    for left, batch in zip(range(len(micro_batches))[::-1], micro_batches, strict=True):
         loss, router = losses(
             model,
             batch.to(comm.device),
@@ -225,7 +229,8 @@ def _accumulate(
             share = (batch.tokens / counts[1]).to(router.dtype)
             scaled = scaled + router * (comm.size * share)
             total[1] += router.detach() * share
-        (scaled if scaler is None else scaler.scale(scaled)).backward()
+        with held_back(model) if left else nullcontext():
+            (scaled if scaler is None else scaler.scale(scaled)).backward()
     comm.all_reduce(total).wait()
     return total[0], total[1]
 

@@ -114,5 +114,18 @@ def for_devices(config: RunConfig, devices: Devices) -> RunConfig:
     return config
 
 
+def may_accumulate_unsharded(config: RunConfig, ranks: int) -> bool:
+    """Return whether ``training.accumulate: auto`` may be ``unsharded``: where that sends fewer bytes."""
+    training = config.training
+    several = training.gradient_accumulation_steps > 1
+    # Without shards, gradients are all-reduced once a step either way.
+    return training.accumulate == "auto" and several and ranks > 1 and config.sharding.strategy != "no_shard"
+
+
+def with_unsharded(config: RunConfig) -> RunConfig:
+    """Return the settings with ``training.accumulate: unsharded``."""
+    return _changed(config, "training", accumulate="unsharded")
+
+
 def _changed(config: RunConfig, section: str, **values: Any) -> RunConfig:
     return config.model_copy(update={section: getattr(config, section).model_copy(update=values)})

@@ -48,6 +48,7 @@ _FREE_SETTINGS = (
     "sharding.",
     "evaluation.num_samples_shown",
     "data.cache_dir",
+    "training.accumulate",
     "training.per_device_",
     "training.fused_",
     "training.gradient_",
