@@ -99,7 +99,7 @@ def write_accumulating_run(directory):
 RUNS = {
     "run": write_run,
     "accumulating": write_accumulating_run,
-    "directory": partial(write_directory_run, training__gradient_checkpointing=True),
+    "directory": partial(write_directory_run, training__gradient_checkpointing=2),
     "adapter": write_adapter_run,
     "nf4": write_quantised_run,
     "int8": partial(write_quantised_run, quantization="int8"),

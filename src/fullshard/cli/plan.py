@@ -20,6 +20,7 @@ from fullshard.sizes import format_bytes, format_duration
 PROGRAM = "fullshard.train.plan"
 PAGE = "fullshard.report"
 SEARCH = "fullshard.train.fit"
+RECOMPUTE = "fullshard.train.recompute"
 LENGTHS = "fullshard.train.setup.given_length"
 
 DRAWN_WORLDS = (1, 2, 4, 8, 64, 512, 4096)
@@ -164,13 +165,16 @@ def run(options: argparse.Namespace) -> int:
     for size, measured in zip(sizes, rates, strict=True):
         if measured is not None and measured.ranks != size:
             say(f"{size} ranks are timed by the rates of {measured.ranks} side by side, links between them included")
-    plans = []
+    plans, chosen = [], []
     with ShareProgress("planning", len(sizes), shown=not options.json) as progress:
         for progress.piece, size in enumerate(sizes):
             measured = rates[progress.piece]
-            plans.append(program.plan_in(limit, config, data, size, device, rates=measured, progress=progress))
+            how = {"rates": measured, "progress": progress}
+            plan, settings = load_program(RECOMPUTE).plan_chosen(limit, config, data, size, device, **how)
+            plans.append(plan)
+            chosen.append(settings)
     if options.html is not None:
-        _write_page(options, config, data, plans[0], limit)
+        _write_page(options, chosen[0], data, plans[0], limit)
     fitting = [limit is None or plan.fits(limit) for plan in plans]
     if options.json:
         verdicts = [{} if limit is None else {"memory_bytes": limit, "fits": fits} for fits in fitting]
@@ -275,10 +279,10 @@ def _verdict(plan: Any, memory_bytes: int) -> str:
     apart = format_bytes(abs(memory_bytes - plan.needed_bytes))
     if plan.fits(memory_bytes):
         return f"fits: it needs {need}; {apart} are left"
+    recompute = "training.gradient_checkpointing=true, " if not plan.recomputed else ""
     return (
         f"does not fit: it needs {need}; {apart} are missing. Plan more ranks (--world), search (--fit), or override "
-        "training.gradient_checkpointing=true, training.per_device_train_batch_size, training.optimizer or "
-        "training.precision."
+        f"{recompute}training.per_device_train_batch_size, training.optimizer or training.precision."
     )
 
 

@@ -8,6 +8,7 @@ from typing import Any, Literal, Self
 
 from pydantic import (
     NonNegativeFloat,
+    NonNegativeInt,
     PositiveFloat,
     PositiveInt,
     SerializerFunctionWrapHandler,
@@ -136,9 +137,11 @@ class TrainingConfig(ConfigSection):
     unchanged."""
     allow_fp16: bool = False
     """Allow fp16 for a model whose activations are known to overflow in it, such as T5."""
-    gradient_checkpointing: bool = False
-    """Recompute each block's activations in backward instead of storing them; Hugging Face also calls it
-    activation_checkpointing."""
+    gradient_checkpointing: bool | NonNegativeInt | Literal["auto"] = "auto"
+    """Recompute blocks' activations in backward instead of storing them, which is exact; Hugging Face also calls it
+    activation_checkpointing. true: of all blocks; a number: of so many, evenly spread over the model, an encoder's
+    blocks before its decoder's. auto: of the fewest with which the run's plan fits into 90 % of a GPU's free memory,
+    or on CPU ranks into all that is free; of none if it fits without or if there is no plan."""
     fused_cross_entropy: bool | Literal["auto"] = "auto"
     """Compute the loss from the last hidden states in chunks, so that the full logits are never in memory. auto: where
     they could take more than 5 % of the memory of a GPU, or of the machine, and the model allows it."""

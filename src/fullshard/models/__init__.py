@@ -1,6 +1,9 @@
 """Models: building and loading them with their tokenizers, changing them for training, adapters, and the loss."""
 
-from fullshard.models.activation_checkpointing import enable_activation_checkpointing as enable_activation_checkpointing
+from fullshard.models.activation_checkpointing import (
+    blocks_of as blocks_of,
+    enable_activation_checkpointing as enable_activation_checkpointing,
+)
 from fullshard.models.adapters import (
     COPY as COPY,
     Adapted as Adapted,

@@ -4,27 +4,59 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from torch import nn
+from transformers.modeling_layers import GradientCheckpointingLayer
+
 from fullshard.errors import ModelError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-def enable_activation_checkpointing(model: PreTrainedModel) -> None:
-    """Checkpoint every transformer block of a Hugging Face model, in place; every rank calls it, before sharding.
+def blocks_of(model: nn.Module) -> list[GradientCheckpointingLayer]:
+    """Return the outermost transformer blocks, an encoder's before its decoder's; any process."""
+    found: list[GradientCheckpointingLayer] = []
+    for child in model.children():
+        found += [child] if isinstance(child, GradientCheckpointingLayer) else blocks_of(child)
+    return found
+
+
+def enable_activation_checkpointing(model: PreTrainedModel, number: int | None = None) -> None:
+    """Checkpoint transformer blocks of a Hugging Face model, in place; every rank calls it, before sharding.
 
     Checkpointing is non-reentrant, so that gradients of models with frozen or nested modules are correct. Train with
     ``model(..., use_cache=False)``: a recomputed block would fill the key-value cache twice. Generation in evaluation
     mode is not changed and still uses the cache.
 
+    Args:
+        model: With its adapter, if it has one.
+        number: How many of the n blocks (:func:`blocks_of`) are recomputed: those at ``i * n // number`` for each i
+            below it, which are evenly spread. The deepest one only comes with n, because recomputing it saves least:
+            its activations are the first that backward frees. None: all blocks.
+
     Raises:
-        ModelError: The model's class does not support it.
+        ModelError: The model's class does not support it, or it has fewer blocks.
     """
+    name = type(model).__name__
     if not model.supports_gradient_checkpointing:
         raise ModelError(
-            f"{type(model).__name__} does not support activation checkpointing. "
-            "Set training.gradient_checkpointing to false."
+            f"{name} does not support activation checkpointing. Set training.gradient_checkpointing to false."
+        )
+    blocks = blocks_of(model)
+    if number is not None and number > len(blocks):
+        raise ModelError(
+            f"training.gradient_checkpointing: {number} blocks cannot be recomputed, as {name} has {len(blocks)}. Set "
+            f"{f'at most {len(blocks)}, ' if blocks else ''}true for all of them, or false."
         )
     # Newer transformers renamed the method; there the old name warns.
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
     enable({"use_reentrant": False})
+    number = len(blocks) if number is None else number
+    chosen = {i * len(blocks) // number for i in range(number)}
+    for place, block in enumerate(blocks):
+        for module in block.modules():
+            if hasattr(module, "gradient_checkpointing"):
+                # T5's attention has a flag too: its constant bias then requires a gradient, which only reentrant
+                # checkpoints need, and attention with such a bias takes another kernel, which rounds differently.
+                is_block = isinstance(module, GradientCheckpointingLayer)
+                module.gradient_checkpointing = is_block and place in chosen  # type: ignore[assignment]

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from fullshard.errors import ModelError
+from fullshard.models.activation_checkpointing import blocks_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -30,7 +30,7 @@ def compile_blocks(model: PreTrainedModel, *, backend: str = "inductor", dynamic
     Raises:
         ModelError: The model has no blocks of transformers' ``GradientCheckpointingLayer``.
     """
-    blocks = list(_blocks(model))
+    blocks = blocks_of(model)
     if not blocks:
         raise ModelError(
             f"{type(model).__name__} has no transformer blocks that can be compiled one by one. "
@@ -52,12 +52,3 @@ def uncompiled(model: nn.Module) -> Iterator[None]:
         return
     with torch.compiler.set_stance("force_eager"):
         yield
-
-
-def _blocks(model: nn.Module) -> Iterator[nn.Module]:
-    """Yield the outermost blocks."""
-    for child in model.children():
-        if isinstance(child, GradientCheckpointingLayer):
-            yield child
-        else:
-            yield from _blocks(child)

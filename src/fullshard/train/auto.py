@@ -20,7 +20,6 @@ from fullshard.sizes import format_bytes, format_duration
 from fullshard.storage import as_place, find_checkpoints, read_index
 from fullshard.train.fit import Load, Tried, search
 from fullshard.train.reporting.sinks import RUN_NAME
-from fullshard.train.run.out_of_memory import Planned
 from fullshard.train.setup.devices import Choice, Devices, precision_choice
 from fullshard.train.setup.prepare import Prepared
 from fullshard.train.setup.resume import checkpoints_directory
@@ -71,14 +70,14 @@ def chosen_settings(
     free = comm.all_gather_object(free_memory(comm.device))
     shares = [size // sum(pool in of_rank for of_rank in free) for one in free for pool, size in one.items()]
 
-    keep = KeepDirectory.of(checkpoints_directory(config))
-    begun = any(comm.all_gather_object(keep is not None and keep.begun() > 0))
+    begun = has_begun(config, comm)
 
     def choose() -> tuple[str, ...] | None:
         if comm.rank:
             return None
-        before = _recorded(config, begun=begun)
-        if before is not None:
+        before = recorded(config, "sharding.auto", begun=begun)
+        if isinstance(before, list):
+            before = tuple(before)
             tell(f"sharding: auto keeps the choice of this run's start: {_text(before)}")
             return before
         device = _device(comm.device, min(shares, default=None))
@@ -135,38 +134,24 @@ def chosen_precision(
     return ((f"training.precision={found.value}",) if asks else ()), found
 
 
-def chosen_accumulation(
-    config: RunConfig, planned: Planned | None, comm: Comm, tell: Callable[[str], None] = lambda line: None
-) -> tuple[str, ...]:
-    """Return the override that ``training.accumulate: auto`` stands for; empty if it is set, or has nothing to add up.
+def choices_without_plan(config: RunConfig, comm: Comm) -> tuple[Choice, ...]:
+    """Return what settings that a plan decides are without one: as at the run's start, or what needs no memory.
 
     Every rank calls it.
-
-    Args:
-        config: The run's settings.
-        planned: Result of :func:`~fullshard.train.memory_check.check_memory`, which has chosen; None: there is no plan.
-        comm: The ranks.
-        tell: Receives a line for the user.
     """
-    chosen, why = config.training.accumulate, "as the run file says"
-    if config.training.gradient_accumulation_steps == 1:
-        return ()
-    if planned is not None:
-        chosen, why = planned.values["accumulate"], planned.values["accumulate_why"]
-    elif chosen == "auto":
-        before = accumulation_before(config, comm)
-        chosen, why = before or "sharded", KEPT if before else "there is no plan that shows whether unsharded fits"
-    tell(f"accumulate: {chosen} ({why})")
-    return () if config.training.accumulate != "auto" else (f"training.accumulate={chosen}",)
-
-
-def accumulation_before(config: RunConfig, comm: Comm) -> str | None:
-    """Return how the run in ``output_dir`` accumulates; None if the run starts from scratch. Every rank calls it."""
-    recorded = None if comm.rank or config.resume == "never" else _record(config)
-    # Runs of earlier versions reduced every micro-batch.
-    mine = None if recorded is None else recorded["training"].get("accumulate", "sharded")
-    found = comm.all_gather_object(mine)[0]
-    return found if found in ("sharded", "unsharded") else None
+    found, begun, least = [], has_begun(config, comm), "no plan shows what fits"
+    training = config.training
+    asked = {
+        "training.gradient_checkpointing": (training.gradient_checkpointing, False),
+        "training.accumulate": (training.accumulate if training.gradient_accumulation_steps > 1 else "", "sharded"),
+    }
+    for setting, (value, otherwise) in asked.items():
+        if value == "auto":
+            mine = recorded(config, setting, otherwise, begun=begun) if comm.rank == 0 else None
+            before = comm.all_gather_object(mine)[0]
+            taken, why = (otherwise, least) if before in (None, "auto") else (before, KEPT)
+            found.append(Choice(setting, str(taken).lower(), why))
+    return tuple(found)
 
 
 def precision_before(config: RunConfig) -> str | None:
@@ -221,21 +206,24 @@ def _best(tried: list[Tried], device: Hardware, tell: Callable[[str], None]) -> 
     return best.overrides
 
 
-def _recorded(config: RunConfig, *, begun: bool) -> tuple[str, ...] | None:
-    """Return the recorded choice of the run in ``output_dir``; None if it starts from scratch.
+def has_begun(config: RunConfig, comm: Comm) -> bool:
+    """Return whether an earlier attempt of the same launcher has passed its start; every rank calls it."""
+    keep = KeepDirectory.of(checkpoints_directory(config))
+    return any(comm.all_gather_object(keep is not None and keep.begun() > 0))
+
+
+def recorded(config: RunConfig, setting: str, before: Any = None, *, begun: bool) -> Any:
+    """Return the recorded setting of the run in ``output_dir``; None if it starts from scratch. On rank 0.
 
     An attempt after one that has ``begun`` never starts from scratch: with other settings the snapshots would not fit.
+    ``before`` is what runs of earlier versions did, which have not recorded it.
     """
-    recorded = _record(config) if config.resume != "never" or begun else None
-    chosen = None if recorded is None else recorded["sharding"].get("auto")
-    return tuple(chosen) if isinstance(chosen, list) else None
-
-
-def _record(config: RunConfig) -> dict[str, dict[str, Any]] | None:
-    """Return the recorded settings of the run in ``output_dir`` by section; None if there are none."""
+    path = Path(config.output_dir, RUN_NAME)
+    if (config.resume == "never" and not begun) or not path.exists():
+        return None
+    section, name = setting.split(".")
     try:
-        recorded = json.loads(Path(config.output_dir, RUN_NAME).read_text(encoding="utf-8"))["config"]
-        return {name: dict(recorded.get(name, {})) for name in ("sharding", "training")}
+        return json.loads(path.read_text(encoding="utf-8"))["config"][section].get(name, before)
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None  # resuming reports later whether its checkpoints can be used
 

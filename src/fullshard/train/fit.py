@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
@@ -12,6 +13,7 @@ from fullshard.errors import ConfigError
 from fullshard.planner import Hardware
 from fullshard.sizes import format_bytes
 from fullshard.train.plan import RunPlan, plan_in, prepare_plan
+from fullshard.train.recompute import BLOCKS, fewest_blocks, override_of
 from fullshard.train.setup.prepare import Prepared
 
 STRATEGIES = ("no_shard", "shard_grad_op", "full_shard")
@@ -58,11 +60,11 @@ def search(
 
     Open are, unless the run file or an override sets them, ``sharding.strategy``, ``training.gradient_checkpointing``,
     ``training.fused_cross_entropy``, with an adapter ``sharding.frozen``; and micro-batches of fewer rows and more of
-    them, so that a step has the same rows. Slower settings of a strategy are left out once a faster one fits. Settings
-    are compared by plans of one rank with at most two micro-batches a step, whose gradients accumulate sharded; the
-    fastest is then planned exactly, also with ``training.accumulate`` as a run would choose it. Where
-    nothing fits, all of them are tried once more with ``sharding.cpu_offload``, if that is open, on a device that has a
-    host: the copies between the two are not timed.
+    them, so that a step has the same rows. Of blocks to recompute, all are tried, and then the fewest with which it
+    fits. Slower settings of a strategy are left out once a faster one fits. Settings are compared by plans of one rank
+    with at most two micro-batches a step, whose gradients accumulate sharded; the fastest is then planned exactly, also
+    with ``training.accumulate`` as a run would choose it. Where nothing fits, all of them are tried once more with
+    ``sharding.cpu_offload``, if that is open, on a device that has a host: the copies between the two are not timed.
 
     Args:
         load: Reads the run file.
@@ -80,6 +82,8 @@ def search(
         for shared in _product(config, _SHARED):
             for own in _product(config, _OF_RANK):
                 last = made.fit_rows({**offload, **shared, **own})
+                if not last.why and own.get(BLOCKS) is True:
+                    made.fewer_blocks(last)
                 if last.plan is not None and _keeps_too_much(last.plan, device):
                     break  # settings of a rank do not change that
                 if not last.why and not _rows_of(last):
@@ -91,7 +95,7 @@ def search(
 
 _OFFLOAD = {"sharding.cpu_offload": (False, True)}
 _SHARED = {"sharding.strategy": STRATEGIES, "sharding.frozen": ("replicate", "shard")}
-_OF_RANK = {"training.fused_cross_entropy": ("auto", True), "training.gradient_checkpointing": (False, True)}
+_OF_RANK = {"training.fused_cross_entropy": ("auto", True), BLOCKS: ("auto", True)}
 
 
 def _product(config: RunConfig, values: dict[str, tuple[Any, ...]]) -> Iterator[dict[str, Any]]:
@@ -105,7 +109,8 @@ def _is_open(config: RunConfig, setting: str) -> bool:
     section, name = setting.split(".")
     if setting == "sharding.frozen" and config.model.adapter is None:
         return False
-    return name not in getattr(config, section).model_fields_set
+    settings = getattr(config, section)
+    return name not in settings.model_fields_set or getattr(settings, name) == "auto"
 
 
 class Search:
@@ -148,6 +153,22 @@ class Search:
                     return tried
         return row
 
+    def fewer_blocks(self, fitting: Tried) -> None:
+        """Try the fewest recomputed blocks, otherwise with the settings of one that recomputes all of them and fits."""
+        assert fitting.plan is not None, "it fits"
+        others, blocks = [one for one in fitting.overrides if one != override_of(1, 1)], fitting.plan.blocks
+        tried = {blocks: fitting}
+
+        def missing(number: int) -> float:
+            if number not in tried:
+                tried[number] = self._plan((*others, override_of(number, blocks)), self._fullest)
+            plan = tried[number].plan
+            return math.inf if plan is None else plan.needed_bytes - self._device.memory_bytes
+
+        number = fewest_blocks(missing, blocks)
+        if 0 < number < blocks:
+            self._note(tried[number])
+
     def ordered(self) -> list[Tried]:
         """Return the settings tried: the fastest that fits first, planned exactly; then those that do not fit."""
         found = sorted(self._tried, key=lambda tried: tried.step_s)
@@ -164,6 +185,9 @@ class Search:
         tried = self._plan(tuple(f"{name}={str(value).lower()}" for name, value in changed.items()), self._fullest)
         if self._fullest is None and tried.plan is not None:
             self._fullest = tried.plan.rank  # of the first, which is planned exactly: rarely different for others
+        return self._note(tried)
+
+    def _note(self, tried: Tried) -> Tried:
         self._tell(tried)
         self._tried.append(tried)
         return tried

@@ -7,6 +7,7 @@ import ctypes
 import gc
 import hashlib
 import json
+import math
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -21,14 +22,15 @@ from fullshard.planner import TooMuchWorkError, work_limit
 from fullshard.planner.plan import LABELS, PHASE_LABELS
 from fullshard.resilience import KeepDirectory
 from fullshard.sizes import format_bytes
-from fullshard.train.auto import KEPT, accumulation_before, gpu_sheet
+from fullshard.train.auto import KEPT, gpu_sheet, has_begun, recorded
 from fullshard.train.fit import Load
 from fullshard.train.least_memory import lacking, require_least
-from fullshard.train.plan import AUTO_SHARE, RunPlan, plan_prepared
+from fullshard.train.plan import AUTO_SHARE, RunPlan, needed_bytes, plan_prepared
+from fullshard.train.recompute import ACCUMULATE, BLOCKS, blocks_choice, fewest_blocks
 from fullshard.train.remedies import Need, find_remedies
 from fullshard.train.run.out_of_memory import Planned
 from fullshard.train.setup.data_plan import make_plan
-from fullshard.train.setup.devices import may_accumulate_unsharded
+from fullshard.train.setup.devices import Choice, may_accumulate_unsharded
 from fullshard.train.setup.learning_rate import learning_rate_schedule
 from fullshard.train.setup.prepare import Prepared
 from fullshard.train.setup.quantization import require_kernels
@@ -65,11 +67,16 @@ class _Checked:
     rank: int  # the rank that needs most
     before: int  # bytes that it needs
     limit: int  # bytes that it may take
+    chosen: Sequence[Choice] = ()  # what the plans decide
 
     def planned(self, load: Load, data: Prepared, comm: Comm) -> Planned:
-        chosen = _accumulating(load, self.values["accumulate"])
         # If memory ran out once although the plan fits, a later plan that fits means little.
-        return Planned(self.values, self.table, lambda: _remedy_lines(_need(self, chosen, data, comm), verdicts=False))
+        need = _need(self, _with(load, self.chosen), data, comm)
+        return Planned(self.values, self.table, lambda: _remedy_lines(need, verdicts=False), tuple(self.chosen))
+
+
+def _with(load: Load, chosen: Sequence[Choice]) -> Load:
+    return lambda more: load([*(one.override for one in chosen), *more])
 
 
 def check_memory(
@@ -84,8 +91,10 @@ def check_memory(
     What cannot fit by arithmetic alone is refused before anything is planned. Only the peaks of tensors are compared
     with the free memory, including a machine's swap and caches; what the processes already hold is not free. A plan
     that takes too many operators for the run's length is abandoned. An attempt after the loss of a rank takes the
-    previous one's result. ``training.accumulate: auto`` is chosen here: the plan has it as ``accumulate``, and the
-    reason as ``accumulate_why``.
+    previous one's result.
+
+    ``training.gradient_checkpointing: auto`` and ``training.accumulate: auto`` are decided here for all ranks, by the
+    plans of all of them; a run that continues keeps the choices of its start while they fit.
 
     Args:
         load: Reads the run file with further overrides.
@@ -106,7 +115,7 @@ def check_memory(
     if keep is not None and keep.attempt:
         found = _read(file)
         if all(comm.all_gather_object(found is not None)):
-            return None if not found else _Checked(**found).planned(load, data, comm)
+            return None if not found else _checked(found).planned(load, data, comm)
     checked = _check(load, data, comm, tell, progress)
     if file is not None:
         _write(file, checked)
@@ -128,6 +137,10 @@ def _read(file: Path | None) -> dict[str, Any] | None:
         return None
 
 
+def _checked(found: dict[str, Any]) -> _Checked:
+    return _Checked(**{**found, "chosen": [Choice(**one) for one in found["chosen"]]})
+
+
 def _write(file: Path, checked: _Checked | None) -> None:
     with contextlib.suppress(OSError):  # without it a later attempt plans again
         file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -146,29 +159,26 @@ def _check(
     comm.barrier()  # all have looked before one plans, which takes some memory
     require_least(load, data, comm, free)
     kind = comm.device.type
-    several = load(()).training.gradient_accumulation_steps > 1
-    everyone, why = _tried_unsharded(load, data, comm, free, progress)
-    if everyone is not None:
-        load = _accumulating(load, "unsharded")
-    else:
-        everyone = comm.all_gather_object(_Rank(_tried(load, data, comm, progress), free))
+    plans = _Plans(load, data, comm, free, progress)
+    chosen = plans.choose()
+    everyone = plans.of(chosen)
     short = shortage(everyone, kind)
-    if short is not None:
-        # Those batches are at least as large as the run's. It is refused only for batches that come.
-        come: list[_Rank] = comm.all_gather_object(_Rank(_tried(load, data, comm, progress, listed=True), free))
-        everyone = [min(pair, key=lambda rank: rank.needs(kind)) for pair in zip(everyone, come, strict=True)]
-        short = shortage(everyone, kind)
     without = next((rank.plan for rank in everyone if isinstance(rank.plan, str)), None)
     if without is not None:
         tell(f"starting without a plan: {without}")
         return None
+    for one in chosen:
+        if one.value != "false":  # nothing is recomputed: what one expects
+            tell(str(one))
+    load = _with(load, chosen)
     fullest = max(range(comm.size), key=lambda rank: everyone[rank].needs(kind))
     checked = _Checked(
-        {**_values(everyone, fullest), **({"accumulate_why": why} if several else {})},
+        _values(everyone, fullest),
         str(everyone[comm.rank].plan),
         fullest,
         everyone[fullest].needs(kind),
         _limit(everyone, fullest),
+        chosen,
     )
     if short is not None:
         need = _need(checked, load, data, comm)
@@ -184,37 +194,6 @@ def _check(
     if keeps:
         _tell_of_snapshots(everyone, tell)
     return checked
-
-
-def _accumulating(load: Load, how: str | None) -> Load:
-    """Return ``load`` with ``training.accumulate`` as it was chosen; None: a step has one micro-batch."""
-    return load if how is None else lambda more: load([f"training.accumulate={how}", *more])
-
-
-def _tried_unsharded(
-    load: Load, data: Prepared, comm: Comm, free: dict[str, int], progress: Callable[[int, int], None]
-) -> tuple[list[_Rank] | None, str]:
-    """Return all ranks' plans with full gradients if ``accumulate: auto`` takes them, else None; and why.
-
-    A run that continues takes them if they fit at all.
-    """
-    config = load(())
-    if not may_accumulate_unsharded(config, comm.size):
-        return None, "as the run file says" if config.training.accumulate != "auto" else "unsharded sends no less"
-    before = accumulation_before(config, comm)
-    if before == "sharded":
-        return None, KEPT
-    mine = _Rank(_tried(_accumulating(load, "unsharded"), data, comm, progress), free)
-    everyone: list[_Rank] = comm.all_gather_object(mine)
-    if not all(rank.free for rank in everyone):
-        return None, "the system does not report its free memory"
-    share, snapshots = AUTO_SHARE if before is None else 1.0, comm.device.type == "cpu" and _keeps_snapshots(config)
-    short = shortage(everyone, comm.device.type, snapshots=snapshots, share=share)
-    if short is None:
-        return everyone, KEPT if before else f"sends less, and its plan fits in {share:.0%} of the free memory"
-    pool, needed, there = short
-    limit = f"{share:.0%} of the {format_bytes(there)} that are free in its {pool.partition(':')[0]}"
-    return None, f"unsharded needs {format_bytes(needed)}, more than {limit}"
 
 
 def _keeps_snapshots(config: RunConfig) -> bool:
@@ -235,14 +214,106 @@ def _tell_of_snapshots(everyone: Sequence[_Rank], tell: Callable[[str], None]) -
         )
 
 
-def needed_bytes(plan: RunPlan, kind: str) -> int:
-    """Return the most bytes of tensors on a device of ``kind``; a GPU does not hold a model while it is built.
+class _Plans:
+    """The plans of all ranks, by what they choose; every rank calls each method alike."""
 
-    Snapshots for restarts are not among them: a run whose snapshots would take too much takes none.
-    """
-    if kind == "cpu":
-        return max(plan.bytes_in(phase, snapshots=False) for phase in plan.phase_peaks)
-    return max(size for phase, size in plan.phase_peaks.items() if phase != "before_first_step")
+    def __init__(
+        self, load: Load, data: Prepared, comm: Comm, free: dict[str, int], progress: Callable[[int, int], None]
+    ) -> None:
+        self._load, self._data, self._comm, self._free, self._progress = load, data, comm, free, progress
+        self._kind = comm.device.type
+        self._config = load(())
+        self._found: dict[tuple[str, ...], list[_Rank]] = {}
+
+    def of(self, chosen: Sequence[Choice]) -> list[_Rank]:
+        """Return every rank's plan with these choices."""
+        key = tuple(one.override for one in chosen if one.value != "false")  # which auto stands for in a plan
+        if key not in self._found:
+            everyone = self._planned(chosen)
+            if shortage(everyone, self._kind) is not None:
+                # Those batches are at least as large as the run's. Only batches that come count against it.
+                pairs = zip(everyone, self._planned(chosen, listed=True), strict=True)
+                everyone = [min(pair, key=lambda rank: rank.needs(self._kind)) for pair in pairs]
+            self._found[key] = everyone
+        return self._found[key]
+
+    def choose(self) -> list[Choice]:
+        """Return what the run chooses by its memory: how many blocks are recomputed, and how gradients add up."""
+        blocks = self._blocks() if self._config.training.gradient_checkpointing == "auto" else None
+        chosen = [] if blocks is None else [blocks]
+        # Without a plan nothing is chosen.
+        several = self._config.training.accumulate == "auto" and self._config.training.gradient_accumulation_steps > 1
+        return [*chosen, self._accumulation(chosen)] if several and self._is_planned(chosen) else chosen
+
+    def _blocks(self) -> Choice | None:
+        """Choose the fewest blocks to recompute with which all ranks fit; None without a plan."""
+        if not self._is_planned(()):
+            return None
+        first: RunPlan = self.of(())[0].plan  # type: ignore[assignment]
+        share = 1.0 if self._kind == "cpu" else AUTO_SHARE
+
+        def choice(number: int, why: str = "") -> Choice:
+            return blocks_choice(number, first.blocks, why)
+
+        def missing(number: int) -> float:
+            tried = (choice(number),) if number else ()
+            return self._over(self.of(tried), share) if self._is_planned(tried) else math.inf
+
+        before = self._before(BLOCKS)
+        kept = before * first.blocks if isinstance(before, bool) else min(before or 0, first.blocks)
+        if kept and missing(kept) <= 0:
+            return choice(kept, KEPT)
+        number = fewest_blocks(missing, first.blocks)
+        if not number:
+            return choice(0, "the run fits without")
+        without, needs = (max(rank.needs(self._kind) for rank in self.of(one)) for one in ((), (choice(number),)))
+        there = int(share * min(_limit(self.of(()), rank) for rank in range(self._comm.size)))
+        sizes = f"{format_bytes(without)} without, {format_bytes(needs)} with it, and may take {format_bytes(there)}"
+        return choice(number, f"a rank needs {sizes}")
+
+    def _accumulation(self, chosen: Sequence[Choice]) -> Choice:
+        """Choose full gradients where they send less and fit; in a run that continues, if they fit at all."""
+        if not may_accumulate_unsharded(self._config, self._comm.size):
+            return Choice(ACCUMULATE, "sharded", "unsharded sends no less")
+        before = self._before(ACCUMULATE, "sharded")  # runs of earlier versions reduced every micro-batch
+        if before == "sharded":
+            return Choice(ACCUMULATE, before, KEPT)
+        unsharded = Choice(ACCUMULATE, "unsharded", "")
+        everyone = self.of([*chosen, unsharded])
+        if not all(rank.free for rank in everyone):
+            return Choice(ACCUMULATE, "sharded", "the system does not report its free memory")
+        share = 1.0 if before == "unsharded" else AUTO_SHARE
+        snapshots = self._kind == "cpu" and _keeps_snapshots(self._config)
+        short = shortage(everyone, self._kind, snapshots=snapshots, share=share)
+        if short is None:
+            why = KEPT if share == 1.0 else f"it sends less, and its plan fits in {share:.0%} of the free memory"
+            return replace(unsharded, why=why)
+        pool, needed, there = short
+        limit = f"{share:.0%} of the {format_bytes(there)} that are free in its {pool.partition(':')[0]}"
+        return Choice(ACCUMULATE, "sharded", f"unsharded needs {format_bytes(needed)}, more than {limit}")
+
+    def _planned(self, chosen: Sequence[Choice], *, listed: bool = False) -> list[_Rank]:
+        plan = _tried(_with(self._load, chosen), self._data, self._comm, self._progress, listed=listed)
+        return self._comm.all_gather_object(_Rank(plan, self._free))
+
+    def _is_planned(self, chosen: Sequence[Choice]) -> bool:
+        return not any(isinstance(rank.plan, str) for rank in self.of(chosen))
+
+    def _over(self, everyone: list[_Rank], share: float) -> float:
+        """Return the bytes by which ranks need more of a pool than they may take, of the pool that lacks most."""
+        free = {pool: size for rank in everyone for pool, size in rank.free.items()}
+        over = {pool: -share * min(rank.free[pool] for rank in everyone if pool in rank.free) for pool in free}
+        for rank in everyone:
+            for pool in rank.free:
+                over[pool] += rank.needs(self._kind)
+        return max(over.values(), default=0)
+
+    def _before(self, setting: str, old: Any = None) -> Any:
+        """Return what the run that continues chose at its start; None if there is none."""
+        begun = has_begun(self._config, self._comm)
+        mine = recorded(self._config, setting, old, begun=begun) if self._comm.rank == 0 else None
+        found = self._comm.all_gather_object(mine)[0]
+        return None if found == "auto" else found
 
 
 def shortage(

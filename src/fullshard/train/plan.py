@@ -28,7 +28,7 @@ from fullshard.data import (
     steps,
 )
 from fullshard.errors import ConfigError
-from fullshard.models import Objective
+from fullshard.models import Objective, blocks_of
 from fullshard.optim import ShardedGradScaler
 from fullshard.planner import (
     STEPS,
@@ -75,6 +75,8 @@ class RunPlan(Plan):
         accumulate: How gradients of a step's micro-batches are added up, ``sharded`` or ``unsharded``; None: there is
             one micro-batch.
         chosen: What the run chooses by itself; of ``sharding: auto`` and of a run to resume only its start knows.
+        blocks: Blocks that backward could recompute.
+        recomputed: How many of them it does.
     """
 
     steps: int = 0
@@ -82,6 +84,8 @@ class RunPlan(Plan):
     quantization: str | None = None
     accumulate: str | None = None
     chosen: tuple[Choice, ...] = ()
+    blocks: int = 0
+    recomputed: int = 0
 
     @property
     def run_s(self) -> float | None:
@@ -101,6 +105,8 @@ class RunPlan(Plan):
             table += f"\nfrozen linear layers are quantised: {self.quantization}"
         if self.accumulate is not None:
             table += f"\naccumulate: {self.accumulate}"
+        if self.recomputed:
+            table += f"\nrecomputed in backward: {self.recomputed} of {self.blocks} blocks"
         if self.timing is None:
             return table
         run = "" if self.run_s is None else f"{self.steps:,} steps: {format_duration(self.run_s)}; "
@@ -132,18 +138,25 @@ def plan_run(
 
 
 def plan_in(
-    memory_bytes: int | None, config: RunConfig, data: Prepared, world_size: int, device: Hardware | None, **how: Any
+    memory_bytes: int | None,
+    config: RunConfig,
+    data: Prepared,
+    world_size: int,
+    device: Hardware | None,
+    sharded: RunPlan | None = None,
+    **how: Any,
 ) -> RunPlan:
     """Return the plan of a run in so much memory of each rank, which decides ``training.accumulate: auto``.
 
-    ``memory_bytes`` is None if it is not known: then gradients accumulate sharded. The rest is :func:`plan_prepared`'s.
+    ``memory_bytes`` is None if it is not known: then gradients accumulate sharded, of which ``sharded`` is the plan if
+    it was made. The rest is :func:`plan_prepared`'s.
     """
     if memory_bytes is not None and may_accumulate_unsharded(config, world_size):
         plan = plan_prepared(with_unsharded(config), data, world_size, device, **how)
         outside = 0 if device is None else device.outside_bytes
         if plan.highest_bytes <= AUTO_SHARE * (memory_bytes - outside):
             return plan
-    return plan_prepared(config, data, world_size, device, **how)
+    return sharded or plan_prepared(config, data, world_size, device, **how)
 
 
 def prepare_plan(config: RunConfig, progress: Progress = lambda what, done, total: None) -> Prepared:
@@ -220,7 +233,19 @@ def plan_prepared(  # noqa: PLR0913 (each caller needs another part)
         quantization=describe_quantization(config),
         accumulate=None if times == 1 else "unsharded" if unsharded else "sharded",
         chosen=told.chosen,
+        blocks=told.blocks,
+        recomputed=told.recomputed,
     )
+
+
+def needed_bytes(plan: RunPlan, kind: str) -> int:
+    """Return the most bytes of tensors on a device of ``kind``; a GPU does not hold a model while it is built.
+
+    Snapshots for restarts are not among them: a run whose snapshots would take too much takes none.
+    """
+    if kind == "cpu":
+        return max(plan.bytes_in(phase, snapshots=False) for phase in plan.phase_peaks)
+    return max(size for phase, size in plan.phase_peaks.items() if phase != "before_first_step")
 
 
 def try_step(config: RunConfig, data: Prepared, world_size: int) -> None:
@@ -269,10 +294,12 @@ class _Told:
         self._progress, self._total, self._done = progress, total, 0
         self._choices = choices
         self.chosen: tuple[Choice, ...] = ()
+        self.blocks = self.recomputed = 0
 
     def model(self, model: Any) -> None:
         """Note what is chosen for a sharded model, which is not kept: it would count as memory."""
-        self.chosen = self._choices(model)
+        self.chosen, blocks = self._choices(model), blocks_of(model)
+        self.blocks, self.recomputed = len(blocks), sum(block.gradient_checkpointing for block in blocks)
 
     def step(self) -> None:
         """Count a step."""

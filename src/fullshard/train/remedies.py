@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -11,11 +12,14 @@ from fullshard.planner import Hardware, work_limit
 from fullshard.sizes import format_bytes
 from fullshard.train.fit import Load, micro_batches
 from fullshard.train.plan import RunPlan, plan_prepared
+from fullshard.train.recompute import fewest_blocks, override_of
 from fullshard.train.setup.devices import Devices, with_precision
 from fullshard.train.setup.prepare import Prepared
 
 MOST = 3
 """Number of remedies to name."""
+
+_ALL = override_of(1, 1)
 
 OPERATORS = 600_000
 """Limit on the work of all of their plans: some twenty seconds of processor time."""
@@ -65,12 +69,32 @@ def find_remedies(need: Need) -> list[Remedy]:
                 continue
             needed = need.bytes_of(plan)
             if needed < need.before and not plan.unplanned:
-                found.append(Remedy(overrides, need.before - needed, needed <= need.limit))
+                remedy = Remedy(overrides, need.before - needed, needed <= need.limit)
+                found.append(_with_fewest(remedy, plan, need) if overrides == (_ALL,) and remedy.fits else remedy)
             if sum(remedy.fits for remedy in found) == MOST:
                 break
     fitting = [remedy for remedy in found if remedy.fits]
     others = sorted((remedy for remedy in found if not remedy.fits), key=lambda remedy: -remedy.saved_bytes)
     return [*fitting, *others][:MOST]
+
+
+def _with_fewest(remedy: Remedy, plan: RunPlan, need: Need) -> Remedy:
+    """Return the remedy that recomputes no more blocks than it takes, of one that recomputes all of them."""
+    # With none it needs at least what it needs now.
+    needs = {0: need.before, plan.blocks: need.before - remedy.saved_bytes}
+
+    def missing(number: int) -> float:
+        if number not in needs:
+            try:
+                config = need.load((override_of(number, plan.blocks),))
+                other = plan_prepared(config, need.data, need.world_size, need.device, roughly=need.rank)
+            except UserError:
+                return math.inf
+            needs[number] = need.bytes_of(other)
+        return needs[number] - need.limit
+
+    number = fewest_blocks(missing, plan.blocks)
+    return Remedy((override_of(number, plan.blocks),), need.before - needs[number], fits=True) if number else remedy
 
 
 def _settings(config: RunConfig) -> Iterator[tuple[str, ...]]:
@@ -82,8 +106,8 @@ def _settings(config: RunConfig) -> Iterator[tuple[str, ...]]:
         same.append("training.accumulate=sharded")
     if config.sharding.strategy in ("no_shard", "shard_grad_op"):
         same.append("sharding.strategy=full_shard")
-    if not training.gradient_checkpointing:
-        same.append("training.gradient_checkpointing=true")
+    if training.gradient_checkpointing is not True:
+        same.append(_ALL)
     if training.eval_strategy != "no" and training.per_device_eval_batch_size > 1:
         same.append(f"training.per_device_eval_batch_size={training.per_device_eval_batch_size // 2}")
     smaller = [tuple(f"{name}={value}" for name, value in size.items()) for size in micro_batches(config)]

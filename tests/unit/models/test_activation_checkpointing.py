@@ -2,9 +2,10 @@
 
 import pytest
 import torch
+from transformers import T5Config, T5ForConditionalGeneration
 
 from fullshard.errors import ModelError
-from fullshard.models import build_model, enable_activation_checkpointing
+from fullshard.models import blocks_of, build_model, enable_activation_checkpointing
 
 T5 = {
     "model_type": "t5", "d_model": 16, "d_kv": 4, "d_ff": 32, "num_layers": 2, "num_heads": 2, "dropout_rate": 0.0,
@@ -44,3 +45,23 @@ def test_model_without_support(tokenizer):
     model.supports_gradient_checkpointing = False
     with pytest.raises(ModelError, match="T5ForConditionalGeneration does not support activation checkpointing"):
         enable_activation_checkpointing(model)
+
+
+def recomputed(number, layers):
+    model = T5ForConditionalGeneration(T5Config(**T5 | {"num_layers": layers, "vocab_size": 8}))
+    enable_activation_checkpointing(model, number)
+    return [place for place, block in enumerate(blocks_of(model)) if block.gradient_checkpointing]
+
+
+def test_a_number_of_blocks_is_spread_over_both_stacks_and_the_deepest_comes_last():
+    assert recomputed(0, 3) == []
+    assert recomputed(1, 3) == [0]
+    assert recomputed(2, 3) == [0, 3]
+    assert recomputed(4, 3) == [0, 1, 3, 4]
+    assert recomputed(5, 3) == [0, 1, 2, 3, 4]
+    assert recomputed(6, 3) == recomputed(None, 3) == [0, 1, 2, 3, 4, 5]
+
+
+def test_more_blocks_than_there_are():
+    with pytest.raises(ModelError, match=r"7 blocks .* T5ForConditionalGeneration has 6\. .*at most 6"):
+        recomputed(7, 3)

@@ -15,6 +15,7 @@ from support.planned import write_run
 
 KEPT = {"no_shard": 80, "shard_grad_op": 40, "full_shard": 30}
 """Bytes that do not depend on the batch."""
+BLOCKS = 6
 STEPS = "training.gradient_accumulation_steps"
 SECONDS = {"no_shard": 1.0, "shard_grad_op": 2.0, "full_shard": 3.0}
 
@@ -24,19 +25,22 @@ def device(memory_bytes):
 
 
 def of_formula(config, _data, world_size, gpu, *, roughly=None):
-    """A plan of 10 bytes a row, 4 with checkpointing, which takes longer; the exact one needs a byte more."""
+    """A plan of 10 bytes a row, a byte less with each recomputed block, which takes time; the exact one needs a byte
+    more."""
     settings, strategy = config.training, config.sharding.strategy
     if settings.fused_cross_entropy is True:
         raise ConfigError("not with this model")
-    rows, slow = settings.per_device_train_batch_size, settings.gradient_checkpointing
-    size = KEPT[strategy] + rows * (4 if slow else 10) + (roughly is None)
-    seconds = SECONDS[strategy] + slow / 2 + settings.gradient_accumulation_steps / 100
+    rows, asked = settings.per_device_train_batch_size, settings.gradient_checkpointing
+    recomputed = asked if type(asked) is int else BLOCKS * (asked is True)
+    size = KEPT[strategy] + rows * (10 - recomputed) + (roughly is None)
+    seconds = SECONDS[strategy] + recomputed / 12 + settings.gradient_accumulation_steps / 100
     none = {"account": {}, "sent_bytes": {}, "collectives": {}}
     parts = {"shards": KEPT[strategy], "optimizer_state": 0}
     timing = Timing(seconds, seconds, 0.0, 0.0, 0.0, 0)
     peaks = {"backward": size}
     return RunPlan(
-        world_size, 0, 1, size, parts, {}, peaks, **none, device=gpu, timing=timing, steps=1, step_tokens=1
+        world_size, 0, 1, size, parts, {}, peaks, **none, device=gpu, timing=timing, steps=1, step_tokens=1,
+        blocks=BLOCKS, recomputed=recomputed,
     )  # fmt: skip
 
 
@@ -78,6 +82,14 @@ def test_a_slower_setting_of_a_rank_is_tried_where_rows_had_to_become_fewer(sear
     assert seconds == sorted(seconds)
     assert found[0].overrides == ("training.per_device_train_batch_size=2", f"{STEPS}=4")
     assert any(tried.overrides[:1] == ("training.gradient_checkpointing=true",) for tried in found if not tried.why)
+
+
+@pytest.mark.parametrize("asked", [(), ("training.gradient_checkpointing=auto",)])
+def test_the_fewest_recomputed_blocks_that_fit_are_tried(search, asked):
+    """80 bytes of rows and 40 kept, 5 % more: with 110 there is room for 8 rows of 8 bytes."""
+    found = search(110, "sharding.strategy=shard_grad_op", *asked)
+    fewest = next(tried for tried in found if tried.overrides == ("training.gradient_checkpointing=2",))
+    assert (fewest.why, fewest.plan.recomputed) == ("", 2)
 
 
 def test_a_setting_of_the_run_file_is_kept(search):

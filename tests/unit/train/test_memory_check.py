@@ -3,20 +3,23 @@
 import json
 import re
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
 
-from fullshard.config import load_run
+from fullshard.config import RUN_NAME, load_run
 from fullshard.errors import MemoryLimitError
 from fullshard.planner.ranks import PlannedComm
 from fullshard.sizes import format_bytes
 from fullshard.train import memory_check, remedies
-from fullshard.train.auto import chosen_accumulation
+from fullshard.train.auto import choices_without_plan
 from fullshard.train.memory_check import _Rank, check_memory, needed_bytes, shortage
 from fullshard.train.plan import plan_prepared, plan_run
 from fullshard.train.setup.prepare import prepare
 from support.planned import write_run
+
+BLOCKS = "training.gradient_checkpointing"
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +58,9 @@ def peak(run_file):
 
 def test_a_run_that_just_fits_starts_with_its_plan(start, peak):
     planned, (line,) = start(peak)
-    assert line == f"planned: a rank needs at most {format_bytes(peak)} for tensors; {format_bytes(peak)} are free"
+    size = format_bytes(peak)
+    assert line == f"planned: a rank needs at most {size} for tensors; {size} are free"
+    assert overrides(planned) == ["training.gradient_checkpointing=false"]
     assert planned.values["highest_bytes"] == peak + planned.values["host"]["snapshots"]
     assert [rank["peak"] for rank in planned.values["memory"]] == [planned.values["peak_bytes"]]
     assert "peak of a step" in planned.table
@@ -64,7 +69,7 @@ def test_a_run_that_just_fits_starts_with_its_plan(start, peak):
 def test_a_run_that_cannot_fit_is_refused_with_what_would_need_less(start, peak):
     there = peak * 2 // 3
     with pytest.raises(MemoryLimitError) as caught:
-        start(there)
+        start(there, f"{BLOCKS}=false")
     text = str(caught.value)
     assert f"its ranks need {format_bytes(peak)} for tensors, and their machine has {format_bytes(there)}" in text
     assert "activations and temporaries" in text
@@ -73,6 +78,36 @@ def test_a_run_that_cannot_fit_is_refused_with_what_would_need_less(start, peak)
     assert 1 <= len(found) <= 3
     for overrides, _ in found:
         assert start(there, *overrides.split())[0] is not None
+
+
+def overrides(planned):
+    return [one.override for one in planned.chosen]
+
+
+def test_the_fewest_blocks_are_recomputed_with_which_all_ranks_fit(start, run_file, peak):
+    """Also where ranks share the memory; of four blocks, one is not enough here."""
+    needs = [needed_bytes(plan_run(load_run(run_file, [f"{BLOCKS}={number}"]), 1), "cpu") for number in (1, 2)]
+    planned, (said, line) = start(needs[1])
+    assert overrides(planned) == [f"{BLOCKS}=2"]
+    assert planned.values["recomputed"] == 2
+    sizes = [format_bytes(size) for size in (peak, needs[1], needs[1])]
+    assert re.search(r"2 of 4 blocks: .* {} without, {} with it, and may take {}".format(*sizes), said)
+    assert line.startswith(f"planned: a rank needs at most {sizes[1]} for tensors")
+
+
+def test_a_run_that_continues_keeps_the_number_of_its_start_while_it_fits(start, run_file, peak):
+    run_name = Path(load_run(run_file).output_dir, RUN_NAME)
+    run_name.parent.mkdir(parents=True)
+    run_name.write_text(json.dumps({"config": {"training": {"gradient_checkpointing": 3}}}))
+    try:
+        planned, (said, _) = start(peak, "resume=auto")
+        assert overrides(planned) == [f"{BLOCKS}=3"]
+        assert "3 of 4 blocks: as at this run's start" in said
+        assert overrides(start(peak, "resume=never")[0]) == [f"{BLOCKS}=false"]
+        run_name.write_text(json.dumps({"config": {"training": {"gradient_checkpointing": False}}}))
+        assert overrides(start(peak, "resume=auto")[0]) == [f"{BLOCKS}=false"]
+    finally:
+        run_name.unlink()
 
 
 @pytest.mark.slow
@@ -230,12 +265,12 @@ def test_full_gradients_accumulate_where_their_plan_fits_in_nine_tenths(start, p
     room = 4 * unsharded * 10 // 9 + 4  # the ranks share it
     planned, _ = start(room, *FOUR, ranks=4)
     assert planned.values["accumulate"] == "unsharded"
-    assert planned.values["accumulate_why"] == "sends less, and its plan fits in 90% of the free memory"
+    assert planned.chosen[-1].why == "it sends less, and its plan fits in 90% of the free memory"
     assert planned.values["parts"]["gradient_buffers"] > 0
     planned, _ = start(room - 16, *FOUR, ranks=4)
     assert planned.values["accumulate"] == "sharded"
     numbers = f"unsharded needs {format_bytes(4 * unsharded)}, more than 90% of the {format_bytes(room - 16)}"
-    assert planned.values["accumulate_why"].startswith(numbers)
+    assert planned.chosen[-1].why.startswith(numbers)
     assert planned.values["memory"][0]["peak"] == sharded
 
 
@@ -250,7 +285,7 @@ def test_full_gradients_that_cannot_fit_are_refused_with_what_fits(start, peaks,
     sharded, unsharded = peaks
     there = 2 * (sharded + unsharded)
     with pytest.raises(MemoryLimitError) as caught:
-        start(there, *FOUR, "training.accumulate=unsharded", ranks=4)
+        start(there, *FOUR, f"{BLOCKS}=false", "training.accumulate=unsharded", ranks=4)
     text = str(caught.value)
     assert f"need {format_bytes(4 * unsharded)} for tensors, and their machine has {format_bytes(there)}" in text
     assert re.search(r"training.accumulate=sharded: .* less, then it fits", text)
@@ -261,26 +296,23 @@ def test_full_gradients_that_cannot_fit_are_refused_with_what_fits(start, peaks,
 def test_a_run_that_continues_accumulates_as_at_its_start(start, peaks, tmp_path, before):
     """Nine tenths count for a new run only: in all of the memory the plan still fits."""
     recorded = {"config": {"training": {"accumulate": before}}}
-    (tmp_path / "run.json").write_text(json.dumps(recorded if before == "unsharded" else {"config": {}}))
+    (tmp_path / "run.json").write_text(json.dumps(recorded if before == "unsharded" else {"config": {"training": {}}}))
     room = 4 * peaks[1] if before == "unsharded" else 10**9
     planned, _ = start(room, *FOUR, f"output_dir={tmp_path}", ranks=4)
     assert planned.values["accumulate"] == before
-    assert planned.values["accumulate_why"] == "as at this run's start"
+    assert planned.chosen[-1].why == "as at this run's start"
     assert start(10**9, *FOUR, f"output_dir={tmp_path}", "resume=never", ranks=4)[0].values["accumulate"] == "unsharded"
 
 
-def test_without_a_plan_gradients_accumulate_sharded_and_every_choice_is_said(run_file, tmp_path, start):
-    def chosen(planned, *overrides):
-        said = []
+def test_without_a_plan_a_run_takes_what_needs_least_or_what_it_took_before(run_file, tmp_path):
+    def chosen(*overrides):
         config = load_run(run_file, [*FOUR, f"output_dir={tmp_path}", *overrides])
-        comm = PlannedComm(0, 4, torch.device("cpu"))
-        return chosen_accumulation(config, planned, comm, said.append), said
+        return [one.override for one in choices_without_plan(config, PlannedComm(0, 4, torch.device("cpu")))]
 
-    planned, _ = start(10**9, *FOUR, ranks=4)
-    assert chosen(planned)[0] == ("training.accumulate=unsharded",)
-    assert chosen(planned)[1][0].startswith("accumulate: unsharded (sends less, ")
-    overrides, (line,) = chosen(None)
-    assert overrides == ("training.accumulate=sharded",)
-    assert line.startswith("accumulate: sharded (there is no plan")
-    assert chosen(None, "training.accumulate=unsharded") == ((), ["accumulate: unsharded (as the run file says)"])
-    assert chosen(None, "training.gradient_accumulation_steps=1") == ((), [])
+    assert chosen() == [f"{BLOCKS}=false", "training.accumulate=sharded"]
+    assert chosen(f"{BLOCKS}=2", "training.accumulate=unsharded") == []
+    assert chosen("training.gradient_accumulation_steps=1") == [f"{BLOCKS}=false"]
+    recorded = {"training": {"accumulate": "unsharded", "gradient_checkpointing": 3}}
+    (tmp_path / "run.json").write_text(json.dumps({"config": recorded}))
+    assert chosen() == [f"{BLOCKS}=3", "training.accumulate=unsharded"]
+    assert chosen("resume=never") == [f"{BLOCKS}=false", "training.accumulate=sharded"]

@@ -24,7 +24,7 @@ def found(tmp_path, monkeypatch):
 
     def found(limit, needs, *overrides):
         def planned(config, *_, **__):
-            return SimpleNamespace(needs=needs(config.training), unplanned=())
+            return SimpleNamespace(needs=needs(config.training), unplanned=(), blocks=24)
 
         monkeypatch.setattr(remedies, "plan_prepared", planned)
         need = Need(
@@ -50,6 +50,15 @@ def test_what_fits_comes_first_the_cheapest_first(found):
     assert first == (CHECKPOINTED, 20, True)
     assert second[0].startswith(f"{FUSED} {CHECKPOINTED}")
     assert second[1:] == third[1:] == (35, True)
+
+
+def test_the_fewest_blocks_with_which_it_fits_are_named(found):
+    def needs(training):
+        asked = training.gradient_checkpointing
+        return 1000 - 10 * (asked if type(asked) is int else 24 * (asked is True))
+
+    assert found(930, needs)[0] == ("training.gradient_checkpointing=7", 70, True)
+    assert found(930, needs, "training.gradient_checkpointing=5")[0] == ("training.gradient_checkpointing=7", 20, True)
 
 
 def test_if_nothing_fits_what_saves_most_is_named(found):

@@ -27,7 +27,7 @@ from fullshard.launch.progress import WorkProgress
 from fullshard.models import import_peft
 from fullshard.sharing import PushSink, push_finished
 from fullshard.train import ConsoleSink, FileSink, Sink, train
-from fullshard.train.auto import chosen_accumulation, chosen_precision, chosen_settings
+from fullshard.train.auto import choices_without_plan, chosen_precision, chosen_settings
 from fullshard.train.memory_check import check_memory
 from fullshard.train.reporting.card import CardSink
 from fullshard.train.reporting.trackers import tracker_sinks
@@ -85,11 +85,12 @@ def _train(options: argparse.Namespace, *, is_first: bool) -> None:
         with WorkProgress("planning", shown=is_first) as progress:
             tells = _told_and_noted if is_first else tell
             planned = check_memory(lambda more: load([*chosen, *more]), prepared, comm, tells, progress)
-    config = load([*chosen, *chosen_accumulation(load(chosen), planned, comm, tell)])
+    by_plan = choices_without_plan(load(chosen), comm) if planned is None else planned.chosen
+    config = load([*chosen, *(one.override for one in by_plan)])
     push = _uploads(config) if is_first else None
     sinks = _sinks(config, reached, push, to_stderr=options.json) if is_first else []
     try:
-        summary = train(config, comm, sinks, StopSignals(options.stop_when_file), prepared, planned, [choice])
+        summary = train(config, comm, sinks, StopSignals(options.stop_when_file), prepared, planned, [choice, *by_plan])
     except RunStopped as stopped:
         shutdown()
         if config.resume == asked:

@@ -13,6 +13,7 @@ from fullshard.engine import memory_summary
 from fullshard.sizes import format_bytes
 from fullshard.train.run.assemble import Assembly
 from fullshard.train.run.step import peak_memory_bytes
+from fullshard.train.setup.devices import Choice
 from fullshard.train.setup.optimizers import held_state_bytes
 
 _CPU_ALLOCATOR = "DefaultCPUAllocator"
@@ -31,6 +32,7 @@ class Planned:
     values: Mapping[str, Any]  # JSON-able values, for the files of the run
     table: str  # the plan of this rank, for people
     remedies: Callable[[], str]  # plans settings that need less and returns lines about them; this rank only
+    chosen: tuple[Choice, ...] = ()  # what the plans of all ranks decided
 
 
 def is_out_of_memory(error: BaseException) -> bool:

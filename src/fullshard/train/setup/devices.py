@@ -61,6 +61,11 @@ class Choice:
     value: str  # what was chosen
     why: str
 
+    @property
+    def override(self) -> str:
+        """Return it as an override of the run file."""
+        return f"{self.setting}={self.value}"
+
     def __str__(self) -> str:
         """Return a line."""
         return f"{self.setting}: {self.value} ({self.why})"

@@ -142,8 +142,9 @@ def _all_trained(model: nn.Module) -> bool:
 
 def _change_forward(model: PreTrainedModel, config: RunConfig) -> None:
     """Change the model's forward in place, after its adapter was added."""
-    if config.training.gradient_checkpointing:
-        enable_activation_checkpointing(model)
+    asked = config.training.gradient_checkpointing
+    if asked not in (False, "auto"):  # the memory check resolves auto; where nothing is planned, nothing is recomputed
+        enable_activation_checkpointing(model, None if asked is True else int(asked))
     if config.training.torch_compile:
         compile_blocks(model, dynamic=True)  # lengths of rows vary
     if config.training.packing:
@@ -326,7 +327,7 @@ def _check_adapter(config: RunConfig, *, causal: bool) -> None:
             f"A {kind} adapter is incompatible with training.packing: its vectors stand only before the first row of a "
             "packed sequence. Set packing: false."
         )
-    if kind == "prefix" and training.gradient_checkpointing:
+    if kind == "prefix" and training.gradient_checkpointing not in (False, "auto"):
         raise ConfigError(
             "A prefix adapter is incompatible with gradient_checkpointing: transformers mistakes the prefix for a "
             "key-value cache and drops it. Remove one of them."
