@@ -2,7 +2,7 @@
 
 from fullshard.comm.clock import Clock as Clock, clock_of as clock_of
 from fullshard.comm.device import Device as Device, device_of as device_of
-from fullshard.comm.free import free_memory as free_memory
+from fullshard.comm.free import free_memory as free_memory, lacking as lacking
 from fullshard.comm.gloo import GlooComm as GlooComm
 from fullshard.comm.ledger import LedgerEntry as LedgerEntry, RecordingComm as RecordingComm
 from fullshard.comm.machine_axes import (

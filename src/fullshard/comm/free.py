@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -40,6 +40,22 @@ def free_memory(device: torch.device) -> dict[str, int]:
         return {f"machine: {machine}": memory["MemAvailable:"] + swap, **inside}
     except (OSError, KeyError, ValueError):
         return {}
+
+
+def lacking(ranks: Sequence[tuple[int, Mapping[str, int]]], share: float = 1.0) -> tuple[str, int, int] | None:
+    """Return a pool with too little memory for its ranks, what they need and what it has; None if there is enough.
+
+    ``ranks`` are the bytes that each needs, and the bytes of each pool that it shares; they may take a ``share`` of it.
+    """
+    free: dict[str, int] = {}
+    for _, pools in ranks:
+        for pool, size in pools.items():
+            free[pool] = min(size, free.get(pool, size))
+    for pool, there in free.items():
+        needed = sum(size for size, pools in ranks if pool in pools)
+        if needed > share * there:
+            return pool, needed, there
+    return None
 
 
 def _machine() -> str:

@@ -2,6 +2,7 @@
 
 from fullshard.engine.controls import (
     check_wrapped as check_wrapped,
+    has_tables_at_home as has_tables_at_home,
     memory_summary as memory_summary,
     mesh_of as mesh_of,
     no_all_reduce as no_all_reduce,

@@ -14,7 +14,7 @@ from fullshard.engine.registry import runtime_of
 from fullshard.engine.step.recorder import SILENT
 from fullshard.engine.step.torch_private import in_backward
 from fullshard.engine.step.unit import Keep, Unit
-from fullshard.engine.tables.table_lane import bring_tables
+from fullshard.engine.tables.table_lane import TableLane, bring_tables
 from fullshard.engine.timeline import Recorder
 from fullshard.errors import ShardingError
 
@@ -114,6 +114,11 @@ def unreduced(model: nn.Module) -> list[str]:
 def mesh_of(model: nn.Module) -> Mesh:
     """Return the ranks that share a sharded model."""
     return runtime_of(model).mesh
+
+
+def has_tables_at_home(model: nn.Module) -> bool:
+    """Return whether tokens may travel to rows of tables; the same on every rank."""
+    return any(isinstance(lane, TableLane) for unit in runtime_of(model).units for lane in unit.lanes)
 
 
 def reset(model: nn.Module) -> None:

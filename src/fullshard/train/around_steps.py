@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ import torch
 from fullshard.comm import Comm
 from fullshard.config import RunConfig
 from fullshard.data import Batch
-from fullshard.engine import mesh_of
+from fullshard.engine import has_tables_at_home, mesh_of, unsharded
 from fullshard.engine.step.torch_private import in_backward
 from fullshard.models import base_of
 from fullshard.planner import Meter
@@ -33,6 +34,9 @@ from fullshard.train.setup.quantization import describe_quantization
 
 _FULL_SAVE_STEPS = 16
 """Steps of a full save that are planned; all its buffers exist from the first one on."""
+
+AT_ONCE = " at once"
+"""End of the names of the phases of an evaluation in which all units stay gathered."""
 
 _TOKENS = 3
 """Tokens whose memory determines that of all later ones: caches grow linearly, and masks at most quadratically."""
@@ -91,7 +95,15 @@ class AroundSteps:
         writes = held_out is not None and needs_text((settings.metric, *settings.metrics))
         found = {"evaluation": evaluate} if held_out is not None else {}
         found |= {"generation": write} if writes else {}
+        if writes:
+            kept = {"generation": write} if has_tables_at_home(model) else found
+            found = {**found, **{name + AT_ONCE: partial(self._at_once, model, run) for name, run in kept.items()}}
         return {**found, "saving": save, "resuming": resume}
+
+    @staticmethod
+    def _at_once(model: Any, run: Callable[[Meter], None], meter: Meter) -> None:
+        with unsharded(model, write_back=False):
+            run(meter)
 
     def host(self, model: Any, optimizer: Any, comm: Comm) -> Mapping[str, Callable[[], int]]:
         """Return functions for the bytes that the host additionally keeps for ``model``, by kind."""

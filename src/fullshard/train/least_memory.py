@@ -8,7 +8,7 @@ from itertools import accumulate
 
 from torch import nn
 
-from fullshard.comm import Comm
+from fullshard.comm import Comm, lacking
 from fullshard.config import RunConfig
 from fullshard.engine import UnitTable, units
 from fullshard.engine.registry import runtime_of
@@ -119,22 +119,6 @@ def require_least(load: Load, data: Prepared, comm: Comm, free: Mapping[str, int
     fullest = max(range(comm.size), key=lambda rank: 0 if (one := everyone[rank][0]) is None else one.nbytes)
     text = _refusal(short, fullest, everyone, load, data, comm) if comm.rank == 0 else None
     raise MemoryLimitError(comm.all_gather_object(text)[0])
-
-
-def lacking(ranks: Sequence[tuple[int, Mapping[str, int]]], share: float = 1.0) -> tuple[str, int, int] | None:
-    """Return a pool with too little memory for its ranks, what they need and what it has; None if there is enough.
-
-    ``ranks`` are the bytes that each needs, and the bytes of each pool that it shares; they may take a ``share`` of it.
-    """
-    free: dict[str, int] = {}
-    for _, pools in ranks:
-        for pool, size in pools.items():
-            free[pool] = min(size, free.get(pool, size))
-    for pool, there in free.items():
-        needed = sum(size for size, pools in ranks if pool in pools)
-        if needed > share * there:
-            return pool, needed, there
-    return None
 
 
 def _tried(load: Load, data: Prepared, comm: Comm, overrides: Sequence[str] = ()) -> Least | None:

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from fullshard.comm import Comm, free_memory
+from fullshard.comm import Comm, free_memory, lacking
 from fullshard.config import RunConfig
 from fullshard.errors import MemoryLimitError, UserError
 from fullshard.planner import TooMuchWorkError, work_limit
@@ -24,7 +24,7 @@ from fullshard.resilience import KeepDirectory
 from fullshard.sizes import format_bytes
 from fullshard.train.auto import KEPT, gpu_sheet, has_begun, recorded
 from fullshard.train.fit import Load
-from fullshard.train.least_memory import lacking, require_least
+from fullshard.train.least_memory import require_least
 from fullshard.train.plan import AUTO_SHARE, RunPlan, needed_bytes, plan_prepared
 from fullshard.train.recompute import ACCUMULATE, BLOCKS, blocks_choice, fewest_blocks
 from fullshard.train.remedies import Need, find_remedies
@@ -171,6 +171,8 @@ def _check(
         if one.value != "false":  # nothing is recomputed: what one expects
             tell(str(one))
     load = _with(load, chosen)
+    if short is None:
+        everyone = _gathering_once(everyone, kind, snapshots=kind == "cpu" and _keeps_snapshots(load(())))
     fullest = max(range(comm.size), key=lambda rank: everyone[rank].needs(kind))
     checked = _Checked(
         _values(everyone, fullest),
@@ -194,6 +196,15 @@ def _check(
     if keeps:
         _tell_of_snapshots(everyone, tell)
     return checked
+
+
+def _gathering_once(everyone: list[_Rank], kind: str, *, snapshots: bool) -> list[_Rank]:
+    """Return plans whose evaluations gather all units once, if that fits or no rank needs more; else ``everyone``."""
+    plans = [rank.plan.gathering_once() for rank in everyone if isinstance(rank.plan, RunPlan)]
+    once = [_Rank(plan, rank.free) for plan, rank in zip(plans, everyone, strict=True)]
+    fits = shortage(once, kind, snapshots=snapshots, share=AUTO_SHARE) is None and all(rank.free for rank in once)
+    needs_no_more = all(one.needs(kind) <= rank.needs(kind) for one, rank in zip(once, everyone, strict=True))
+    return once if (fits or needs_no_more) and all(plan.gathers_once for plan in plans) else everyone
 
 
 def _keeps_snapshots(config: RunConfig) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import partial
 from itertools import chain
 from math import ceil
@@ -46,7 +46,7 @@ from fullshard.planner import (
     time_step,
 )
 from fullshard.sizes import format_duration
-from fullshard.train.around_steps import AroundSteps, HeldOutBatches, assumed
+from fullshard.train.around_steps import AT_ONCE, AroundSteps, HeldOutBatches, assumed
 from fullshard.train.run.step import StepSpec, issue_step
 from fullshard.train.setup.choices import choices
 from fullshard.train.setup.data_plan import make_plan
@@ -77,6 +77,9 @@ class RunPlan(Plan):
         chosen: What the run chooses by itself; of ``sharding: auto`` and of a run to resume only its start knows.
         blocks: Blocks that backward could recompute.
         recomputed: How many of them it does.
+        at_once: Most bytes alive in an evaluation whose units are all gathered once, as far as text is generated: its
+            phases by name.
+        gathers_once: Whether evaluations do so; then it is part of ``phase_peaks``.
     """
 
     steps: int = 0
@@ -86,6 +89,14 @@ class RunPlan(Plan):
     chosen: tuple[Choice, ...] = ()
     blocks: int = 0
     recomputed: int = 0
+    at_once: Mapping[str, int] = field(default_factory=dict)
+    gathers_once: bool = False
+
+    def gathering_once(self) -> RunPlan:
+        """Return the plan of the same run whose evaluations gather all units once, where they generate text."""
+        return replace(
+            self, phase_peaks={**self.phase_peaks, **self.at_once}, gathers_once="generation" in self.at_once
+        )
 
     @property
     def run_s(self) -> float | None:
@@ -96,6 +107,7 @@ class RunPlan(Plan):
         """Return JSON-able values."""
         chosen = [asdict(one) for one in self.chosen]
         own = {"quantization": self.quantization, "accumulate": self.accumulate, "chosen": chosen}
+        own |= {"at_once": dict(self.at_once), "gathers_once": self.gathers_once}
         return {**super().as_dict(), "run_s": self.run_s, **own}
 
     def __str__(self) -> str:
@@ -107,6 +119,8 @@ class RunPlan(Plan):
             table += f"\naccumulate: {self.accumulate}"
         if self.recomputed:
             table += f"\nrecomputed in backward: {self.recomputed} of {self.blocks} blocks"
+        if self.gathers_once:
+            table += "\nevaluation gathers all units once, not for every token"
         if self.timing is None:
             return table
         run = "" if self.run_s is None else f"{self.steps:,} steps: {format_duration(self.run_s)}; "
@@ -146,17 +160,21 @@ def plan_in(
     sharded: RunPlan | None = None,
     **how: Any,
 ) -> RunPlan:
-    """Return the plan of a run in so much memory of each rank, which decides ``training.accumulate: auto``.
+    """Return the plan of a run in so much memory of each rank: with what it chooses by that.
 
-    ``memory_bytes`` is None if it is not known: then gradients accumulate sharded, of which ``sharded`` is the plan if
-    it was made. The rest is :func:`plan_prepared`'s.
+    These are ``training.accumulate: auto``, and whether evaluations gather all units once. ``memory_bytes`` is None if
+    it is not known. ``sharded`` is the plan of gradients that accumulate sharded, if it was made. The rest is
+    :func:`plan_prepared`'s.
     """
+    outside = 0 if device is None else device.outside_bytes
+    most = 0 if memory_bytes is None else AUTO_SHARE * (memory_bytes - outside)
+    plan = None
     if memory_bytes is not None and may_accumulate_unsharded(config, world_size):
         plan = plan_prepared(with_unsharded(config), data, world_size, device, **how)
-        outside = 0 if device is None else device.outside_bytes
-        if plan.highest_bytes <= AUTO_SHARE * (memory_bytes - outside):
-            return plan
-    return sharded or plan_prepared(config, data, world_size, device, **how)
+    if plan is None or plan.highest_bytes > most:
+        plan = sharded or plan_prepared(config, data, world_size, device, **how)
+    once = plan.gathering_once()
+    return once if once.highest_bytes <= max(most, plan.highest_bytes) else plan
 
 
 def prepare_plan(config: RunConfig, progress: Progress = lambda what, done, total: None) -> Prepared:
@@ -219,6 +237,9 @@ def plan_prepared(  # noqa: PLR0913 (each caller needs another part)
     build = partial(_build, config, data, largest, around, told, first=first)
     found = highest(build, ranks, world_size, device, rates, timed=False)
     values = {one.name: getattr(found, one.name) for one in fields(Plan)}
+    at_once = {name: size for name, size in found.phase_peaks.items() if name.endswith(AT_ONCE)}
+    values["phase_peaks"] = {name: size for name, size in found.phase_peaks.items() if name not in at_once}
+    values["unplanned"] = tuple(name for name in found.unplanned if not name.endswith(AT_ONCE))
     epoch = make_plan(config, data.train_set, world_size, causal=data.causal)
     if speed is not None and (roughly is None or found.fits()):
         batches = largest_steps(config, data, world_size)[-1] if given else middle_step(config, data, epoch)
@@ -235,6 +256,7 @@ def plan_prepared(  # noqa: PLR0913 (each caller needs another part)
         chosen=told.chosen,
         blocks=told.blocks,
         recomputed=told.recomputed,
+        at_once={name.removesuffix(AT_ONCE): size for name, size in at_once.items()},
     )
 
 

@@ -68,9 +68,10 @@ def held(meter, moment):
 def around(meter, parts, config, directory):
     """What a run does beside its steps: functions that say what it held, once the meter has stopped."""
     ranks, marks = parts.comm, [time.perf_counter()]
-    if parts.evaluation is not None:
-        evaluate(parts.model, parts.tokenizer, parts.evaluation, ranks, step=1, epoch=1.0)
-    marks.append(time.perf_counter())
+    for at_once in (False, True):
+        if parts.evaluation is not None:
+            evaluate(parts.model, parts.tokenizer, parts.evaluation, ranks, step=1, epoch=1.0, at_once=at_once)
+        marks.append(time.perf_counter())
     os.environ |= {KEEP_VARIABLE: str(directory), RESTARTS_VARIABLE: "3"}
     with Checkpoints(directory / "checkpoints", ranks=ranks, in_memory=1) as checkpoints:
         path = checkpoints.save(parts.model, parts.optimizer, step=1, base=parts.base)
@@ -95,13 +96,15 @@ def around(meter, parts, config, directory):
     marks.append(time.perf_counter())
     largest = max(prod(one.shape) * one.dtype.itemsize for one in saved_tensors(again.model))
     found = {
-        "saving": lambda: above(meter, *marks[1:3]),
-        "checkpoint_copies": lambda: held(meter, marks[3]) - held(meter, marks[2]),
+        "saving": lambda: above(meter, *marks[2:4]),
+        "checkpoint_copies": lambda: held(meter, marks[4]) - held(meter, marks[3]),
         "snapshots": lambda: snapshots,
-        "resuming": lambda: above(meter, *marks[5:7]) - held(meter, marks[4]) + meter.start_bytes,
+        "resuming": lambda: above(meter, *marks[6:8]) - held(meter, marks[5]) + meter.start_bytes,
         "block": lambda: min(BLOCK_BYTES, largest),
     }
-    return found | ({} if parts.evaluation is None else {"evaluation": lambda: above(meter, *marks[:2])})
+    if parts.evaluation is None:
+        return found
+    return found | {"evaluation": lambda: above(meter, *marks[:2]), "at_once": lambda: above(meter, *marks[1:3])}
 
 
 def library(comm, options):

@@ -87,13 +87,14 @@ def test_building_takes_what_is_planned(case, ranks, plans):
 
 @pytest.mark.parametrize("case", RUNS)
 def test_an_evaluation_takes_what_is_planned(case, ranks, plans):
-    """Every rank is planned with the largest batch of all."""
-    found = [rank[case]["around"].get("evaluation") for rank in ranks]
+    """Every rank is planned with the largest batch of all; also where units are gathered once."""
     for plan in plans(case):
-        phases = [plan.phase_peaks[phase] for phase in ("evaluation", "generation") if phase in plan.phase_peaks]
-        assert bool(phases) == (found[0] is not None)
-        if phases:
-            assert max(phases) == pytest.approx(max(found), rel=0.02, abs=PAGE)
+        for way, peaks in (("evaluation", plan.phase_peaks), ("at_once", plan.gathering_once().phase_peaks)):
+            found = [rank[case]["around"].get(way) for rank in ranks]
+            phases = [peaks[phase] for phase in ("evaluation", "generation") if phase in peaks]
+            assert bool(phases) == (found[0] is not None)
+            if phases:
+                assert max(phases) == pytest.approx(max(found), rel=0.02, abs=PAGE)
 
 
 @pytest.mark.parametrize("case", RUNS)

@@ -2,6 +2,7 @@
 
 import copy
 import functools
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -17,6 +18,8 @@ from fullshard import (
     ShardingStrategy,
     TransformerBlocks,
     fully_shard,
+    memory_summary,
+    units,
     unsharded,
 )
 from fullshard.comm import RecordingComm
@@ -103,7 +106,9 @@ def test_activation_checkpointing_does_not_change_the_run(make, loss_of):
         quantized.assert_same(run, plain)
 
 
-def test_generation_and_evaluation_give_what_bitsandbytes_gives():
+@pytest.mark.parametrize("once", [False, True])
+def test_generation_and_evaluation_give_what_bitsandbytes_gives(once):
+    """Also where all units are gathered once: codes and scales stay as they are."""
     model, path = quantized.saved(t5)
     plain = quantized.reference(model, NF4).eval()
     prompt = batches(1, 2, seed=3)[0]
@@ -113,7 +118,11 @@ def test_generation_and_evaluation_give_what_bitsandbytes_gives():
 
     def rank(comm):
         mine = quantized.sharded_from_files(t5, path, comm, NF4).eval()
-        ids = mine.generate(input_ids=prompt[[comm.rank]], max_new_tokens=6, do_sample=False)
+        with unsharded(mine, write_back=False) if once else nullcontext():
+            gathered = memory_summary(mine)["gathered_peak"] if once else 0
+            ids = mine.generate(input_ids=prompt[[comm.rank]], max_new_tokens=6, do_sample=False)
+        assert memory_summary(mine)["gathered_peak"] == gathered or not once
+        assert gathered == once * sum(row.gathered_bytes for row in units(mine).rows)
         with torch.no_grad():
             return ids, mine(input_ids=prompt, decoder_input_ids=prompt).logits
 

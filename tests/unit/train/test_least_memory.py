@@ -4,12 +4,13 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from fullshard.comm import lacking
 from fullshard.config import load_run
 from fullshard.errors import MemoryLimitError
 from fullshard.planner import hardware
 from fullshard.planner.ranks import PlannedComm
 from fullshard.train import memory_check
-from fullshard.train.least_memory import lacking, least_memory
+from fullshard.train.least_memory import least_memory
 from fullshard.train.memory_check import check_memory, needed_bytes
 from fullshard.train.plan import plan_prepared
 from fullshard.train.setup.prepare import prepare

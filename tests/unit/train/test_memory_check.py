@@ -316,3 +316,30 @@ def test_without_a_plan_a_run_takes_what_needs_least_or_what_it_took_before(run_
     (tmp_path / "run.json").write_text(json.dumps({"config": recorded}))
     assert chosen() == [f"{BLOCKS}=3", "training.accumulate=unsharded"]
     assert chosen("resume=never") == [f"{BLOCKS}=false", "training.accumulate=sharded"]
+
+
+# Evaluation
+
+
+@pytest.mark.parametrize("room", [1.2, 1.0])
+def test_evaluations_gather_once_where_that_fits_in_nine_tenths(start, tmp_path, monkeypatch, room):
+    """Of the two phases alone: a step of so small a model needs more."""
+
+    def needed(plan, kind):
+        return max(plan.phase_peaks[phase] for phase in ("evaluation", "generation"))
+
+    monkeypatch.setattr(memory_check, "needed_bytes", needed)
+    model, one = {"config": WIDE, "tokenizer": {"vocab_size": 60}}, {"training__gradient_accumulation_steps": 1}
+    path = write_run(tmp_path, model=model, data__max_source_length=4, **one)
+    config = load_run(path)
+    plan = plan_prepared(config, prepare(config), 4, roughly=0)
+    once = needed(plan.gathering_once(), "cpu")
+    assert once > needed(plan, "cpu")
+    planned, (line, *_) = start(int(4 * once * room), ranks=4, path=path)
+    assert planned.values["gathers_once"] is (room > 1.1)
+    expected = plan.gathering_once() if room > 1.1 else plan
+    assert planned.values["phase_peaks"] == expected.phase_peaks
+    assert format_bytes(needed(expected, "cpu")) in line
+    assert ("gathers all units once" in planned.table) is (room > 1.1)
+    monkeypatch.setattr(memory_check, "needed_bytes", lambda plan, kind: plan.peak_bytes)  # which it does not raise
+    assert start(4 * plan.peak_bytes, ranks=4, path=path)[0].values["gathers_once"]

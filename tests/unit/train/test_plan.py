@@ -10,8 +10,9 @@ from fullshard.config import load_run
 from fullshard.data import steps
 from fullshard.errors import ModelError
 from fullshard.testing import run_ranks
+from fullshard.train import plan as plan_module
 from fullshard.train.bench import measure_rates
-from fullshard.train.plan import largest_steps, longest_batch, longest_rows, plan_prepared, plan_run
+from fullshard.train.plan import largest_steps, longest_batch, longest_rows, plan_in, plan_prepared, plan_run
 from fullshard.train.setup.data_plan import make_plan
 from fullshard.train.setup.given_length import prepare_length
 from fullshard.train.setup.prepare import collate_spec, prepare
@@ -166,6 +167,19 @@ def test_three_micro_batches_show_the_memory_of_full_gradients_in_any_number(tmp
     assert plan.accumulate == "unsharded"
     assert "accumulate: unsharded" in str(plan)
     assert plan.parts["gradient_buffers"] == plan.account["gradients"] == 4 * plan.account["shards"]  # of 4 ranks
+
+
+def test_in_more_memory_a_plan_gathers_once_in_evaluation(tmp_path, monkeypatch):
+    """In nine tenths of it, or where no peak rises."""
+    config = load_run(write_run(tmp_path), [])
+    plan = replace(plan_run(config, 1), phase_peaks={"generation": 5}, at_once={"generation": 10}, host={})
+    monkeypatch.setattr(plan_module, "plan_prepared", lambda *_, **__: plan)
+    found = [plan_in(memory, config, None, 1, None) for memory in (None, 11, 12)]
+    assert [one.gathers_once for one in found] == [False, False, True]
+    assert [one.highest_bytes for one in found] == [5, 5, 10]
+    plan = replace(plan, phase_peaks={"generation": 5, "backward": 10})
+    assert plan_in(None, config, None, 1, None).gathers_once
+    assert not replace(plan, at_once={}).gathering_once().gathers_once  # nothing is written
 
 
 def test_the_largest_batch_is_planned_at_its_place_in_a_step(tmp_path):

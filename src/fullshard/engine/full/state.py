@@ -22,11 +22,15 @@ from fullshard.shards import on_rows, rows_of
 
 
 @contextmanager
-def unsharded(model: nn.Module) -> Iterator[None]:
+def unsharded(model: nn.Module, *, write_back: bool = True) -> Iterator[None]:
     """Show full parameters, in the compute dtype, on every rank; all ranks enter it together.
 
     Changes of parameters made inside, in place or by ``p.data = x``, are kept: each rank keeps its own rows, so write
     the same values on every rank. Memory: the gathered model.
+
+    Args:
+        model: A sharded model.
+        write_back: Whether changes are kept; if not, they are lost and nothing is compared at the end.
 
     Raises:
         ShardingError: Entered during backward, or while full parameters are shown already.
@@ -55,7 +59,7 @@ def unsharded(model: nn.Module) -> Iterator[None]:
     finally:
         if order is not None:
             order.restore()
-        _leave_unsharded(runtime, entered, write_back=outermost)
+        _leave_unsharded(runtime, entered, write_back=outermost and write_back)
 
 
 class _Order:

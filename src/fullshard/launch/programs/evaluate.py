@@ -21,6 +21,7 @@ from fullshard.launch.programs.rank import run_as_rank
 from fullshard.launch.progress import WorkProgress
 from fullshard.models import resolve_model
 from fullshard.train.evaluation.evaluate import evaluate
+from fullshard.train.evaluation.generation import fits_at_once
 from fullshard.train.evaluation.results import draw_evaluation, evaluation_values, require_no_run, write_evaluation
 from fullshard.train.evaluation.trained import find_trained, load_trained
 from fullshard.train.run.assemble import make_evaluation, require_same_rows
@@ -71,7 +72,8 @@ def _evaluate(options: argparse.Namespace, *, is_first: bool) -> None:
     assert spec is not None, "with_rows saw that there are held-out rows"
     model, tokenizer, notes = load_trained(trained, comm)
     with WorkProgress("evaluating", shown=is_first) as progress:
-        report = evaluate(model, tokenizer, spec, comm, step=0, epoch=0.0, progress=progress)
+        at_once = fits_at_once(model, comm)
+        report = evaluate(model, tokenizer, spec, comm, step=0, epoch=0.0, progress=progress, at_once=at_once)
     data = trained.config.data
     origin = file or data.validation_file or data.train_file or data.dataset_name or " and ".join(data.parts)
     values = evaluation_values(

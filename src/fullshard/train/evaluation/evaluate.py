@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from itertools import count
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,6 +17,7 @@ from fullshard.config import RunConfig
 from fullshard.config.evaluation import Metric
 from fullshard.data import CollateSpec, EpochPlan, TokenizedSet, batches
 from fullshard.data.examples import Example
+from fullshard.engine import has_tables_at_home, unsharded
 from fullshard.errors import ConfigError, InvariantError
 from fullshard.models import uncompiled
 from fullshard.train.evaluation.generation import GenerationSpec, generate, require_right_text
@@ -110,7 +112,7 @@ def _spec_of(config: RunConfig, rows: HeldOut, metrics: tuple[Metric, ...]) -> E
     )
 
 
-def evaluate(
+def evaluate(  # noqa: PLR0913 (of the run, and of this evaluation)
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     spec: EvaluationSpec,
@@ -119,11 +121,13 @@ def evaluate(
     step: int,
     epoch: float,
     progress: Callable[[int, int], None] = lambda done, total: None,
+    at_once: bool = False,
 ) -> EvaluationReport:
     """Measure loss and metrics on all held-out rows. Every rank calls it.
 
     During it, the model is in evaluation mode and draws no random numbers, so evaluating does not change training. Text
-    is generated only if a metric needs it.
+    is generated only if a metric needs it. The loss of all rows is measured first: by tables at home it is added up in
+    another order than by gathered ones, and must not depend on ``at_once``.
 
     Args:
         model: The sharded model.
@@ -132,15 +136,17 @@ def evaluate(
         comm: The ranks the model is sharded over.
         step: Steps trained so far, for the report.
         epoch: Epochs trained so far, for the report.
-        progress: Called after each batch, on every rank, with this rank's batches done and in total. If it raises,
-            the evaluation ends.
+        progress: Called after each batch, on every rank, with this rank's batches done and in total; where there is
+            text, after its text is written. If it raises, the evaluation ends.
+        at_once: If text is generated, gather all units once and keep them until the end, instead of gathering each for
+            every token; the same on every rank. Memory: the gathered model.
 
     Returns:
         The report, with the same numbers and predictions on every rank.
     """
     started = time.perf_counter()
     with evaluation_mode(model):
-        found = _run(model, tokenizer, spec, comm, progress)
+        found = _run(model, tokenizer, spec, comm, progress, at_once=at_once and needs_text(spec.metrics))
     loss, texts = _joined(found)
     scores = _score(spec, loss, texts)
     return EvaluationReport(
@@ -213,8 +219,12 @@ def _run(
     spec: EvaluationSpec,
     comm: Comm,
     progress: Callable[[int, int], None],
+    *,
+    at_once: bool,
 ) -> list[_Measured]:
     """Measure each set of a mixture, or the only one; the same on every rank."""
+    if needs_text(spec.metrics):
+        require_right_text(model, spec.batch_size)
     plans = []
     for one in spec.sets.values() or [spec]:
         # The order of rows does not change the result, so rows of similar length are batched together.
@@ -222,12 +232,20 @@ def _run(
         lengths = tokenized.lengths
         plan = EpochPlan(len(tokenized), comm.size, spec.batch_size, training=False, lengths=lengths)
         plans.append((one, plan))
-    total, before = sum(plan.num_batches for _, plan in plans), 0
-    found = []
-    for one, plan in plans:
-        found.append(_measure(model, tokenizer, one, comm, plan, lambda done, _, b=before: progress(b + done, total)))
-        before += plan.num_batches
-    return found
+    done, total = count(1), sum(plan.num_batches for _, plan in plans)
+
+    def tell() -> None:
+        progress(next(done), total)
+
+    writes = needs_text(spec.metrics)
+    with ExitStack() as gathered:
+        if at_once and not has_tables_at_home(model):
+            gathered.enter_context(unsharded(model, write_back=False))
+        losses = [_losses(model, one, comm, plan, (lambda: None) if writes else tell) for one, plan in plans]
+        if at_once and has_tables_at_home(model):
+            gathered.enter_context(unsharded(model, write_back=False))
+        texts = [_texts(model, tokenizer, one, comm, plan, tell) if writes else [] for one, plan in plans]
+    return [_Measured(*sums, written) for sums, written in zip(losses, texts, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -239,35 +257,37 @@ class _Measured:
     texts: list[str]  # generated text of each row; empty if no metric needs text
 
 
-def _measure(
+def _losses(
+    model: PreTrainedModel, spec: EvaluationSpec, comm: Comm, plan: EpochPlan, tell: Callable[[], None]
+) -> tuple[float, float]:
+    """Return the summed loss of the rows of one set, and their target tokens; the same on every rank."""
+    # Sum and count in float64: the count is exact, and the sum does not depend on the number of batches.
+    totals = torch.zeros(2, dtype=torch.float64, device=comm.device)
+    for batch in batches(spec.rows.tokenized, plan, comm.rank, spec.rows.collate):
+        totals[0] += loss_sum(model, batch.to(comm.device), causal=spec.rows.collate.causal)
+        totals[1] += batch.target_tokens
+        tell()
+    comm.all_reduce(totals).wait()
+    loss, target_tokens = totals.tolist()
+    return loss, target_tokens
+
+
+def _texts(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     spec: EvaluationSpec,
     comm: Comm,
     plan: EpochPlan,
-    progress: Callable[[int, int], None],
-) -> _Measured:
-    """Measure the rows of one set, with a text for every row if a metric needs it; the same on every rank."""
-    rows = spec.rows
-    # Sum and count in float64: the count is exact, and the sum does not depend on the number of batches.
-    totals = torch.zeros(2, dtype=torch.float64, device=comm.device)
+    tell: Callable[[], None],
+) -> list[str]:
+    """Return a text for every row of one set; the same on every rank."""
     mine: list[tuple[int, str]] = []
-    writes = needs_text(spec.metrics)
-    if writes:
-        require_right_text(model, spec.batch_size)
-    for done, cpu_batch in enumerate(batches(rows.tokenized, plan, comm.rank, rows.collate), start=1):
-        batch = cpu_batch.to(comm.device)
-        totals[0] += loss_sum(model, batch, causal=rows.collate.causal)
-        totals[1] += batch.target_tokens
-        if writes:
-            texts = generate(model, tokenizer, batch, spec.generation)
-            written = zip(batch.indices, batch.fillers, texts, strict=True)
-            mine += [(index, text) for index, filler, text in written if not filler]
-        progress(done, plan.num_batches)
-    comm.all_reduce(totals).wait()
-    loss_total, target_tokens = totals.tolist()
-    texts = gather_texts(mine, len(rows.tokenized), comm) if writes else []
-    return _Measured(loss_total, target_tokens, texts)
+    for batch in batches(spec.rows.tokenized, plan, comm.rank, spec.rows.collate):
+        texts = generate(model, tokenizer, batch.to(comm.device), spec.generation)
+        written = zip(batch.indices, batch.fillers, texts, strict=True)
+        mine += [(index, text) for index, filler, text in written if not filler]
+        tell()
+    return gather_texts(mine, len(spec.rows.tokenized), comm)
 
 
 def gather_texts(mine: Sequence[tuple[int, str]], rows: int, comm: Comm) -> list[str]:

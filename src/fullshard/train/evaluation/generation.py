@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from fullshard.comm import Comm, free_memory, lacking
 from fullshard.config import RunConfig
 from fullshard.data import Batch
+from fullshard.engine import units
 from fullshard.errors import ConfigError
 from fullshard.models import base_of
 from fullshard.models.own_loss import GATE
@@ -65,6 +67,16 @@ class GenerationSpec:
             use_cache=True,
         )
         return config
+
+
+def fits_at_once(model: PreTrainedModel, comm: Comm) -> bool:
+    """Return whether all units take at most half of each rank's free memory; the rest is for caches and activations.
+
+    Every rank calls it and gets the same answer; False where the system does not report its free memory.
+    """
+    needed = sum(row.gathered_bytes for row in units(model).rows)
+    ranks = comm.all_gather_object((needed, free_memory(comm.device)))
+    return all(free for _, free in ranks) and lacking(ranks, share=0.5) is None
 
 
 def require_right_text(model: PreTrainedModel, batch_size: int) -> None:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from fullshard.comm import Comm, together
 from fullshard.config import RunConfig
 from fullshard.data import EpochPlan, Example, InputRow, batches, tokenize
+from fullshard.engine import unsharded
 from fullshard.models import is_causal
 from fullshard.train.evaluation.evaluate import gather_texts
-from fullshard.train.evaluation.generation import GenerationSpec, generate, require_right_text
+from fullshard.train.evaluation.generation import GenerationSpec, fits_at_once, generate, require_right_text
 from fullshard.train.setup.prepare import collate_spec, tokenize_spec
 
 if TYPE_CHECKING:
@@ -43,6 +45,8 @@ def predict(
 ) -> Iterator[list[RowPrediction]]:
     """Predict a text for each row; every rank iterates to the end, with the same rows.
 
+    Where all units take at most half of the free memory, they are gathered once, else for every token.
+
     Args:
         model: The sharded model, in evaluation mode.
         tokenizer: The model's tokenizer.
@@ -73,11 +77,12 @@ def predict(
             mine += [(index, text) for index, filler, text in written if not filler]
         return zip(gather_texts(mine, len(examples), comm), tokenized.cut, strict=True)
 
-    for start in range(0, len(rows), size):
-        chunk = rows[start : start + size]
-        usable = [row.example for row in chunk if row.problem is None]
-        found = generated(usable) if usable else iter(())
-        yield [_prediction(row, found) for row in chunk]
+    with unsharded(model, write_back=False) if fits_at_once(model, comm) else nullcontext():
+        for start in range(0, len(rows), size):
+            chunk = rows[start : start + size]
+            usable = [row.example for row in chunk if row.problem is None]
+            found = generated(usable) if usable else iter(())
+            yield [_prediction(row, found) for row in chunk]
 
 
 def _prediction(row: InputRow, found: Iterator[tuple[str, bool]]) -> RowPrediction:

@@ -23,6 +23,7 @@ from fullshard.models import Objective
 from fullshard.saving import Checkpoints, save
 from fullshard.storage import publish_model
 from fullshard.train.evaluation.evaluate import evaluate
+from fullshard.train.evaluation.generation import fits_at_once
 from fullshard.train.evaluation.metrics import higher_is_better, is_better
 from fullshard.train.reporting.reports import EndedBy, EvaluationReport, RunSummary, StepReport
 from fullshard.train.reporting.sinks import Sink
@@ -370,9 +371,13 @@ class TrainingRun:
         # A save under way would be abandoned if the evaluation failed.
         self._checkpoints.report(wait=True)
         try:
-            report = evaluate(
-                parts.model, parts.tokenizer, parts.evaluation, self._comm, step=step, epoch=epoch, progress=progress
+            of_run = parts.model, parts.tokenizer, parts.evaluation, self._comm
+            at_once = (
+                self._planned.values.get("gathers_once", False)
+                if self._planned
+                else fits_at_once(parts.model, self._comm)
             )
+            report = evaluate(*of_run, step=step, epoch=epoch, progress=progress, at_once=at_once)
         except _StopDuringEvaluationError:
             self._leave(step)
         record.evaluation_seconds += report.seconds

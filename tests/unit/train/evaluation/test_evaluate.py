@@ -6,16 +6,18 @@ import math
 import pytest
 import torch
 
-from fullshard import fully_shard
+from fullshard import fully_shard, unsharded
 from fullshard.config import RunConfig
 from fullshard.data import CollateSpec, TokenizeSpec, tokenize
 from fullshard.data.examples import Example
+from fullshard.engine.setup import wrap
 from fullshard.errors import ConfigError
 from fullshard.models import build_model, train_tokenizer
 from fullshard.policy import TransformerBlocks
-from fullshard.testing import run_ranks
+from fullshard.testing import RecordingComm, run_ranks
+from fullshard.train.evaluation import generation as generation_module
 from fullshard.train.evaluation.evaluate import EvaluationSpec, HeldOut, evaluate, evaluation_spec
-from fullshard.train.evaluation.generation import GenerationSpec
+from fullshard.train.evaluation.generation import GenerationSpec, fits_at_once
 from fullshard.train.evaluation.metrics import baselines
 from support.parity import replicas
 from support.tiny_run import settings
@@ -228,3 +230,70 @@ def test_accuracy_is_for_label_sets(tmp_path):
     rows = Setting("t5", 0).held_out
     with pytest.raises(ConfigError, match="needs a label set"):
         make_spec(tmp_path, HeldOut(rows.examples, rows.tokenized, rows.collate), evaluation__metric="accuracy")
+
+
+# All units gathered once
+
+DRAWN = GenerationSpec(max_new_tokens=6, temperature=0.7)
+
+
+def between_steps(setting, ranks, generation, *, at_once, tables="gather"):
+    """Evaluate between two steps: each rank's report, bytes of its gathers, those of the model's, and weights."""
+
+    def work(comm):
+        ledger, model = RecordingComm(comm), setting.models[comm.rank].eval()  # ranks are threads: they share draws
+        fully_shard(model, ledger, wrap=TransformerBlocks((BLOCKS[setting.kind],)), tables=tables)
+        optimizer, ids = torch.optim.AdamW(model.parameters(), lr=1e-3), torch.arange(8).reshape(2, 4) + comm.rank
+        sent = sum(lane.shard.nbytes for unit in model._fullshard_runtime.units for lane in unit.lanes)
+        report, gathers = None, 0
+        for step in range(2):
+            ledger.entries.clear()
+            if step and at_once is not None:
+                torch.manual_seed(0)
+                spec = setting.spec(generation)
+                report = evaluate(model, setting.tokenizer, spec, ledger, step=1, epoch=1.0, at_once=at_once)
+                gathers = sum(one.sent_bytes for one in ledger.entries if one.collective == "all_gather")
+            model(input_ids=ids, labels=ids).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        with unsharded(model):
+            weights = {name: param.detach().clone() for name, param in model.named_parameters()}
+        return report, gathers, (comm.size - 1) * sent, weights
+
+    return run_ranks(ranks, work)
+
+
+@pytest.mark.parametrize(
+    ("kind", "ranks", "generation"),
+    [("t5", 2, GREEDY), ("gpt2", 3, GREEDY), ("t5", 3, BEAMS), ("gpt2", 1, DRAWN), ("t5", 1, DRAWN)],
+)
+def test_an_evaluation_that_gathers_once_writes_the_same_and_changes_no_later_step(kind, ranks, generation):
+    runs = [between_steps(Setting(kind, ranks), ranks, generation, at_once=how) for how in (None, False, True)]
+    for (*_, undisturbed), (report, often, _, _), (other, once, model, weights) in zip(*runs, strict=True):
+        assert once == model <= often / 5
+        assert other.predictions == report.predictions
+        assert other.loss == report.loss
+        assert all(torch.equal(weights[name], undisturbed[name]) for name in weights)
+
+
+def test_tables_at_home_measure_the_same_loss_and_are_gathered_for_texts(monkeypatch):
+    monkeypatch.setattr(wrap, "LARGE_NUMEL", 1)
+    runs = [between_steps(Setting("t5", 2), 2, GREEDY, at_once=how, tables="home") for how in (False, True)]
+    for (report, often, *_), (other, once, model, _) in zip(*runs, strict=True):
+        assert model < once < often / 2  # blocks also for the loss of each batch
+        assert (other.predictions, other.loss) == (report.predictions, report.loss)
+
+
+@pytest.mark.parametrize(("free", "fits"), [(2, True), (1.99, False), (None, False)])
+def test_without_a_plan_units_are_gathered_once_where_they_take_half_of_the_free_memory(monkeypatch, free, fits):
+    """Ranks share the machine's memory; where the system does not report it, nothing is taken."""
+    setting = Setting("t5", 2)
+
+    def work(comm):
+        model = fully_shard(setting.models[comm.rank], comm)
+        lanes = [lane for unit in model._fullshard_runtime.units for lane in unit.lanes]
+        pools = {} if free is None else {"machine: x": int(2 * free * sum(4 * lane.numel for lane in lanes))}
+        monkeypatch.setattr(generation_module, "free_memory", lambda device: pools)
+        return fits_at_once(model, comm)
+
+    assert run_ranks(2, work) == [fits, fits]
