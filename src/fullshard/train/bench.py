@@ -14,7 +14,7 @@ from fullshard.data import Batch
 from fullshard.optim import ShardedGradScaler
 from fullshard.planner import Rates, Rehearsed
 from fullshard.saving.adapted import AdaptedWeights
-from fullshard.train.plan import middle_step, refuse_unplanned, step_spec
+from fullshard.train.plan import middle_step, step_spec, uncompiled
 from fullshard.train.run.step import issue_step
 from fullshard.train.setup.data_plan import make_plan
 from fullshard.train.setup.devices import Devices, for_devices, smallest_memory
@@ -36,7 +36,7 @@ def measure_rates(
         ConfigError: The settings cannot be planned.
         UserError: As for training.
     """
-    refuse_unplanned(config)
+    config = uncompiled(config)
     epoch = make_plan(config, data.train_set, world_size, causal=data.causal)
     batches = middle_step(config, data, epoch)
     return planner.measure_rates(partial(_build, config, data, batches), comm, world_size, progress)

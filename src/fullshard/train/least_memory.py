@@ -19,6 +19,7 @@ from fullshard.planner.plan import LABELS
 from fullshard.sizes import format_bytes
 from fullshard.train.dry_run import lay_out
 from fullshard.train.fit import Load
+from fullshard.train.plan import uncompiled
 from fullshard.train.setup.optimizers import expected_state_bytes
 from fullshard.train.setup.prepare import Prepared
 
@@ -57,11 +58,11 @@ def least_memory(config: RunConfig, data: Prepared, world_size: int, rank: int, 
     """
     frozen = "shard" if config.sharding.frozen == "auto" else config.sharding.frozen  # whichever needs less
     sharding = config.sharding.model_copy(update={"frozen": frozen})
-    training = config.training.model_copy(update={"torch_compile": False})  # its imports take seconds
-    config = config.model_copy(update={"sharding": sharding, "training": training})
+    config = uncompiled(config.model_copy(update={"sharding": sharding}))  # the compiler's imports take seconds
     model = lay_out(config, data.tokenizer, world_size, rank)
     table = units(model)
     at_home = kind == "cpu" and config.sharding.tables != "gather"
+    training = config.training
     full = training.accumulate == "unsharded" and training.gradient_accumulation_steps > 1 and not at_home
     gradients = _gradients(model, table, full=full)
     state = expected_state_bytes(model, config)

@@ -182,7 +182,8 @@ def _check(
         _limit(everyone, fullest),
         chosen,
     )
-    if short is not None:
+    compiled = load(()).training.torch_compile
+    if short is not None and not compiled:  # an upper bound does not show that a run cannot fit
         need = _need(checked, load, data, comm)
         text = _refusal(short, everyone[fullest].plan, need) if comm.rank == 0 else None  # type: ignore[arg-type]
         raise MemoryLimitError(comm.all_gather_object(text)[0])
@@ -192,7 +193,14 @@ def _check(
     left += f"; too much work to plan: {', '.join(later)}" if later else ""
     keeps = kind == "cpu" and _keeps_snapshots(load(()))
     also = f" and {format_bytes(max(rank.snapshots() for rank in everyone))} for snapshots" if keeps else ""
-    tell(f"planned: a rank needs at most {format_bytes(checked.before)} for tensors{also}{left}")
+    bound = ", an upper bound because blocks are planned uncompiled" if compiled else ""
+    tell(f"planned: a rank needs at most {format_bytes(checked.before)} for tensors{also}{left}{bound}")
+    if short is not None:
+        pool, needed, there = short
+        tell(
+            f"by that bound ranks need {format_bytes(needed)}, and their {pool.partition(':')[0]} has "
+            f"{format_bytes(there)}: unless compiled blocks need less, memory runs out"
+        )
     if keeps:
         _tell_of_snapshots(everyone, tell)
     return checked

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import partial
 from itertools import chain
-from math import ceil
+from math import ceil, prod
 from typing import Any, TypeVar
 
 import numpy as np
@@ -27,7 +27,6 @@ from fullshard.data import (
     step_shapes,
     steps,
 )
-from fullshard.errors import ConfigError
 from fullshard.models import Objective, blocks_of
 from fullshard.optim import ShardedGradScaler
 from fullshard.planner import (
@@ -45,7 +44,7 @@ from fullshard.planner import (
     spend,
     time_step,
 )
-from fullshard.sizes import format_duration
+from fullshard.sizes import format_bytes, format_duration
 from fullshard.train.around_steps import AT_ONCE, AroundSteps, HeldOutBatches, assumed
 from fullshard.train.run.step import StepSpec, issue_step
 from fullshard.train.setup.choices import choices
@@ -80,6 +79,8 @@ class RunPlan(Plan):
         at_once: Most bytes alive in an evaluation whose units are all gathered once, as far as text is generated: its
             phases by name.
         gathers_once: Whether evaluations do so; then it is part of ``phase_peaks``.
+        compiled_bytes: With ``training.torch_compile``, the gradients of the largest block, which arrive together; they
+            are added to the plan of uncompiled blocks, which makes it an upper bound. None: blocks are not compiled.
     """
 
     steps: int = 0
@@ -97,6 +98,8 @@ class RunPlan(Plan):
         return replace(
             self, phase_peaks={**self.phase_peaks, **self.at_once}, gathers_once="generation" in self.at_once
         )
+
+    compiled_bytes: int | None = None
 
     @property
     def run_s(self) -> float | None:
@@ -121,6 +124,11 @@ class RunPlan(Plan):
             table += f"\nrecomputed in backward: {self.recomputed} of {self.blocks} blocks"
         if self.gathers_once:
             table += "\nevaluation gathers all units once, not for every token"
+        if self.compiled_bytes is not None:
+            table += (
+                "\nmemory is an upper bound: blocks are planned uncompiled (training.torch_compile), and for gradients "
+                f"that arrive together {format_bytes(self.compiled_bytes)} are added; time is that of uncompiled blocks"
+            )
         if self.timing is None:
             return table
         run = "" if self.run_s is None else f"{self.steps:,} steps: {format_duration(self.run_s)}; "
@@ -181,10 +189,8 @@ def prepare_plan(config: RunConfig, progress: Progress = lambda what, done, tota
     """Read the data of a run to be planned, which several plans can share.
 
     Raises:
-        ConfigError: A setting cannot be planned.
         UserError: Data, tokenizer, model or settings cannot be used.
     """
-    refuse_unplanned(config)
     return prepare(config, progress=progress)
 
 
@@ -215,9 +221,8 @@ def plan_prepared(  # noqa: PLR0913 (each caller needs another part)
             all.
         progress: Called with the steps taken and those to take, of all ranks that are planned.
     """
-    refuse_unplanned(config)
     devices = Devices.of_sheet(device)
-    asked, config = config, for_devices(config, devices)
+    asked, config = config, uncompiled(for_devices(config, devices))
     times = config.training.gradient_accumulation_steps
     unsharded = config.training.accumulate == "unsharded"
     # Full gradients are there from the second micro-batch on, and the last one reduces them.
@@ -247,7 +252,7 @@ def plan_prepared(  # noqa: PLR0913 (each caller needs another part)
         rehearsal = rehearse_on(build, found.rank, world_size, device, rates)
         values["timing"] = time_step(rehearsal.work, speed, times=max(len(batches) / most, 1))
     tokens = len(data.train_set) * (data.train_set.source_stats.mean + data.train_set.target_stats.mean)
-    return RunPlan(
+    plan = RunPlan(
         **values,
         steps=_total_steps(config, data, epoch),
         step_tokens=round(tokens / epoch.num_steps),
@@ -257,6 +262,17 @@ def plan_prepared(  # noqa: PLR0913 (each caller needs another part)
         blocks=told.blocks,
         recomputed=told.recomputed,
         at_once={name.removesuffix(AT_ONCE): size for name, size in at_once.items()},
+    )
+    return _with_compiled(plan, told.block_bytes) if asked.training.torch_compile else plan
+
+
+def _with_compiled(plan: RunPlan, block_bytes: int) -> RunPlan:
+    """Return the plan with all gradients of a block at once in backward, as graphs return them."""
+    parts, peaks = dict(plan.parts), dict(plan.phase_peaks)
+    parts["gradient_buffers"] += block_bytes
+    peaks["backward"] += block_bytes
+    return replace(
+        plan, parts=parts, phase_peaks=peaks, peak_bytes=plan.peak_bytes + block_bytes, compiled_bytes=block_bytes
     )
 
 
@@ -280,16 +296,14 @@ def try_step(config: RunConfig, data: Prepared, world_size: int) -> None:
     shortest = int(np.argmin(np.asarray(data.train_set.lengths)))
     spec = replace(collate_spec(data.tokenizer, causal=data.causal), packed=config.training.packing)
     batch = collate([RowRef(shortest)], data.train_set, spec)
-    # Compiled blocks compute what the others do, and a plan cannot follow them.
-    config = config.model_copy(update={"training": config.training.model_copy(update={"torch_compile": False})})
-    build = partial(_build, config, data, [[batch]], None, _Told(lambda done, total: None, 0), first=0)
+    build = partial(_build, uncompiled(config), data, [[batch]], None, _Told(lambda done, total: None, 0), first=0)
     rehearse_on(build, 0, world_size, None, timed=False)
 
 
 def draw_plan(config: RunConfig, data: Prepared, plan: RunPlan) -> Course:
     """Return the course of the fullest step of ``plan``, which :func:`plan_prepared` returned for this run."""
     told = _Told(lambda done, total: None, 0)
-    config = for_devices(config, Devices.of_sheet(plan.device))
+    config = uncompiled(for_devices(config, Devices.of_sheet(plan.device)))
     config = with_unsharded(config) if plan.accumulate == "unsharded" else config
     build = partial(_build, config, data, largest_steps(config, data, plan.world_size), None, told)
     course = rehearse_on(build, plan.rank, plan.world_size, plan.device, draws=True).course
@@ -316,12 +330,17 @@ class _Told:
         self._progress, self._total, self._done = progress, total, 0
         self._choices = choices
         self.chosen: tuple[Choice, ...] = ()
-        self.blocks = self.recomputed = 0
+        self.blocks = self.recomputed = self.block_bytes = 0
 
     def model(self, model: Any) -> None:
-        """Note what is chosen for a sharded model, which is not kept: it would count as memory."""
-        self.chosen, blocks = self._choices(model), blocks_of(model)
+        """Note what a plan says of a sharded model, which is not kept: it would count as memory."""
+        self.chosen = self._choices(model)
+        blocks: list[Any] = list(blocks_of(model))
         self.blocks, self.recomputed = len(blocks), sum(block.gradient_checkpointing for block in blocks)
+        trained = ([p for p in block.parameters() if p.requires_grad] for block in blocks)
+        self.block_bytes = max(
+            (sum(prod(p.shard_meta.global_shape) * p.itemsize for p in block) for block in trained), default=0
+        )
 
     def step(self) -> None:
         """Count a step."""
@@ -514,13 +533,9 @@ def longest_rows(rows: TokenizedSet, count: int, *, causal: bool) -> Sequence[in
     return list(dict.fromkeys([*first, *by_length]))[:count]
 
 
-def refuse_unplanned(config: RunConfig) -> None:
-    """Refuse settings for which the plan would be wrong or impossible."""
-    if config.training.torch_compile:
-        raise ConfigError(
-            "A plan does not support training.torch_compile yet: it does not see the memory of compiled blocks. "
-            "Plan the run without it."
-        )
+def uncompiled(config: RunConfig) -> RunConfig:
+    """Return the settings without compiling: blocks then compute the same in operators that can be followed."""
+    return config.model_copy(update={"training": config.training.model_copy(update={"torch_compile": False})})
 
 
 def step_spec(model: Any, config: RunConfig, data: Prepared) -> StepSpec:

@@ -3,14 +3,15 @@
 from dataclasses import replace
 
 import pytest
+from transformers import T5Config, T5ForConditionalGeneration
 
 from fullshard.config import TrainingConfig, load_run
-from fullshard.errors import ConfigError
 from fullshard.planner import hardware
 from fullshard.train import around_steps
 from fullshard.train.plan import plan_prepared, plan_run, prepare_plan
 from fullshard.train.run.timetable import saves_between_steps
 from support.planned import write_directory_run, write_run
+from support.tiny_run import MODEL
 
 LLAMA = {
     "model_type": "llama",
@@ -100,6 +101,14 @@ def test_a_rough_plan_of_equal_batches_is_the_exact_one(tmp_path, strategy):
     assert plan_prepared(config, data, 1, roughly=0).as_dict() == plan_prepared(config, data, 1).as_dict()
 
 
-def test_compiled_blocks_are_refused_by_name(tmp_path):
-    with pytest.raises(ConfigError, match=r"training\.torch_compile"):
-        plan_run(load_run(write_run(tmp_path), ["training.torch_compile=true"]), 2)
+def test_compiled_blocks_are_planned_uncompiled_and_the_figures_are_upper_bounds(tmp_path):
+    plain, compiled = (
+        plan_run(load_run(write_run(tmp_path), [f"training.torch_compile={on}"]), 2) for on in ("false", "true")
+    )
+    theirs = T5ForConditionalGeneration(T5Config(**MODEL | {"vocab_size": 62}))
+    block = 4 * sum(parameter.numel() for parameter in theirs.decoder.block[0].parameters())
+    assert compiled.compiled_bytes == block == compiled.peak_bytes - plain.peak_bytes
+    assert compiled.phase_peaks == plain.phase_peaks | {"backward": plain.phase_peaks["backward"] + block}
+    assert sum(compiled.parts.values()) == compiled.peak_bytes
+    assert compiled.sent_bytes == plain.sent_bytes
+    assert [str(plan).count("upper bound") for plan in (plain, compiled)] == [0, 1]

@@ -143,11 +143,18 @@ def test_batches_that_do_not_come_are_not_counted(start, run_file):
     assert planned.values["highest_bytes"] - planned.values["host"]["snapshots"] < bound
 
 
-def test_what_cannot_be_planned_starts_with_a_line_about_it(start, peak):
-    override = "training.torch_compile=true"
-    planned, (line,) = start(peak, override)
-    assert planned is None
-    assert line.startswith(f"starting without a plan: A plan does not support {override.split('=')[0]}")
+def test_compiled_blocks_are_planned_and_the_plan_is_said_to_be_a_bound(start, peak):
+    planned, (line,) = start(2 * peak, "training.torch_compile=true")
+    assert planned.values["compiled_bytes"] > 0
+    assert line.endswith("an upper bound because blocks are planned uncompiled")
+
+
+def test_an_upper_bound_refuses_no_run(start, run_file, peak):
+    planned, (line, warning) = start(peak - 1, "training.torch_compile=true")
+    assert planned is not None
+    assert "upper bound" in line
+    needed = needed_bytes(plan_run(load_run(run_file, ["training.torch_compile=true"]), 1), "cpu")
+    assert warning.startswith(f"by that bound ranks need {format_bytes(needed)}, and their machine has ")
 
 
 def test_a_plan_may_take_work_in_proportion_to_the_run(start, peak, monkeypatch):
