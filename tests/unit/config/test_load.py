@@ -28,6 +28,11 @@ def test_values_defaults_and_exponents_without_a_point(run_file):
     assert run.output_dir == Path("runs/x")
 
 
+def test_sharding_auto_as_an_override_takes_settings_after_it_as_in_a_file(run_file):
+    run = load_run(run_file, ["sharding=auto", "sharding.strategy=no_shard"])
+    assert (run.sharding.auto, run.sharding.strategy) == (True, "no_shard")
+
+
 def test_overrides_win_in_order_and_take_yaml_values(run_file):
     run = load_run(
         run_file,
