@@ -104,7 +104,8 @@ class Checkpoints:
             greater_is_better: Whether a greater ``metric`` is better; False for a loss or a perplexity. It is saved
                 with the metric, and checkpoints already in the directory keep theirs. Checkpoints of earlier versions,
                 which did not save it, are compared as the later ones are, or as set here.
-            timeout_s: Longest time that one save may take, in seconds.
+            timeout_s: Longest time without progress of a save, in seconds: nothing written, and no other rank's part
+                done. A save may take longer.
             in_memory: Steps from one :meth:`snapshot` to the next, or ``"auto"``: as often as costs 1 % of the time.
                 None: none are taken. Nor are they without a launcher that restarts the ranks, and in the last attempt
                 that it starts on one machine. Frozen parameters are included: only the script knows whether it would
@@ -158,7 +159,8 @@ class Checkpoints:
     ) -> None:
         """Close; after an error without waiting for other ranks, which may not get here.
 
-        A background save may still end in that case, within ``JOIN_SECONDS``; after a Ctrl-C it is given up at once.
+        A background save may still end in that case, until it makes no progress for ``JOIN_SECONDS``; after a Ctrl-C it
+        is given up at once.
         """
         if error is None:
             self.close()
@@ -173,7 +175,8 @@ class Checkpoints:
                 stack.callback(save.cancel)
                 if isinstance(error, Exception):
                     # The other ranks' writers continue too, so usually the save completes. Not if one of them is lost.
-                    save.poll(_LOST_SECONDS if getattr(error, "transient", False) else JOIN_SECONDS)
+                    lost = getattr(error, "transient", False)
+                    save.poll(_LOST_SECONDS) if lost else save.let_end(JOIN_SECONDS)
 
     def save(  # noqa: PLR0913 (what is saved, and its description)
         self,

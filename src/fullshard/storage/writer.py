@@ -51,7 +51,7 @@ class SaveJob:
     plan: SavePlan  # the pieces that this rank writes; they must not change before the save is finished
     keep: Keep  # which checkpoints are kept
     ready: Callable[[], None]  # called in the thread; returns once the pieces may be read
-    timeout_s: float  # longest time for the complete save, in seconds
+    timeout_s: float  # longest time without progress, in seconds
     require_commit: Callable[[], None]  # called on rank 0 right before the commit; raises if another run writes here
 
     @property
@@ -96,7 +96,7 @@ class Save:
         self.total_bytes = sum(piece.tensor.nbytes for piece in job.plan.pieces)
         self.seconds = 0.0
         self.reported = False
-        self._started = time.monotonic()
+        self._started = self._moved_at = time.monotonic()
         self._problem: str | None = None
         self._cancelled = threading.Event()
         self._thread = threading.Thread(target=self._run, name="fullshard-save", daemon=True)
@@ -116,9 +116,17 @@ class Save:
         self._thread.join(seconds)
         if not self._thread.is_alive():
             return self._problem or ""
-        if time.monotonic() - self._started > self.job.timeout_s + 10:
+        if time.monotonic() - self._moved_at > self.job.timeout_s + 10:
             return f"{self.final}: the disk has not responded for {self.job.timeout_s:g} s (rank {self.job.rank})."
         return None
+
+    def let_end(self, seconds: float) -> None:
+        """Wait until it is finished, or until this rank has written nothing for ``seconds``."""
+        before = -1
+        while before != self.done_bytes:
+            before = self.done_bytes
+            if self.poll(seconds) is not None:
+                return
 
     def cancel(self) -> None:
         """Abandon the save, because another rank has failed."""
@@ -148,7 +156,9 @@ class Save:
 
     def _count(self, nbytes: int) -> None:
         """Count written bytes; raise if another rank failed."""
-        self.done_bytes += nbytes
+        if nbytes:
+            self.done_bytes += nbytes
+            self._moved_at = time.monotonic()
         if self._cancelled.is_set():
             raise CheckpointError(GIVEN_UP)
 
@@ -162,13 +172,14 @@ class Save:
         path, seconds = _part_path(self.job, rank), backend.look_seconds
         while backend.sizes_of(path.parent, [path.name])[path.name] is None:
             self._count(0)
-            if time.monotonic() - self._started > self.job.timeout_s:
+            if time.monotonic() - self._moved_at > self.job.timeout_s:
                 raise CheckpointError(
                     f"{self.final}: rank {rank} has not written its part within {self.job.timeout_s:g} s, or rank 0 "
                     "does not see it. All ranks must write to a shared file system; for a slow disk raise timeout_s."
                 )
             self._cancelled.wait(seconds)
             seconds = min(20 * backend.look_seconds, 1.5 * seconds)
+        self._moved_at = time.monotonic()
         return read_part(self.job, rank)
 
     def _withdraw(self) -> None:

@@ -3,6 +3,9 @@
 import errno
 import os
 import threading
+from contextlib import nullcontext
+from queue import Queue
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,7 +13,7 @@ from torch import nn
 
 from fullshard import Checkpoints, ShardingStrategy, fully_shard, load_checkpoint, no_sync, step_in_backward
 from fullshard.errors import CheckpointError
-from fullshard.storage import find_checkpoints, read_index
+from fullshard.storage import find_checkpoints, read_index, writer
 from fullshard.testing import run_ranks
 from support.models import TinyLM, batches, lm_loss, t5
 from support.parity import replicas
@@ -284,6 +287,55 @@ def test_a_background_save_holds_the_moment_it_was_called_at(tmp_path):
 
     on_ranks(2, work)
     assert [path.name for path in find_checkpoints(tmp_path)] == ["step-00000003", "step-00000004"]
+
+
+@pytest.mark.parametrize(("written", "given_up"), [(1, False), (0, True)])
+def test_a_slow_save_is_given_up_for_its_silence_alone(written, given_up, tmp_path, monkeypatch):
+    """Four parts of 100 s each, of a limit of 150 s without progress."""
+    clock, moved, go = SimpleNamespace(now=0.0), Queue(), Queue()
+    monkeypatch.setattr(writer, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    write = writer.write_part
+
+    def slow(job, count):
+        for _ in range(4):
+            clock.now += 100.0
+            count(written)
+            moved.put(None)
+            go.get()
+        write(job, count)
+
+    monkeypatch.setattr(writer, "write_part", slow)
+
+    def work(model, comm):
+        model = fully_shard(model, comm)
+        with Checkpoints(tmp_path, ranks=comm, timeout_s=150.0) as checkpoints:
+            checkpoints.save(model, None, step=1, background=True)
+            found = []
+            for _ in range(4):
+                moved.get()
+                found.append(checkpoints._save.poll(0.0))
+                if given_up and len(found) == 4:
+                    checkpoints._save.cancel()
+                go.put(None)
+            with pytest.raises(CheckpointError) if given_up else nullcontext():
+                checkpoints.wait()
+        assert [outcome is not None for outcome in found] == [False, given_up, given_up, given_up]
+
+    on_ranks(1, work)
+    assert len(find_checkpoints(tmp_path)) == (not given_up)
+
+
+def test_after_an_error_a_save_goes_on_while_it_writes():
+    save, grown = writer.Save.__new__(writer.Save), iter([5, 5, 0, 5])
+    save.done_bytes, waits = 0, []
+
+    def poll(seconds):
+        save.done_bytes += next(grown)
+        waits.append(seconds)
+
+    save.poll = poll
+    save.let_end(10.0)
+    assert (save.done_bytes, waits) == (10, [10.0] * 3)
 
 
 def enumerate_runs(runs):
