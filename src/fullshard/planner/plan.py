@@ -34,6 +34,10 @@ MARGIN = 0.01
 GPU_MARGIN = 0.05
 """The same on a GPU, whose operators have other temporaries, and whose allocator cannot use every gap."""
 
+SIMULATED_RESERVE = (1.01, 1.23)
+"""Least and most bytes that torch's allocator reserved for one of tensors in simulated steps of Llama-8B and T5-3B,
+with expandable segments (``benchmarks/results/fragments.json``)."""
+
 _ALL_RANKS = 4
 """World sizes up to which every rank is planned to find the fullest."""
 
@@ -213,7 +217,11 @@ class Plan:
             "needed, with 5 % to spare": self.needed_bytes,
             f"memory of the {self.device.name}": self.device.memory_bytes,
         }
-        return [f"{label:<28}{format_bytes(size):>12}" for label, size in sizes.items()]
+        least, most = SIMULATED_RESERVE
+        reserve = (
+            f"its allocator may reserve more: {least} to {most} times the tensors in simulated steps of large models"
+        )
+        return [*(f"{label:<28}{format_bytes(size):>12}" for label, size in sizes.items()), reserve]
 
     def _times(self) -> list[str]:
         """Return the lines about a step's time."""

@@ -1,6 +1,7 @@
 """``fullshard plan``: its table, its JSON, its verdict and its refusals."""
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -46,6 +47,9 @@ def test_a_gpu_gives_time_price_and_a_verdict(run_file, capsys):
     assert main(["plan", run_file, "--world", "2", "--gpu", "h100", "--price", "2.5"]) == 0
     out = capsys.readouterr().out
     assert "\ntraining.precision: bf16 (h100 computes it in hardware)\n" in out
+    record = Path(__file__).parents[3] / "benchmarks/results/fragments.json"
+    ratios = [row["expandable, trimmed once built"]["ratio"] for row in json.loads(record.read_text())["rows"]]
+    assert f"{min(ratios):.2f} to {max(ratios):.2f} times the tensors" in out
     for text in ("memory of the h100", "a step", "tokens a second", "costs 0.00 at 2.5 an hour", "fits: it needs"):
         assert text in out
 
