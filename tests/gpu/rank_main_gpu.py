@@ -10,6 +10,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import fullshard
 from fullshard.comm import MemoryMeter, SoloComm
 from fullshard.engine import record
+from fullshard.engine.registry import runtime_of
+from fullshard.train.setup.activation_offload import ActivationOffload
 from support.models import KINDS, TinyLM, batches, lm_loss, seq2seq_loss, t5
 from support.parity import ROWS_PER_RANK, replicas, train_sharded, train_unsharded
 from support.rank_script import found, parse, print_result
@@ -147,6 +149,27 @@ def memory(comm):
     }
 
 
+def activations(comm):
+    """Losses, and the peak above what is held between steps, without and with offloaded activations."""
+    result = {}
+    for name in ("kept", "offloaded"):
+        torch.manual_seed(0)
+        model = fullshard.fully_shard(TinyLM(layers=8, width=256, hidden=1024), comm)
+        if name == "offloaded":
+            ActivationOffload(model, model.blocks, runtime_of(model).device)
+        losses = []
+        for tokens in batches(4, 64, length=257):
+            torch.cuda.synchronize()
+            start = torch.cuda.memory_allocated()
+            torch.cuda.reset_peak_memory_stats()
+            loss = lm_loss(model, tokens.to(comm.device))
+            loss.backward()
+            losses.append(loss.item())
+            model.zero_grad()
+        result[name] = {"losses": losses, "above": torch.cuda.max_memory_allocated() - start}
+    return result
+
+
 def trace(comm):
     """Whether a recorded step has its events in order, and what its memory adds up to."""
     torch.manual_seed(0)
@@ -189,7 +212,20 @@ def unused(comm):
 
 CASES = {
     case.__name__: case
-    for case in (parity, strategies, bf16, offload, fp16, wide_sum, embedding, memory, trace, unused, saving)
+    for case in (
+        parity,
+        strategies,
+        bf16,
+        offload,
+        fp16,
+        wide_sum,
+        embedding,
+        memory,
+        activations,
+        trace,
+        unused,
+        saving,
+    )
 }
 
 

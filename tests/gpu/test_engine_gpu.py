@@ -66,6 +66,14 @@ def test_peak_memory_is_bounded(ranks):
         assert figures["above_start"] <= figures["shards"] + 4 * figures["unit"] + (4 << 20), figures
 
 
+def test_offloaded_activations_leave_the_device_and_change_no_bit(ranks):
+    """Not run on a GPU yet. Two of eight blocks at a time keep theirs."""
+    for rank in ranks:
+        kept, offloaded = rank["activations"]["kept"], rank["activations"]["offloaded"]
+        assert offloaded["losses"] == kept["losses"]
+        assert offloaded["above"] < 0.6 * kept["above"], rank["activations"]
+
+
 def test_a_parameter_that_is_never_used_does_not_make_steps_wait(ranks):
     """Not run on a GPU yet. The first steps find it and make the ranks' group in host memory."""
     for rank in ranks:

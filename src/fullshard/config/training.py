@@ -142,6 +142,10 @@ class TrainingConfig(ConfigSection):
     activation_checkpointing. true: of all blocks; a number: of so many, evenly spread over the model, an encoder's
     blocks before its decoder's. auto: of the fewest with which the run's plan fits into 90 % of a GPU's free memory,
     or on CPU ranks into all that is free; of none if it fits without or if there is no plan."""
+    activation_offload: bool = False
+    """On GPUs, keep activations that are not recomputed in page-locked host memory between forward and backward, copied
+    while blocks compute, which is exact. The last block's stay, and tensors below 1 MiB. On CPU ranks it changes
+    nothing: activations are in host memory anyway."""
     fused_cross_entropy: bool | Literal["auto"] = "auto"
     """Compute the loss from the last hidden states in chunks, so that the full logits are never in memory. auto: where
     they could take more than 5 % of the memory of a GPU, or of the machine, and the model allows it."""

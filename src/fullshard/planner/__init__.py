@@ -4,6 +4,7 @@ from fullshard.planner.bench import measure_rates as measure_rates
 from fullshard.planner.course import Course as Course, Span as Span
 from fullshard.planner.hardware import Hardware as Hardware, hardware as hardware, names as names
 from fullshard.planner.hollow import UnplannedStepError as UnplannedStepError, real_tensors as real_tensors
+from fullshard.planner.host import host_of_gpu as host_of_gpu
 from fullshard.planner.limit import TooMuchWorkError as TooMuchWorkError, spend as spend, work_limit as work_limit
 from fullshard.planner.meter import Meter as Meter
 from fullshard.planner.plan import (

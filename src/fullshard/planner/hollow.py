@@ -76,6 +76,7 @@ class HollowMode(TorchDispatchMode):
     Attributes:
         on_operator: Called with each operator, its arguments and its result.
         operators: Number of operators so far.
+        has_host: True if host memory is not the device's.
         on_host: Decides from the tensors that a result is made of whether it is the host's; None: there is one memory.
         assumed: Returns the value when a program reads an unknown one; None: that is an error.
     """
@@ -87,6 +88,7 @@ class HollowMode(TorchDispatchMode):
         self.on_operator: Callable[[Any, Any, Any, Any], object] = self.ignore
         self.assumed: Callable[[], float] | None = None
         self.on_host: Callable[[list[torch.Tensor]], bool] | None = None
+        self.has_host = False
         self.operators = 0
         self._fake = FakeTensorMode(allow_non_fake_inputs=False)
         self._unshared: tuple[int, int, int] | None = None

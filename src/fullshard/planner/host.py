@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-from fullshard.comm.device import CpuDevice
+from fullshard.comm.device import CpuDevice, Device
 from fullshard.engine.registry import runtime_of
 from fullshard.engine.step.buffers import PermanentBuffer
 from fullshard.errors import ConfigError
@@ -30,6 +32,12 @@ class _Apart(CpuDevice):
         made = torch.empty(numel, dtype=dtype)
         self._meter.to_host(made)
         return made
+
+
+def host_of_gpu() -> Device | None:
+    """Return a device that has host memory apart, in the rehearsal of a rank on a GPU; None elsewhere."""
+    mode: Any = _get_current_dispatch_mode()
+    return _Apart(mode.meter, 0) if isinstance(mode, HollowMode) and mode.has_host else None
 
 
 def set_apart(model: torch.nn.Module, mode: HollowMode, phase: Callable[[], str]) -> None:

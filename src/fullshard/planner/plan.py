@@ -105,7 +105,7 @@ class Plan:
         timing: The time of a step; None if no speed is known.
         host: What a rank keeps in host memory besides. Of a run file ``checkpoint_copies``, from the first checkpoint
             that is written while training continues, and ``snapshots``, from which a lost rank is started again. On
-            GPUs also ``offloaded``: the peak of offloaded shards, their gradients and the optimizer's state.
+            GPUs also ``offloaded``: the peak of offloaded shards, their gradients, the optimizer's state, activations.
         unplanned: Phases after the steps left out because of the limit on a plan's work.
     """
 

@@ -101,6 +101,7 @@ def rehearse(
     meter, ledger = Meter(), Ledger(rank, size)
     with warnings.catch_warnings(), _only_new_garbage(), HollowMode(meter) as mode:
         warnings.simplefilter("ignore")  # about a run that does not take place
+        mode.has_host = has_host
         made = build(ledger.world)
         runtime_of(made.model).device.reduces_behind = reduces_behind
         workspaces = {one.workspace for one in made.model.modules() if isinstance(one, QuantizedLinear)}

@@ -38,6 +38,7 @@ from fullshard.planner import (
     Rehearsed,
     candidates,
     highest,
+    host_of_gpu,
     real_tensors,
     rehearse_on,
     speed_of,
@@ -47,6 +48,7 @@ from fullshard.planner import (
 from fullshard.sizes import format_bytes, format_duration
 from fullshard.train.around_steps import AT_ONCE, AroundSteps, HeldOutBatches, assumed
 from fullshard.train.run.step import StepSpec, issue_step
+from fullshard.train.setup.activation_offload import ActivationOffload
 from fullshard.train.setup.choices import choices
 from fullshard.train.setup.data_plan import make_plan
 from fullshard.train.setup.devices import Choice, Devices, for_devices, may_accumulate_unsharded, with_unsharded
@@ -375,6 +377,8 @@ def _build(
     """Return the run's step, and what is ``around`` it: ``first`` steps, then one with micro-batches of each turn."""
     model = _sharded(config, data, comm)
     told.model(model)
+    if config.training.activation_offload and (host := host_of_gpu()) is not None:
+        ActivationOffload(model, blocks_of(model), host)
     optimizer = make_optimizer(model, config)
     scaler = ShardedGradScaler(comm.device.type) if config.training.precision == "fp16" else None
     spec = step_spec(model, config, data)

@@ -12,6 +12,7 @@ from fullshard.planner import hardware
 from fullshard.train import recompute
 from fullshard.train.plan import plan_prepared, prepare_plan
 from fullshard.train.recompute import MOST_PLANS, fewest_blocks, plan_chosen
+from fullshard.train.setup import activation_offload
 from support.planned import write_run
 
 BLOCKS = "training.gradient_checkpointing"
@@ -116,3 +117,20 @@ def test_more_blocks_than_there_are_is_refused_with_the_numbers(run):
         plan_prepared(load([f"{BLOCKS}=40"]), data, 1, roughly=0)
     with pytest.raises(UserError, match="gradient_checkpointing"):
         load([f"{BLOCKS}=-1"])
+
+
+def test_on_a_gpu_offloaded_activations_are_the_hosts(run, monkeypatch):
+    """At the peak all but two blocks' are there. What is recomputed saves only its inputs."""
+    monkeypatch.setattr(activation_offload, "LEAST_BYTES", 0)
+    load, data, _ = run
+
+    def planned(offload, recomputed, device):
+        more = [f"training.activation_offload={offload}", f"{BLOCKS}={recomputed}"]
+        return plan_prepared(load(more), data, 1, device, roughly=0)
+
+    gpu = hardware("h100")
+    kept, offloaded, both = planned("false", 0, gpu), planned("true", 0, gpu), planned("true", 4, gpu)
+    assert 0 < kept.peak_bytes - offloaded.peak_bytes <= offloaded.host["offloaded"]
+    assert "offloaded" not in kept.host
+    assert both.host["offloaded"] < offloaded.host["offloaded"] / 10
+    assert planned("true", 0, None).as_dict() == planned("false", 0, None).as_dict()

@@ -12,6 +12,7 @@ from torch import nn
 from fullshard.comm import Comm, machine_axes, whole_memory_bytes
 from fullshard.config import RunConfig, require_base
 from fullshard.engine import WeightSource, check_wrapped, fully_shard
+from fullshard.engine.registry import runtime_of
 from fullshard.engine.setup.source import WantedTensor
 from fullshard.engine.setup.wrap import BY_CLASS, ONE_UNIT
 from fullshard.errors import ConfigError, ModelError, WrapError
@@ -20,6 +21,7 @@ from fullshard.models import (
     RouterLoss,
     add_adapter,
     base_of,
+    blocks_of,
     build_model,
     build_skeleton,
     can_fuse,
@@ -49,6 +51,7 @@ from fullshard.policy import (
 )
 from fullshard.saving import AdaptedWeights, Pretrained
 from fullshard.sizes import format_bytes
+from fullshard.train.setup.activation_offload import ActivationOffload
 from fullshard.train.setup.devices import Choice, Devices, for_devices
 from fullshard.train.setup.quantization import (
     quantise_outline,
@@ -356,6 +359,8 @@ def shard_model(model: nn.Module, config: RunConfig, comm: Comm, weights: Weight
     try:
         _shard(model, config, comm, weights)
         check_wrapped(model)
+        if config.training.activation_offload and comm.device.type == "cuda":
+            ActivationOffload(model, blocks_of(model), runtime_of(model).device)
     except WrapError as error:
         raise WrapError(_with_run_file_remedies(str(error), config)) from error
 
