@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import traceback
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
@@ -10,20 +11,21 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from fullshard.comm import Work, planned_memory, whole_memory_bytes
+from fullshard.comm import Work, free_memory, planned_memory, whole_memory_bytes
 from fullshard.config import RunConfig
 from fullshard.data import padding_share
 from fullshard.engine import UnitTable, units
 from fullshard.errors import ConfigError, InvariantError, ModelError, UserError
 from fullshard.models import require_fp16_fit
 from fullshard.models.kind import known_kind
-from fullshard.planner import Hardware, UnplannedStepError
+from fullshard.planner import Hardware, TooMuchWorkError, UnplannedStepError, work_limit
 from fullshard.saving.full import check_saving
 from fullshard.sizes import format_bytes
 from fullshard.storage import file_system
 from fullshard.train.auto import gpu_sheet, precision_before, simulated_settings
 from fullshard.train.fit import Load
 from fullshard.train.plan import try_step
+from fullshard.train.recompute import ACCUMULATE, BLOCKS, plan_chosen
 from fullshard.train.reporting.trackers import tracker_sinks
 from fullshard.train.run.assemble import make_evaluation
 from fullshard.train.setup.advice import advice
@@ -38,6 +40,9 @@ from fullshard.train.setup.quantization import quantization_notes, require_kerne
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+DRY_RUN_OPERATORS = 500_000
+"""Operators that the plans of a dry run may take: some twenty seconds of processor time."""
 
 
 class SimulatedComm:
@@ -162,13 +167,32 @@ def dry_run(
     memory = whole_memory_bytes(torch.device("cuda")) if gpus else None
     with planned_memory(memory if device is None else device.memory_bytes):
         data, notes = prepare(config, progress=progress), []
+        sheet = gpu_sheet(torch.device("cuda")) if gpus and device is None else device
         if load is not None:
-            sheet = gpu_sheet(torch.device("cuda")) if gpus and device is None else device
             config = load(simulated_settings(load, data, world_size, sheet, notes.append))
-        return _dry_run(data.settled(config), data, world_size, devices, notes)
+        config = data.settled(config)
+        by_plan = () if load is None or (gpus and sheet is None) else _by_plan(config, data, world_size, sheet)
+        return _dry_run(config, data, world_size, devices, notes, by_plan)
 
 
-def _dry_run(config: RunConfig, data: Prepared, world_size: int, devices: Devices, found: Sequence[str]) -> DryRun:
+def _by_plan(config: RunConfig, data: Prepared, world_size: int, device: Hardware | None) -> tuple[Choice, ...]:
+    """Return what the run would choose by its memory: that of ``device``, or what is free on this machine now."""
+    free = free_memory(torch.device("cpu")).values()
+    limit = device.memory_bytes if device is not None else min(free) // world_size if free else None
+    with contextlib.suppress(TooMuchWorkError, UserError), work_limit(DRY_RUN_OPERATORS):
+        plan, _ = plan_chosen(limit, config, data, world_size, device, roughly=0)
+        return tuple(one for one in plan.chosen if one.setting in (BLOCKS, ACCUMULATE))
+    return ()
+
+
+def _dry_run(
+    config: RunConfig,
+    data: Prepared,
+    world_size: int,
+    devices: Devices,
+    found: Sequence[str],
+    by_plan: Sequence[Choice],
+) -> DryRun:
     before = precision_before(config) if config.training.precision == "auto" else None
     precision = precision_choice(config, devices, before)
     if precision.value == "bf16" and devices.gpu and not devices.bf16:
@@ -208,7 +232,7 @@ def _dry_run(config: RunConfig, data: Prepared, world_size: int, devices: Device
             *advice(config, data, plan, world_size),
             *untried,
         ),
-        chosen=choices(asked, devices, model, before=[precision]),
+        chosen=choices(asked, devices, model, before=[precision, *by_plan]),
     )
 
 

@@ -12,7 +12,7 @@ from fullshard.errors import UserError
 from fullshard.planner import Hardware
 from fullshard.sizes import format_bytes
 from fullshard.train.plan import AUTO_SHARE, RunPlan, needed_bytes, plan_in, plan_prepared
-from fullshard.train.setup.devices import Choice, with_unsharded
+from fullshard.train.setup.devices import Choice, may_accumulate_unsharded, with_unsharded
 from fullshard.train.setup.prepare import Prepared
 
 BLOCKS = "training.gradient_checkpointing"
@@ -114,7 +114,8 @@ def plan_chosen(
         chosen.append(blocks_choice(number, first.blocks, why))
     plan = plan_in(memory_bytes, config, data, world_size, device, sharded=plan, **how)
     if config.training.accumulate == "auto" and plan.accumulate is not None:
-        why = "it sends less and fits" if plan.accumulate == "unsharded" else "unsharded does not fit or sends no less"
+        may = "unsharded does not fit" if may_accumulate_unsharded(config, world_size) else "unsharded sends no less"
+        why = "it sends less and fits" if plan.accumulate == "unsharded" else may
         chosen.append(Choice(ACCUMULATE, plan.accumulate, why))
         config = with_unsharded(config) if plan.accumulate == "unsharded" else config
     return replace(plan, chosen=(*plan.chosen, *chosen)), config

@@ -2,6 +2,7 @@
 
 import sys
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
@@ -191,8 +192,25 @@ def test_frozen_parameters_that_are_replicated_if_they_are_small_are_told(tmp_pa
     assert {one.setting: one.value for one in found.chosen}["sharding.frozen"] == place
 
 
+def test_what_a_plan_decides_is_decided_too(tmp_path):
+    training = {"training__gradient_accumulation_steps": 2, "training__eval_strategy": "no"}
+    run = write_run(tmp_path, training__per_device_train_batch_size=2, **training)
+
+    def decided(size, device):
+        found = dry_run(load_run(run), size, load=partial(load_run, run), device=device)
+        return {one.setting.removeprefix("training."): one.value for one in found.chosen}.items()
+
+    assert decided(8, A10G) >= {"gradient_checkpointing": "false", "accumulate": "unsharded"}.items()
+    assert decided(1, H100) >= {"accumulate": "sharded"}.items()
+    small = replace(A10G, memory_bytes=A10G.outside_bytes + (1 << 20))
+    assert decided(2, small) >= {"accumulate": "sharded"}.items()
+    assert dict(decided(2, small))["gradient_checkpointing"] != "false"
+
+
+@pytest.mark.slow
 def test_sharding_auto_is_searched_on_the_devices(tmp_path):
-    run = write_run(tmp_path, sharding="auto", training__fused_cross_entropy=False)
+    training = {"training__fused_cross_entropy": False, "training__eval_strategy": "no"}
+    run = write_run(tmp_path, sharding="auto", **training)
 
     def load(more):
         return load_run(run, ["training.gradient_checkpointing=false", *more])
