@@ -204,7 +204,6 @@ def test_what_a_plan_decides_is_decided_too(tmp_path):
     assert decided(1, H100) >= {"accumulate": "sharded"}.items()
     small = replace(A10G, memory_bytes=A10G.outside_bytes + (1 << 20))
     assert decided(2, small) >= {"accumulate": "sharded"}.items()
-    assert dict(decided(2, small))["gradient_checkpointing"] != "false"
 
 
 @pytest.mark.slow
