@@ -246,7 +246,7 @@ class _Plans:
 
     def of(self, chosen: Sequence[Choice]) -> list[_Rank]:
         """Return every rank's plan with these choices."""
-        key = tuple(one.override for one in chosen if one.value != "false")  # which auto stands for in a plan
+        key = tuple(one.override for one in chosen if one.value not in ("false", "sharded"))  # auto's in a plan
         if key not in self._found:
             everyone = self._planned(chosen)
             if shortage(everyone, self._kind) is not None:
