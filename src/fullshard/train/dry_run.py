@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -171,7 +171,8 @@ def dry_run(
         if load is not None:
             config = load(simulated_settings(load, data, world_size, sheet, notes.append))
         config = data.settled(config)
-        by_plan = () if load is None or (gpus and sheet is None) else _by_plan(config, data, world_size, sheet)
+        planned = load is not None and not (gpus and sheet is None)
+        by_plan = partial(_by_plan, config, data, world_size, sheet) if planned else tuple
         return _dry_run(config, data, world_size, devices, notes, by_plan)
 
 
@@ -179,10 +180,14 @@ def _by_plan(config: RunConfig, data: Prepared, world_size: int, device: Hardwar
     """Return what the run would choose by its memory: that of ``device``, or what is free on this machine now."""
     free = free_memory(torch.device("cpu")).values()
     limit = device.memory_bytes if device is not None else min(free) // world_size if free else None
-    with contextlib.suppress(TooMuchWorkError, UserError), work_limit(DRY_RUN_OPERATORS):
-        plan, _ = plan_chosen(limit, config, data, world_size, device, roughly=0)
-        return tuple(one for one in plan.chosen if one.setting in (BLOCKS, ACCUMULATE))
-    return ()
+    try:
+        with work_limit(DRY_RUN_OPERATORS):
+            plan, _ = plan_chosen(limit, config, data, world_size, device, roughly=0)
+    except TooMuchWorkError:
+        why = f"decided at the start: its plan takes more than {DRY_RUN_OPERATORS:,} operators, `fullshard plan` tells"
+        asks = {BLOCKS: config.training.gradient_checkpointing, ACCUMULATE: config.training.accumulate}
+        return tuple(Choice(setting, "auto", why) for setting, value in asks.items() if value == "auto")
+    return tuple(one for one in plan.chosen if one.setting in (BLOCKS, ACCUMULATE))
 
 
 def _dry_run(
@@ -191,7 +196,7 @@ def _dry_run(
     world_size: int,
     devices: Devices,
     found: Sequence[str],
-    by_plan: Sequence[Choice],
+    by_plan: Callable[[], Sequence[Choice]],
 ) -> DryRun:
     before = precision_before(config) if config.training.precision == "auto" else None
     precision = precision_choice(config, devices, before)
@@ -232,7 +237,7 @@ def _dry_run(
             *advice(config, data, plan, world_size),
             *untried,
         ),
-        chosen=choices(asked, devices, model, before=[precision, *by_plan]),
+        chosen=choices(asked, devices, model, before=[precision, *by_plan()]),
     )
 
 

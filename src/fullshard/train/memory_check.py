@@ -75,6 +75,11 @@ class _Checked:
         return Planned(self.values, self.table, lambda: _remedy_lines(need, verdicts=False), tuple(self.chosen))
 
 
+def _unplanned(rank: _Rank) -> tuple[str, ...] | None:
+    """Return the phases that the rank's plan leaves out; None without a plan."""
+    return None if isinstance(rank.plan, str) else tuple(rank.plan.unplanned)
+
+
 def _with(load: Load, chosen: Sequence[Choice]) -> Load:
     return lambda more: load([*(one.override for one in chosen), *more])
 
@@ -251,8 +256,10 @@ class _Plans:
             everyone = self._planned(chosen)
             if shortage(everyone, self._kind) is not None:
                 # Those batches are at least as large as the run's. Only batches that come count against it.
-                pairs = zip(everyone, self._planned(chosen, listed=True), strict=True)
-                everyone = [min(pair, key=lambda rank: rank.needs(self._kind)) for pair in pairs]
+                come = self._planned(chosen, listed=True)
+                if [_unplanned(rank) for rank in come] == [_unplanned(rank) for rank in everyone]:
+                    pairs = zip(everyone, come, strict=True)
+                    everyone = [min(pair, key=lambda rank: rank.needs(self._kind)) for pair in pairs]
             self._found[key] = everyone
         return self._found[key]
 
@@ -299,6 +306,8 @@ class _Plans:
             return Choice(ACCUMULATE, before, KEPT)
         unsharded = Choice(ACCUMULATE, "unsharded", "")
         everyone = self.of([*chosen, unsharded])
+        if not self._is_planned([*chosen, unsharded]):
+            return Choice(ACCUMULATE, "sharded", "unsharded could not be planned")
         if not all(rank.free for rank in everyone):
             return Choice(ACCUMULATE, "sharded", "the system does not report its free memory")
         share = 1.0 if before == "unsharded" else AUTO_SHARE
@@ -316,7 +325,9 @@ class _Plans:
         return self._comm.all_gather_object(_Rank(plan, self._free))
 
     def _is_planned(self, chosen: Sequence[Choice]) -> bool:
-        return not any(isinstance(rank.plan, str) for rank in self.of(chosen))
+        """Return whether all ranks have a plan, of the same phases as without choices: others cannot be compared."""
+        phases = [_unplanned(rank) for rank in self.of(chosen)]
+        return None not in phases and phases == [_unplanned(rank) for rank in self.of(())]
 
     def _over(self, everyone: list[_Rank], share: float) -> float:
         """Return the bytes by which ranks need more of a pool than they may take, of the pool that lacks most."""

@@ -10,6 +10,7 @@ import torch
 
 from fullshard.config import RUN_NAME, load_run
 from fullshard.errors import MemoryLimitError
+from fullshard.planner import TooMuchWorkError
 from fullshard.planner.ranks import PlannedComm
 from fullshard.sizes import format_bytes
 from fullshard.train import memory_check, remedies
@@ -150,7 +151,7 @@ def test_compiled_blocks_are_planned_and_the_plan_is_said_to_be_a_bound(start, p
 
 
 def test_an_upper_bound_refuses_no_run(start, run_file, peak):
-    planned, (line, warning) = start(peak - 1, "training.torch_compile=true")
+    planned, (line, warning) = start(peak - 1, "training.torch_compile=true", f"{BLOCKS}=false")
     assert planned is not None
     assert "upper bound" in line
     needed = needed_bytes(plan_run(load_run(run_file, ["training.torch_compile=true"]), 1), "cpu")
@@ -279,6 +280,20 @@ def test_full_gradients_accumulate_where_their_plan_fits_in_nine_tenths(start, p
     numbers = f"unsharded needs {format_bytes(4 * unsharded)}, more than 90% of the {format_bytes(room - 16)}"
     assert planned.chosen[-1].why.startswith(numbers)
     assert planned.values["memory"][0]["peak"] == sharded
+
+
+def test_what_cannot_be_planned_is_not_taken_for_what_fits(start, monkeypatch):
+    real = memory_check.plan_prepared
+
+    def planned(config, *args, **how):
+        if config.training.accumulate == "unsharded":
+            raise TooMuchWorkError(1)
+        return real(config, *args, **how)
+
+    monkeypatch.setattr(memory_check, "plan_prepared", planned)
+    planned_run, _ = start(10**9, *FOUR, ranks=4)
+    assert planned_run.values["accumulate"] == "sharded"
+    assert planned_run.chosen[-1].why == "unsharded could not be planned"
 
 
 @pytest.mark.parametrize("override", ["sharding.strategy=no_shard", "training.gradient_accumulation_steps=1"])
