@@ -71,7 +71,7 @@ class Lane:
         unsettled: A finished all-gather from which other ranks may still read, or None.
         gradient: The unsharded gradient, (world_size * shard_numel,), in the reduce dtype, or None.
         written: Placements whose gradient is in ``gradient`` or held.
-        held: Gradients that arrived and are not in ``gradient`` yet, each with the view that it is copied to.
+        held: Gradients of ``held_bytes`` that are not in ``gradient`` yet, each with the view that it is copied to.
         partial: The gradient of this shard summed over the shard group but not yet over replicas, (shard_numel,), or
             None.
     """
@@ -93,6 +93,7 @@ class Lane:
     gradient: torch.Tensor | None = None
     written: set[int] = field(default_factory=set)
     held: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
+    held_bytes: int = 0
     partial: torch.Tensor | None = None
 
     def allocate(self) -> None:
@@ -181,7 +182,8 @@ class Lane:
             view.add_(gradient)
             return
         self.held.append((view, gradient))
-        if sum(one.nbytes for _, one in self.held) >= HELD_BYTES:
+        self.held_bytes += gradient.nbytes
+        if self.held_bytes >= HELD_BYTES:
             self.copy_held()
 
     def copy_held(self) -> None:
@@ -189,7 +191,7 @@ class Lane:
         if self.held:
             views, gradients = [view for view, _ in self.held], [gradient for _, gradient in self.held]
             torch._foreach_copy_(views, gradients)  # pyright: ignore[reportPrivateImportUsage]
-        self.held = []
+        self.held, self.held_bytes = [], 0
 
     def gradient_of(self, place: int) -> tuple[torch.Tensor, bool]:
         """Return where the caller writes the gradient of placement ``place``.
@@ -247,7 +249,7 @@ class Lane:
         if self.gradient is not None:
             self.account.add("gradients", -self.gradient.nbytes)
         self.gradient = None
-        self.held = []
+        self.held, self.held_bytes = [], 0
         self.written.clear()
 
     def to_host(self, shard: torch.Tensor) -> torch.Tensor:
