@@ -291,7 +291,7 @@ class _Plans:
             return choice(kept, KEPT)
         number = fewest_blocks(missing, first.blocks)
         if not number:
-            return choice(0, "the run fits without")
+            return choice(0, "the run fits without" if missing(0) <= 0 else "recomputing more does not need less")
         without, needs = (max(rank.needs(self._kind) for rank in self.of(one)) for one in ((), (choice(number),)))
         there = int(share * min(_limit(self.of(()), rank) for rank in range(self._comm.size)))
         sizes = f"{format_bytes(without)} without, {format_bytes(needs)} with it, and may take {format_bytes(there)}"

@@ -109,7 +109,8 @@ def plan_chosen(
             return needed_bytes(plans[number], "cuda") - AUTO_SHARE * (memory_bytes - device.outside_bytes)
 
         number = fewest_blocks(missing, first.blocks)
-        why = f"tensors need {format_bytes(needed_bytes(first, 'cuda'))} without" if number else "it fits without"
+        why = "the run fits without" if missing(0) <= 0 else "recomputing more does not need less"
+        why = f"tensors need {format_bytes(needed_bytes(first, 'cuda'))} without" if number else why
         plan, config = plans[number], with_blocks(config, number, first.blocks)
         chosen.append(blocks_choice(number, first.blocks, why))
     plan = plan_in(memory_bytes, config, data, world_size, device, sharded=plan, **how)
