@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, Literal, cast, get_args
+from typing import Any, Literal, Self, cast, get_args
 
 from fullshard.errors import ConfigError
 
@@ -132,23 +132,33 @@ class ShardingStrategy(Enum):
     NO_SHARD: nothing; gradients are all-reduced.
     HYBRID_SHARD: FULL_SHARD inside a group of ranks, replicas across groups: gathers stay inside the group.
     HYBRID_SHARD_ZERO2: SHARD_GRAD_OP inside a group of ranks, replicas across groups.
+
+    Code asks for these three, never which member it is, so that a new member works everywhere:
+
+    Attributes:
+        shards: Whether ranks hold parts; otherwise each holds everything.
+        keeps_after_forward: Whether gathered parameters stay in memory from forward to backward.
+        needs_two_axes: Whether the mesh must have a replicating and a sharding axis.
     """
 
-    FULL_SHARD = "full_shard"
-    SHARD_GRAD_OP = "shard_grad_op"
-    NO_SHARD = "no_shard"
-    HYBRID_SHARD = "hybrid_shard"
-    HYBRID_SHARD_ZERO2 = "hybrid_shard_zero2"
+    FULL_SHARD = "full_shard", True, False, False
+    SHARD_GRAD_OP = "shard_grad_op", True, True, False
+    NO_SHARD = "no_shard", False, False, False
+    HYBRID_SHARD = "hybrid_shard", True, False, True
+    HYBRID_SHARD_ZERO2 = "hybrid_shard_zero2", True, True, True
 
-    @property
-    def needs_two_axes(self) -> bool:
-        """True if the mesh must have a replicating and a sharding axis."""
-        return self in (ShardingStrategy.HYBRID_SHARD, ShardingStrategy.HYBRID_SHARD_ZERO2)
+    _value_: str
+    shards: bool
+    keeps_after_forward: bool
+    needs_two_axes: bool
 
-    @property
-    def keeps_after_forward(self) -> bool:
-        """True if gathered parameters stay in memory from forward to backward."""
-        return self in (ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.HYBRID_SHARD_ZERO2)
+    def __new__(cls, value: str, shards: bool, keeps_after_forward: bool, needs_two_axes: bool) -> Self:  # noqa: FBT001
+        """Make a member whose ``value`` is its name in run files."""
+        member = object.__new__(cls)
+        member._value_ = value
+        member.shards, member.keeps_after_forward = shards, keeps_after_forward
+        member.needs_two_axes = needs_two_axes
+        return member
 
 
 class BackwardPrefetch(Enum):

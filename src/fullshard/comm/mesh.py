@@ -178,8 +178,8 @@ def as_mesh(mesh: object, strategy: ShardingStrategy, device: torch.device | Non
     Args:
         mesh: None (the default process group), a ``ProcessGroup``, a ``Comm`` or a 1-D ``DeviceMesh`` for one axis; a
             2-D ``DeviceMesh`` or a pair of process groups or Comms, ``(replicate, shard)``, for two.
-        strategy: NO_SHARD replicates over the one axis, hybrid strategies need two axes, the others shard over the
-            last.
+        strategy: One that does not shard replicates over the one axis, hybrid ones need two axes, the others shard
+            over the last.
         device: Device of the sharded model; None: this rank's accelerator if the group can use it, else CPU.
 
     Raises:
@@ -191,11 +191,13 @@ def as_mesh(mesh: object, strategy: ShardingStrategy, device: torch.device | Non
             f"{strategy.name} takes a mesh with 2 axes, (replicate, shard); this one has 1 with {shard.size} ranks. "
             "Make one with torch.distributed.init_device_mesh(device, (replicas, ranks_each)), or use FULL_SHARD."
         )
-    if replicate is not None and strategy is ShardingStrategy.NO_SHARD:
-        raise ProcessGroupError("NO_SHARD replicates over all ranks and takes a mesh with 1 axis; this one has 2.")
-    if strategy is ShardingStrategy.NO_SHARD:
-        return Mesh(SoloComm(shard.device), shard)
-    return Mesh(shard, replicate or SoloComm(shard.device))
+    if strategy.shards:
+        return Mesh(shard, replicate or SoloComm(shard.device))
+    if replicate is not None:
+        raise ProcessGroupError(
+            f"{strategy.name} replicates over all ranks and takes a mesh with 1 axis; this one has 2."
+        )
+    return Mesh(SoloComm(shard.device), shard)
 
 
 def device_mesh_of(mesh: object, device: torch.device) -> DeviceMesh | None:

@@ -17,6 +17,7 @@ from fullshard.config.model import ModelConfig
 from fullshard.config.section import ConfigSection
 from fullshard.config.training import TrainingConfig
 from fullshard.errors import ConfigError
+from fullshard.policy import ShardingStrategy
 
 
 class ShardingConfig(ConfigSection):
@@ -131,10 +132,10 @@ class RunConfig(ConfigSection):
 
     @model_validator(mode="after")
     def _has_messages_to_round(self) -> Self:
-        if self.training.messages is not None and self.sharding.strategy == "no_shard":
+        if self.training.messages is not None and not ShardingStrategy(self.sharding.strategy).shards:
             raise ValueError(
                 f"training.messages: {self.training.messages} rounds what is gathered and reduce-scattered, but "
-                "sharding.strategy: no_shard does neither. Leave one of them out"
+                f"sharding.strategy: {self.sharding.strategy} does neither. Leave one of them out"
             )
         return self
 

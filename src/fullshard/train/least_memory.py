@@ -16,6 +16,7 @@ from fullshard.engine.setup.wrap import ROOT_NAME
 from fullshard.errors import MemoryLimitError
 from fullshard.models import base_of
 from fullshard.planner.plan import LABELS
+from fullshard.policy import ShardingStrategy
 from fullshard.sizes import format_bytes
 from fullshard.train.dry_run import lay_out
 from fullshard.train.fit import Load
@@ -161,8 +162,8 @@ def _refusal(
 
 def _settings(config: RunConfig) -> Iterator[tuple[str, ...]]:
     """Yield overrides that change what is counted here."""
-    shards = config.sharding.strategy == "no_shard"
+    shards = ShardingStrategy(config.sharding.strategy).shards
     wide = config.training.optimizer == "adamw"
     own = ["training.accumulate=sharded"] if config.training.accumulate == "unsharded" else []
-    own += (["sharding.strategy=full_shard"] if shards else []) + (["training.optimizer=adamw_8bit"] if wide else [])
+    own += (["sharding.strategy=full_shard"] if not shards else []) + (["training.optimizer=adamw_8bit"] if wide else [])
     yield from dict.fromkeys((*((one,) for one in own), tuple(own))) if own else ()

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from fullshard.config import RunConfig
 from fullshard.errors import UserError
 from fullshard.planner import Hardware, work_limit
+from fullshard.policy import ShardingStrategy
 from fullshard.sizes import format_bytes
 from fullshard.train.fit import Load, micro_batches
 from fullshard.train.plan import RunPlan, plan_prepared
@@ -104,7 +105,8 @@ def _settings(config: RunConfig) -> Iterator[tuple[str, ...]]:
         same.append("training.fused_cross_entropy=true")
     if training.accumulate == "unsharded":
         same.append("training.accumulate=sharded")
-    if config.sharding.strategy in ("no_shard", "shard_grad_op"):
+    strategy = ShardingStrategy(config.sharding.strategy)
+    if not strategy.needs_two_axes and (strategy.keeps_after_forward or not strategy.shards):
         same.append("sharding.strategy=full_shard")
     if training.gradient_checkpointing is not True:
         same.append(_ALL)

@@ -1,10 +1,17 @@
 """The same model gives the same losses and weights under every strategy, prefetch and way of wrapping."""
 
+import ast
+import copy
 import functools
+import pickle
+import re
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+import fullshard
 from fullshard import BackwardPrefetch, MinNumel, ShardingStrategy, full_tensors, fully_shard, units
 from fullshard.errors import ConfigError, ProcessGroupError, WrapError
 from fullshard.testing import RecordingComm, run_ranks
@@ -42,6 +49,52 @@ def test_every_strategy_gives_the_unsharded_run(strategy, kind):
 
     for run in run_ranks(size, work):
         assert_same_run(run, plain)
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+@pytest.mark.parametrize(("shards", "two_axes"), [(True, False), (True, True), (False, False)])
+def test_a_strategy_is_what_it_says_of_itself_and_not_its_name(shards, two_axes, keeps):
+    """So a new one is a member in policy.py, a word of sharding.strategy in config/schema.py, and documentation."""
+    strategy = SimpleNamespace(name="NEW", shards=shards, keeps_after_forward=keeps, needs_two_axes=two_axes)
+    size = 4 if two_axes else 2
+    reference, models = replicas(TinyLM, size)
+    data = batches(steps_for(size), size * ROWS_PER_RANK)
+    plain = train_unsharded(reference, lm_loss, data)
+
+    def work(comm):
+        return train_sharded(
+            models[comm.rank], comm, lm_loss, data, mesh=mesh_for(strategy, comm), strategy=strategy, tables="home"
+        )
+
+    for run in run_ranks(size, work):
+        assert_same_run(run, plain)
+
+
+def test_no_code_compares_a_strategy_by_name():
+    names = {one.name for one in ShardingStrategy} | {one.value for one in ShardingStrategy}
+    compared = []
+    for path in Path(fullshard.__file__).parent.rglob("*.py"):
+        if "compat" in path.parts:  # torch's and Accelerate's strategies are translated there, by their names
+            continue
+        nodes = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Compare)]
+        compared += [f"{path}:{node.lineno}" for node in nodes if names & set(re.findall(r"\w+", ast.unparse(node)))]
+    assert compared == []
+
+
+def test_users_see_the_strategies_as_before():
+    assert [(one.name, one.value) for one in ShardingStrategy] == [
+        ("FULL_SHARD", "full_shard"),
+        ("SHARD_GRAD_OP", "shard_grad_op"),
+        ("NO_SHARD", "no_shard"),
+        ("HYBRID_SHARD", "hybrid_shard"),
+        ("HYBRID_SHARD_ZERO2", "hybrid_shard_zero2"),
+    ]
+    for one in ShardingStrategy:
+        assert ShardingStrategy(one.value) is ShardingStrategy[one.name] is pickle.loads(pickle.dumps(one))
+        assert copy.deepcopy(one) is one
+        assert repr(one) == f"<ShardingStrategy.{one.name}: {one.value!r}>"
+    # as earlier versions pickled it
+    assert pickle.loads(b"cfullshard.policy\nShardingStrategy\n(Vno_shard\ntR.") is ShardingStrategy.NO_SHARD
 
 
 def trained(kind, **options):

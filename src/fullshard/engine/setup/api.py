@@ -213,13 +213,12 @@ def _reshard(strategy: ShardingStrategy, *, after_forward: object) -> ShardingSt
             f"reshard_after_forward must be True or False; got {after_forward!r}. To gather inside a smaller group, "
             "shard inside it: strategy=ShardingStrategy.HYBRID_SHARD with a mesh of 2 axes."
         )
-    kept = {
-        ShardingStrategy.FULL_SHARD: ShardingStrategy.SHARD_GRAD_OP,
-        ShardingStrategy.HYBRID_SHARD: ShardingStrategy.HYBRID_SHARD_ZERO2,
-    }
-    if after_forward and strategy in (*kept.values(), ShardingStrategy.NO_SHARD):
+    if after_forward and (strategy.keeps_after_forward or not strategy.shards):
         raise ConfigError(f"reshard_after_forward=True contradicts strategy={strategy.name}; give one of them.")
-    return strategy if after_forward else kept.get(strategy, strategy)
+    if after_forward or not strategy.shards:
+        return strategy
+    same = (one for one in ShardingStrategy if one.shards and one.needs_two_axes is strategy.needs_two_axes)
+    return next(one for one in same if one.keeps_after_forward)
 
 
 def _check_weights(weights: WeightSource | None, first_values: FirstValues | None, *, is_model: bool) -> None:

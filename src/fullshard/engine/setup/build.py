@@ -20,7 +20,7 @@ from fullshard.engine.tables.table_param import TableParam
 from fullshard.errors import ConfigError
 from fullshard.layout import LaneLayout, plan_unit
 from fullshard.layout.sharded import ShardMeta
-from fullshard.policy import MixedPrecision, ShardingStrategy, UnitPolicy
+from fullshard.policy import MixedPrecision, UnitPolicy
 
 
 def check_messages(specs: Iterable[UnitSpec], policy: UnitPolicy) -> None:
@@ -32,10 +32,10 @@ def check_messages(specs: Iterable[UnitSpec], policy: UnitPolicy) -> None:
     messages = policy.precision.messages
     if messages is None:
         return
-    if policy.strategy is ShardingStrategy.NO_SHARD:
+    if not policy.strategy.shards:
         raise ConfigError(
-            f"messages={messages!r} rounds what is gathered and reduce-scattered, and NO_SHARD does neither. Leave it "
-            "out, or choose another strategy."
+            f"messages={messages!r} rounds what is gathered and reduce-scattered, and {policy.strategy.name} does "
+            "neither. Leave it out, or choose another strategy."
         )
     for member in (member for spec in specs for member in spec.params if member.param.requires_grad):
         added = dtypes_of(policy.precision, member.param, kept=False).reduce_sum
@@ -92,7 +92,7 @@ class UnitBuilder:
 
     def _homes(self, spec: UnitSpec) -> set[int]:
         """Return the ids of the parameters whose rows stay home: tables, and heads in units of their own."""
-        if self.policy.tables == "gather" or self.policy.strategy is ShardingStrategy.NO_SHARD:
+        if self.policy.tables == "gather" or not self.policy.strategy.shards:
             return set()
         size, homes = self.mesh.shard_group.size, set()
         for member in spec.params:
@@ -144,7 +144,7 @@ class UnitBuilder:
                 shapes=[tuple(member.param.shape) for member in members],
                 dtypes=dtypes,
                 trainable=first.requires_grad,
-                replicated=replicated or self.policy.strategy is ShardingStrategy.NO_SHARD,
+                replicated=replicated or not self.policy.strategy.shards,
                 pinned=self._pinned,
                 device=self.runtime_device,
                 account=self.account,
