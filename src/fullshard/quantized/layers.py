@@ -15,8 +15,8 @@ from fullshard.errors import ConfigError
 from fullshard.layout.names import plain_name
 from fullshard.policy import Quantize
 from fullshard.quantized.bitsandbytes_door import bitsandbytes, loaded
-from fullshard.quantized.formats import BLOCK, OUTER_BLOCK, Format, FourBit, Int8, format_of
-from fullshard.quantized.linear import QuantizedLinear
+from fullshard.quantized.formats import BLOCK, OUTER_BLOCK, FourBit, Int8, format_of
+from fullshard.quantized.linear import Held, QuantizedLinear
 from fullshard.quantized.workspace import Workspace
 
 _WRAPPED = ("base_layer", "original_module")
@@ -60,9 +60,9 @@ class QuantizedLayers:
             layer.__dict__.clear()
             layer.__dict__.update(state)
 
-    def _take_over(self, layer: Any, format: Format, stored: tuple[Any, Any], dtypes: tuple[Any, Any]) -> None:
+    def _take_over(self, layer: Any, held: Held) -> None:
         self._before.append((layer, type(layer), dict(layer.__dict__)))
-        QuantizedLinear.take_over(layer, format, *stored, dtypes)
+        QuantizedLinear.take_over(layer, held)
 
     def _quantise(self, model: nn.Module, quantize: Quantize) -> None:
         """Convert the chosen layers into quantised layers on the meta device."""
@@ -72,7 +72,7 @@ class QuantizedLayers:
             with torch.device("meta"):
                 codes = torch.empty(format.codes_shape(_shape(layer)), dtype=torch.uint8)
                 scales = torch.empty(format.scales_bytes(_shape(layer)), dtype=torch.uint8)
-            self._take_over(layer, format, (codes, scales), (layer.weight.dtype, compute))
+            self._take_over(layer, Held(format, codes, scales, layer.weight.dtype, compute))
 
     def _adopt(self, model: nn.Module) -> None:
         """Convert layers of bitsandbytes, keeping their codes and scales."""
@@ -81,9 +81,9 @@ class QuantizedLayers:
             return
         for path, layer in model.named_modules():
             if isinstance(layer, library.nn.Linear4bit):
-                self._take_over(layer, *_from_4bit(plain_name(path), layer))
+                self._take_over(layer, _from_4bit(plain_name(path), layer))
             elif isinstance(layer, library.nn.Linear8bitLt):
-                self._take_over(layer, *_from_8bit(plain_name(path), layer))
+                self._take_over(layer, _from_8bit(plain_name(path), layer))
 
 
 def _share_workspace(model: nn.Module) -> None:
@@ -184,11 +184,8 @@ def _is_skipped(name: str, skip: tuple[str, ...]) -> bool:
     return any(f".{one}." in f".{plain_name(name)}." for one in skip)
 
 
-_Adopted = tuple[Format, tuple[torch.Tensor, torch.Tensor], tuple[torch.dtype, torch.dtype | None]]
-
-
-def _from_4bit(name: str, layer: Any) -> _Adopted:
-    """Return format, codes and scales, and dtypes of a ``Linear4bit``.
+def _from_4bit(name: str, layer: Any) -> Held:
+    """Return what a ``Linear4bit`` holds.
 
     Raises:
         ConfigError: It has other blocks than bitsandbytes' default, or is not quantised.
@@ -216,11 +213,11 @@ def _from_4bit(name: str, layer: Any) -> _Adopted:
         scales = torch.cat([part.reshape(-1) for part in parts])
     else:
         scales = state.absmax.float().contiguous().view(torch.uint8)
-    return format, (codes, scales), (state.dtype, layer.compute_dtype)
+    return Held(format, codes, scales, state.dtype, layer.compute_dtype)
 
 
-def _from_8bit(name: str, layer: Any) -> _Adopted:
-    """Return format, codes and scales, and dtypes of a ``Linear8bitLt``.
+def _from_8bit(name: str, layer: Any) -> Held:
+    """Return what a ``Linear8bitLt`` holds.
 
     Raises:
         ConfigError: It keeps float16 weights, has an outlier threshold, or is not quantised.
@@ -235,4 +232,4 @@ def _from_8bit(name: str, layer: Any) -> _Adopted:
         )
     scales = largest.float().contiguous().view(torch.uint8)
     # float32, to which bitsandbytes dequantises, because it does not keep the weight's original dtype.
-    return Int8(), (codes.contiguous().view(torch.uint8), scales), (torch.float32, None)
+    return Held(Int8(), codes.contiguous().view(torch.uint8), scales, torch.float32, None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -12,6 +13,17 @@ from torch.utils._pytree import tree_leaves, tree_map
 from fullshard.errors import ShardingError
 from fullshard.quantized.formats import Format
 from fullshard.quantized.workspace import Workspace
+
+
+@dataclass(frozen=True)
+class Held:
+    """What a quantised layer holds in place of its weight."""
+
+    format: Format
+    codes: torch.Tensor  # bytes, ``format.codes_shape``, perhaps on the meta device
+    scales: torch.Tensor  # bytes, (``format.scales_bytes``,)
+    dtype: torch.dtype  # the weight's own
+    compute_dtype: torch.dtype | None
 
 
 class QuantizedLinear(nn.Linear):
@@ -33,31 +45,21 @@ class QuantizedLinear(nn.Linear):
     workspace: Workspace
 
     @classmethod
-    def take_over(
-        cls, layer: nn.Linear, format: Format, codes: torch.Tensor, scales: torch.Tensor, dtypes: tuple[Any, Any]
-    ) -> None:
-        """Turn a linear layer into a quantised one, in place.
-
-        Args:
-            layer: The layer; its bias is kept.
-            format: The format.
-            codes: Bytes, ``format.codes_shape``, perhaps on the meta device.
-            scales: Bytes, (``format.scales_bytes``,).
-            dtypes: The weight's own dtype, and the compute dtype or None.
-        """
-        bias = layer._parameters.get("bias")
+    def take_over(cls, layer: nn.Linear, held: Held) -> None:
+        """Turn a linear layer into a quantised one, in place; its bias is kept."""
+        format, bias = held.format, layer._parameters.get("bias")
         layer.__class__ = cls
         layer._parameters = {
-            format.codes: nn.Parameter(codes, requires_grad=False),
-            format.scales: nn.Parameter(scales, requires_grad=False),
+            format.codes: nn.Parameter(held.codes, requires_grad=False),
+            format.scales: nn.Parameter(held.scales, requires_grad=False),
             "bias": bias,
         }
         # bitsandbytes keeps the full scales there, and after a forward in 8 bits the full codes.
         for kept in ("quant_state", "state"):
             vars(layer).pop(kept, None)
-        before = torch.empty(layer.out_features, layer.in_features, dtype=dtypes[0], device="meta")
+        before = torch.empty(layer.out_features, layer.in_features, dtype=held.dtype, device="meta")
         workspace = Workspace(before.numel())
-        vars(layer).update(format=format, before=before, compute_dtype=dtypes[1], workspace=workspace)
+        vars(layer).update(format=format, before=before, compute_dtype=held.compute_dtype, workspace=workspace)
         if cls._uncompiled is QuantizedLinear._compute:
             # A compiled block leaves its graph here: the compiler does not know that the unit gathers codes and scales.
             cls._uncompiled = torch.compiler.disable(cls._compute)  # created here, because it imports the compiler

@@ -11,6 +11,7 @@ from fullshard import Quantize, TransformerBlocks, fully_shard
 from fullshard.planner import Rehearsed, rehearse
 from fullshard.quantized import QuantizedLinear, formats, workspace
 from fullshard.quantized.formats import format_of
+from fullshard.quantized.linear import Held
 from fullshard.testing import run_ranks
 from support import quantized
 from support.models import batches, seq2seq_loss
@@ -54,7 +55,7 @@ def layer(width, seed):
     weight = torch.randn(width, width, generator=torch.Generator().manual_seed(seed))
     codes, largest = format.quantise(weight.reshape(-1), (width, width))
     stored = codes.reshape(format.codes_shape((width, width))), format.pack(largest)
-    QuantizedLinear.take_over(made, format, *stored, (torch.float32, None))
+    QuantizedLinear.take_over(made, Held(format, *stored, torch.float32, None))
     return made
 
 
@@ -157,7 +158,7 @@ def test_only_the_plan_of_a_cpu_rank_has_kept_memory(gpu, monkeypatch):
         stored = [
             torch.zeros(size, dtype=torch.uint8) for size in (format.codes_shape(shape), format.scales_bytes(shape))
         ]
-        QuantizedLinear.take_over(frozen, format, *stored, (torch.float32, None))
+        QuantizedLinear.take_over(frozen, Held(format, *stored, torch.float32, None))
         model = fully_shard(nn.Sequential(frozen, trained), comm, wrap=None)
         made.append(model)
         optimizer = torch.optim.SGD(trained.parameters(), lr=0.1)

@@ -58,6 +58,22 @@ _REPLICATED_SHARE = 0.25
 
 
 @dataclass(frozen=True)
+class _Request:
+    """What a call asks for."""
+
+    root: nn.Module  # the model
+    members: tuple[nn.Module, ...]  # the modules that become the root's unit
+    wrap: WrapPolicy
+    ranks: Mesh
+    policy: UnitPolicy  # of the units
+    prefetch: BackwardPrefetch | Prefetch
+    ignored: frozenset[nn.Parameter]  # they stay unsharded
+    weights: WeightSource | None
+    first: FirstValues
+    inner: list[Runtime]  # the parts of the model that were sharded before
+
+
+@dataclass(frozen=True)
 class _Agreed:
     """What all ranks agreed to build."""
 
@@ -153,10 +169,10 @@ def fully_shard(  # noqa: PLR0913 (the front door: each argument is a policy)
     _check_weights(weights, first_values, is_model=root is model)
     inner = sharded_inside(root, ranks)
     ignored = frozenset(ignored_params)
-    quantize = quantize_of(weights)
-    quantised = together(ranks, lambda: QuantizedLayers(root, quantize))
+    request = _Request(root, members, wrap, ranks, policy, prefetch, ignored, weights, first, inner)
+    quantised = together(ranks, lambda: QuantizedLayers(root, quantize_of(weights)))
     with quantised.undone_on_error():
-        agreed = _agree(root, members, ranks, inner, (wrap, ignored), (policy, prefetch, quantize, weights, first))
+        agreed = _agree(request)
         reader = None if weights is None else open_weights(root, ranks, weights, ignored)
     account = Account()
     builder = UnitBuilder(ranks, agreed.policy, account, runtime_device, agreed.kept_ids)
@@ -166,7 +182,8 @@ def fully_shard(  # noqa: PLR0913 (the front door: each argument is a policy)
         initializer.prepare_rest()  # while parameters have no memory: their initial values cost nothing
     units = _build(agreed, builder, initializer, values=reader is None)
     units = include(root, units, inner, ranks, account)
-    runtime = Runtime(units, ranks, _as_prefetch(prefetch), account, runtime_device, frozenset(map(id, ignored)))
+    ahead = prefetch if isinstance(prefetch, Prefetch) else Prefetch(backward=prefetch)
+    runtime = Runtime(units, ranks, ahead, account, runtime_device, frozenset(map(id, ignored)))
     runtime.unwrapped = agreed.unwrapped
     runtime.check_buffers = warn_if_buffers_differ
     runtime.follow_tree, runtime.on_added = follow_tree, refuse_added
@@ -229,59 +246,41 @@ def _check_weights(weights: WeightSource | None, first_values: FirstValues | Non
         raise ConfigError("weights= sets all values of the model, so first_values= has no effect: pass one of them.")
 
 
-def _agree(
-    root: nn.Module,
-    members: tuple[nn.Module, ...],
-    ranks: Mesh,
-    inner: list[Runtime],
-    chosen: tuple[WrapPolicy, frozenset[nn.Parameter]],
-    policies: tuple[Any, ...],
-) -> _Agreed:
-    """Decide what to build, and compare it over ranks. Every rank calls it; nothing changes.
-
-    Args:
-        root: The model.
-        members: The modules that become the root's unit.
-        ranks: Its ranks.
-        inner: The parts of it that were sharded before.
-        chosen: The wrap policy, and parameters that stay unsharded.
-        policies: As in :func:`_compare_ranks`; the first is the units' policy.
-    """
-    policy = _place_frozen(policies[0], root, ranks)
-    specs, unwrapped = _specs(root, *chosen, inner, policy)
-    specs[0].modules = members
+def _agree(request: _Request) -> _Agreed:
+    """Decide what to build, and compare it over ranks. Every rank calls it; nothing changes."""
+    request = dataclasses.replace(request, policy=_place_frozen(request))
+    policy, inner = request.policy, request.inner
+    specs, unwrapped = _specs(request)
+    specs[0].modules = request.members
     check_messages(specs, policy)
     check_parameters(specs, sharded=sum(len(u.params) for runtime in inner for u in runtime.units))
     inside = {id(m) for runtime in inner for top in runtime.root.modules for m in top.modules()}
-    own = [module for module in root.modules() if id(module) not in inside]
-    differing = _compare_ranks(root, ranks, specs, (policy, *policies[1:]), own)
-    kept = [module for module in modules_kept(root, policy.precision.keep_fp32) if id(module) not in inside]
+    own = [module for module in request.root.modules() if id(module) not in inside]
+    differing = _compare_ranks(request, specs, own)
+    kept = [module for module in modules_kept(request.root, policy.precision.keep_fp32) if id(module) not in inside]
     return _Agreed(policy, specs, unwrapped, own, kept, differing)
 
 
-def _compare_ranks(
-    root: nn.Module, ranks: Mesh, specs: Sequence[UnitSpec], policies: tuple[Any, ...], own: Iterable[nn.Module]
-) -> Differing:
+def _compare_ranks(request: _Request, specs: Sequence[UnitSpec], own: Iterable[nn.Module]) -> Differing:
     """Compare the model over ranks, and return where their values differ and rank 0's are taken.
 
     Args:
-        root: The model.
-        ranks: All ranks; every rank calls it.
+        request: What every rank asks for; every rank calls it.
         specs: The model's units.
-        policies: What ranks must agree on; the last two are ``weights`` and ``first_values``.
-        own: The modules in ``root`` that were not sharded before; their buffers are compared.
+        own: The modules in the root that were not sharded before; their buffers are compared.
     """
-    *_, weights, first = policies
-    agreed = (*policies[:-2], weights is not None, first.from_rank0, first.from_rank0_if_different)
-    counts = weights is None and not first.from_rank0
-    units = check_same_model(ranks, specs, agreed, __version__, compare_values=counts)
+    ranks, first = request.ranks, request.first
+    has_weights, quantize = request.weights is not None, quantize_of(request.weights)
+    asked = (request.policy, request.prefetch, quantize, has_weights, first.from_rank0, first.from_rank0_if_different)
+    counts = not has_weights and not first.from_rank0
+    units = check_same_model(ranks, specs, asked, __version__, compare_values=counts)
     if not counts or not first.from_rank0_if_different:
         refuse_different_values(ranks, specs, units)
         return Differing()
     ids = {id(module) for module in own}
     buffers = {
         f"{path}.{key}" if path else key: buffer
-        for path, module in root.named_modules()
+        for path, module in request.root.named_modules()
         for key, buffer in module._buffers.items()
         if buffer is not None and id(module) in ids
     }
@@ -335,10 +334,6 @@ def _warn_of_ignored(ignored: Iterable[nn.Parameter], ranks: Mesh) -> None:
         )
 
 
-def _as_prefetch(prefetch: BackwardPrefetch | Prefetch) -> Prefetch:
-    return prefetch if isinstance(prefetch, Prefetch) else Prefetch(backward=prefetch)
-
-
 def _check_policy(policy: UnitPolicy, device: Device) -> None:
     """Refuse policies that are malformed or that this device does not support, before anything changes."""
     if policy.frozen not in FROZEN:
@@ -362,10 +357,9 @@ def _check_policy(policy: UnitPolicy, device: Device) -> None:
             )
 
 
-def _specs(
-    root: nn.Module, wrap: WrapPolicy, ignored: frozenset[nn.Parameter], inner: list[Runtime], policy: UnitPolicy
-) -> tuple[list[UnitSpec], WrapError | None]:
+def _specs(request: _Request) -> tuple[list[UnitSpec], WrapError | None]:
     """Return the units to build, and the error to raise if they are used as a complete model, or None."""
+    root, inner = request.root, request.inner
     slots = {(id(m), key) for runtime in inner for _, p in runtime.all_params() for m, key in p.slots}
     sharded = frozenset(p.sharded for runtime in inner for _, p in runtime.all_params())
     for path, module in root.named_modules():
@@ -375,23 +369,24 @@ def _specs(
                     f"{path}.{key} is tied to a parameter of a block that was sharded on its own. A tied parameter "
                     "belongs to a unit around all its registrations: call fully_shard once, on the root, with a policy."
                 )
-    chosen = wrap if not (inner and wrap == "auto") else None
+    chosen = request.wrap if not (inner and request.wrap == "auto") else None
     found, unwrapped = [], None
     try:
         found = find_units(root, chosen)
     except NoRepeatedBlocksError as error:
         unwrapped = error  # fine for a block that a later call includes, an error for a complete model
-    specs = assign_parameters(root, found, ignored | sharded)
+    specs = assign_parameters(root, found, request.ignored | sharded)
     if chosen == "auto":
-        specs = merge_tiny(specs, frozen_too=policy.frozen == "shard")
+        specs = merge_tiny(specs, frozen_too=request.policy.frozen == "shard")
     return specs, unwrapped
 
 
-def _place_frozen(policy: UnitPolicy, root: nn.Module, ranks: Mesh) -> UnitPolicy:
+def _place_frozen(request: _Request) -> UnitPolicy:
     """Resolve ``frozen="auto"``, identically on all ranks."""
+    policy, ranks = request.policy, request.ranks
     if policy.frozen != "auto":
         return policy
-    frozen = [param for param in root.parameters() if not param.requires_grad]
+    frozen = [param for param in request.root.parameters() if not param.requires_grad]
     nbytes = sum(p.numel() * dtypes_of(policy.precision, p, kept=False).compute.itemsize for p in frozen)
     smallest = min(ranks.all_gather_object(device_memory_bytes(ranks.device)))
     place = "replicate" if nbytes <= _REPLICATED_SHARE * smallest else "shard"
