@@ -105,10 +105,7 @@ def _muon(model: nn.Module, dtype: torch.dtype) -> Any:
 
 CASES = {
     "AdamW": _alike(lambda params: torch.optim.AdamW(params, lr=1e-3)),
-    "AdamW, by lane": Case(
-        lambda model: torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True),
-        lambda model: optim.LaneOptimizer(torch.optim.AdamW, model.parameters(), lr=1e-3, fused=True),
-    ),
+    "AdamW, fused": _alike(lambda params: torch.optim.AdamW(params, lr=1e-3, fused=True)),
     "SGD, momentum": _alike(lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9)),
     "Adafactor, Hugging Face's": Case(
         lambda model: transformers.Adafactor(model.parameters()), lambda model: optim.Adafactor(model.parameters())

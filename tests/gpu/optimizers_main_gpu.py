@@ -14,7 +14,7 @@ from support.optimizers import LAYOUTS, batches, of_rank, train, train_by_parts,
 from support.rank_script import found, parse, print_result
 
 MAKERS = {
-    "LaneOptimizer": lambda params: optim.LaneOptimizer(torch.optim.AdamW, params, lr=1e-3, fused=True),
+    "AdamW": lambda params: torch.optim.AdamW(params, lr=1e-3, fused=True),
     "Adafactor": lambda params: optim.Adafactor(params),
     "TorchAdafactor": lambda params: optim.TorchAdafactor(params, lr=1e-2),
     "Muon": lambda params: optim.Muon(params, lr=1e-2, ns_dtype=torch.float32),

@@ -9,7 +9,7 @@ from support.processes import first_gpu, run_processes
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]  # the first test of a module starts the ranks
 
-NAMES = ("LaneOptimizer", "Adafactor", "TorchAdafactor", "Muon", "AdamW8bit", "AdamWBF16")
+NAMES = ("AdamW", "Adafactor", "TorchAdafactor", "Muon", "AdamW8bit", "AdamWBF16")
 PLACES = ("one unit", "a unit each", "offloaded")
 
 

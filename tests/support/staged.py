@@ -82,7 +82,7 @@ class Groups:
 
 
 OPTIMIZERS = {
-    "LaneOptimizer": lambda params: optim.LaneOptimizer(torch.optim.AdamW, params, lr=1e-3),
+    "AdamW": lambda params: torch.optim.AdamW(params, lr=1e-3),
     "Adafactor": lambda params: optim.Adafactor(params),
     "Muon": lambda params: optim.Muon(params, lr=1e-2, ns_dtype=torch.float32),
     "AdamW8bit": lambda params: optim.AdamW8bit(params, lr=1e-3),

@@ -6,7 +6,6 @@ from fullshard.optim.clip import clip_grad_norm_ as clip_grad_norm_
 from fullshard.optim.groups import decay_groups as decay_groups
 from fullshard.optim.guard.guard import trust as trust
 from fullshard.optim.in_backward import StepInBackward as StepInBackward, step_in_backward as step_in_backward
-from fullshard.optim.lane import LaneOptimizer as LaneOptimizer
 from fullshard.optim.lowbit import AdamW8bit as AdamW8bit, AdamWBF16 as AdamWBF16
 from fullshard.optim.muon import Muon as Muon, muon_groups as muon_groups
 from fullshard.optim.repoint import Places as Places, repoint as repoint
@@ -19,7 +18,6 @@ __all__ = [
     "AdamW8bit",
     "AdamWBF16",
     "ExponentialMovingAverage",
-    "LaneOptimizer",
     "Muon",
     "Places",
     "ShardedGradScaler",

@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from fullshard.errors import CheckpointError, ConfigError, ShardingError
 from fullshard.optim.guard.guard import refuse_equal_names
-from fullshard.optim.lane.runs import ParamRun, find_runs, local, parts
 from fullshard.optim.shards import meta_of
-from fullshard.shards import on_rows
+from fullshard.shards import on_rows, rows_of
 
 
 class ExponentialMovingAverage:
@@ -81,14 +81,19 @@ class ExponentialMovingAverage:
         """
         if self._applied:
             raise ShardingError("update() inside applied() would average the averages. Call it after the block.")
-        if [local(param).data_ptr() for param in self._params] != self._addresses:
-            self._follow()
-        for run, average in self._runs:
-            weights = run.flat().to(average.dtype)
+        self._follow()
+        same: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for param, average in self._of.items():
+            weights = _local(param)
             if self.updates == 0:
                 average.copy_(weights)
-            else:
-                average.lerp_(weights, 1 - self.decay)
+            elif average.dtype == weights.dtype:
+                same.append((average, weights))
+            else:  # one by one: together, wide copies of all weights would be in memory
+                average.lerp_(weights.to(average.dtype), 1 - self.decay)
+        if same:
+            averages, current = map(list, zip(*same, strict=True))
+            get_ema_multi_avg_fn(self.decay)(averages, current, 0)
         self.updates += 1
 
     @contextmanager
@@ -107,17 +112,17 @@ class ExponentialMovingAverage:
                 "applied() writes the averages into the shards. Enter it once, outside of unsharded(model); call "
                 "unsharded(model) inside of it."
             )
-        kept = [local(param).clone() for param in self._params]
+        kept = [_local(param).clone() for param in self._params]
         self._applied = True
         try:
             with torch.no_grad():
                 for param in self._params:
-                    local(param).copy_(self._of[param])
+                    _local(param).copy_(self._of[param])
             yield
         finally:
             with torch.no_grad():
                 for param, weights in zip(self._params, kept, strict=True):
-                    local(param).copy_(weights)
+                    _local(param).copy_(weights)
             self._applied = False
 
     def state_dict(self) -> dict[str, Any]:
@@ -147,19 +152,14 @@ class ExponentialMovingAverage:
         self.updates = state["updates"]
 
     def _follow(self) -> None:
-        """Allocate the averages in the memory order of the weights: neighboring shards are updated as one tensor."""
-        old, self._of = self._of, {}
-        self._addresses = [local(param).data_ptr() for param in self._params]
-        self._runs: list[tuple[ParamRun, torch.Tensor]] = []
-        of_param: dict[nn.Parameter, torch.Tensor] = {}
-        for run in find_runs(self._params):
-            weights = run.flat()
-            average = weights.to(torch.promote_types(weights.dtype, torch.float32), copy=True)
-            self._runs.append((run, average))
-            of_param |= parts(run, average)
+        """Make the averages, or move them to the device and width that the weights have now."""
         for param in self._params:
-            weights = local(param)
+            weights = _local(param)
             wide = torch.promote_types(weights.dtype, torch.float32)
-            self._of[param] = of_param[param] if param in of_param else weights.to(wide, copy=True)
-            if param in old:
-                self._of[param].copy_(old[param])
+            known = self._of.get(param)
+            self._of[param] = (weights if known is None else known).to(weights.device, wide, copy=known is None)
+
+
+def _local(param: torch.Tensor) -> torch.Tensor:
+    """Return a parameter's rows on this rank as a plain tensor."""
+    return rows_of(param).as_subclass(torch.Tensor)

@@ -14,7 +14,6 @@ from fullshard.engine import local_tensors
 from fullshard.errors import CheckpointError
 from fullshard.optim.adafactor.adafactor import Adafactor, TorchAdafactor
 from fullshard.optim.average import ExponentialMovingAverage
-from fullshard.optim.lane.lane_optimizer import LaneOptimizer
 from fullshard.optim.lowbit.adamw_8bit import AdamW8bit
 from fullshard.optim.lowbit.adamw_bf16 import AdamWBF16
 from fullshard.optim.muon.muon import Muon
@@ -30,7 +29,6 @@ from support.states import assert_same_bits, rank_runs, whole as put_together
 OURS = {
     "adamw": lambda m: torch.optim.AdamW(m.parameters(), lr=1e-2, weight_decay=0.1),
     "momentum": lambda m: torch.optim.SGD(m.parameters(), lr=1e-2, momentum=0.9),
-    "lanes": lambda m: LaneOptimizer(torch.optim.AdamW, m.parameters(), lr=1e-2, weight_decay=0.1),
     "adafactor": lambda m: Adafactor(m.parameters(), beta1=0.9),
     "torch adafactor": lambda m: TorchAdafactor(m.parameters()),
     "muon": lambda m: Muon(muon_groups(m), lr=1e-2, ns_dtype=torch.float32),
@@ -39,11 +37,10 @@ OURS = {
 }
 """Optimizers of sharded models."""
 
-SHAPES = ("lanes", "adafactor", "torch adafactor", "muon", "8 bit")
+SHAPES = ("adamw", "adafactor", "torch adafactor", "muon", "8 bit")
 """Those whose states differ in more than their keys."""
 
 THEIRS = OURS | {
-    "lanes": OURS["adamw"],
     "adafactor": lambda m: transformers.Adafactor(m.parameters(), beta1=0.9),
     "torch adafactor": lambda m: torch.optim.Adafactor(m.parameters()),
 }
@@ -552,10 +549,7 @@ def test_the_average_of_the_weights_is_saved_and_loaded_by_any_world_size(tmp_pa
     assert_same_bits(put_together(on_ranks(3, zoo(1), load, **LAYOUTS["one unit"])), saved)
 
 
-COPIED = [kind for kind in OURS if kind != "lanes"]  # which refuse it
-
-
-@pytest.mark.parametrize("kind", COPIED)
+@pytest.mark.parametrize("kind", OURS)
 def test_a_deep_copy_steps_its_shards_as_the_original_does_and_is_not_saved_for_it(kind):
     def params_of(optimizer):
         return [param for group in optimizer.param_groups for param in group["params"]]

@@ -13,7 +13,6 @@ from fullshard.errors import ConfigError, MismatchError
 from fullshard.optim import Places, repoint
 from fullshard.optim.adafactor.adafactor import Adafactor, TorchAdafactor
 from fullshard.optim.average import ExponentialMovingAverage
-from fullshard.optim.lane.lane_optimizer import LaneOptimizer
 from fullshard.optim.lowbit.adamw_8bit import AdamW8bit
 from fullshard.optim.lowbit.adamw_bf16 import AdamWBF16
 from fullshard.optim.muon.muon import Muon
@@ -44,11 +43,9 @@ def of_params(make, **options):
 
 
 # With the usual eps, Adam's step of a gradient that is all but zero is that of its rounding.
-ADAMW = of_params(torch.optim.AdamW, lr=1e-2, weight_decay=0.1, eps=1e-4)
 OPTIMIZERS = {
-    "AdamW": ADAMW,
+    "AdamW": of_params(torch.optim.AdamW, lr=1e-2, weight_decay=0.1, eps=1e-4),
     "SGD": of_params(torch.optim.SGD, lr=0.05, momentum=0.9),
-    "LaneOptimizer": of_params(partial(LaneOptimizer, torch.optim.AdamW), lr=1e-2, weight_decay=0.1, eps=1e-4),
     "Adafactor": of_params(Adafactor),
     "TorchAdafactor": of_params(TorchAdafactor),
     "Muon": muon,
@@ -59,11 +56,6 @@ COMMUNICATE = ("Adafactor", "TorchAdafactor", "Muon", "AdamW8bit")
 TOLERANCE = {"AdamW8bit": 0.02, "AdamWBF16": 0.05}
 """Where states are rounded, a gradient that differs in its last bit may move one to the next number."""
 every_optimizer = pytest.mark.parametrize("name", OPTIMIZERS)
-
-
-def reference_of(name):
-    """What an optimizer is compared with on the unsharded model; of lanes, the class itself."""
-    return ADAMW if name == "LaneOptimizer" else OPTIMIZERS[name]
 
 
 def on_ranks(work, **options):
@@ -97,7 +89,7 @@ def of(data, comm):
 @every_optimizer
 def test_offloaded_steps_are_those_of_the_unsharded_model(name):
     data, model = batches(STEPS, RANKS), zoo()
-    steps(model, reference_of(name)(model), data)
+    steps(model, OPTIMIZERS[name](model), data)
     ours, _ = on_ranks(
         lambda model, comm: steps(model, OPTIMIZERS[name](model), of(data, comm)),
         offload_policy=CPUOffload(pin_memory=False),
@@ -119,7 +111,7 @@ def test_clipping_by_any_norm_is_that_of_the_unsharded_model(name, p):
     def clip_plain():
         norms.append(nn.utils.clip_grad_norm_(model.parameters(), limit, p))
 
-    steps(model, reference_of(name)(model), data, clip_plain)
+    steps(model, OPTIMIZERS[name](model), data, clip_plain)
 
     def work(model, comm):
         found = []
@@ -135,7 +127,7 @@ def test_clipping_by_any_norm_is_that_of_the_unsharded_model(name, p):
 @every_optimizer
 def test_gradients_accumulated_under_no_sync_are_those_of_the_unsharded_model(name):
     data, model = batches(2 * STEPS, RANKS), zoo()
-    plain = reference_of(name)(model)
+    plain = OPTIMIZERS[name](model)
     for first, second in zip(data[::2], data[1::2], strict=True):
         plain.zero_grad()
         loss_of(model, first).backward()
@@ -186,7 +178,7 @@ def test_a_step_with_an_infinite_gradient_on_one_rank_is_skipped_on_all(name):
 @every_optimizer
 def test_a_moving_average_is_that_of_the_unsharded_model(name):
     data, model = batches(STEPS, RANKS), zoo()
-    plain, averaged = reference_of(name)(model), AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5))
+    plain, averaged = OPTIMIZERS[name](model), AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5))
     for batch in data:
         steps(model, plain, [batch])
         averaged.update_parameters(model)
@@ -248,7 +240,7 @@ def test_matrices_that_are_whole_on_a_rank_are_stepped_in_backward(name):
 def test_one_that_was_made_and_stepped_before_sharding_goes_on_with_its_state(name):
     first, *rest = batches(STEPS + 1, RANKS)
     model = zoo()
-    steps(model, reference_of(name)(model), [first, *rest])
+    steps(model, OPTIMIZERS[name](model), [first, *rest])
     models = [zoo() for _ in range(RANKS)]
 
     def work(comm):

@@ -32,7 +32,6 @@ class Split(Enum):
     ROWS = ((_SIDE, _SIDE), (-1, _SIDE), 52 * _SIDE)
     WITHIN_ROWS = ((_SIDE, _SIDE), (-1, 32), 157 * 32)
     VECTOR = ((_SIDE * _SIDE,), (-1,), 4999)
-    FLATTENED = ((_SIDE, _SIDE), (-1,), 4999)
 
 
 @torch.enable_grad()
