@@ -46,9 +46,6 @@ BLOCK = 256
 
 _NOT_OPTIONS = ("params", "param_names", "initial_lr")
 
-_QUANTISING = ("bitsandbytes.", "torchao.")
-"""Libraries whose optimizers are judged by name and blocks: a trial on the CPU would fail, or compile kernels."""
-
 _ELEMENTWISE = frozenset(
     getattr(torch.optim, name)
     for name in (
@@ -69,24 +66,12 @@ _OURS_BY_NAME = {
 _ELSE = "an elementwise one (AdamW, SGD, Lion, Sophia…), or fullshard.optim's Adafactor or Muon"
 _MATRICES = frozenset(
     (
-        *("adafactor", "adamuon", "adammini", "adalomo", "adan8bit", "apollo", "apolloadamw", "came", "cautiousmuon"),
-        *("conda", "dion", "distributedmuon", "distributedshampoo", "fira", "fromage", "fusedlamb", "galoreadafactor"),
-        *("galoreadamw", "galoreadamw8bit", "gravity", "kron", "lamb", "lambc", "lars", "larc", "lomo", "muon"),
-        *("muonwithauxadam", "normuon", "novograd", "psgd", "psgdkron", "ranger21", "scalableshampoo", "scion"),
-        *("shampoo", "singledevicemuon", "singledevicemuonwithauxadam", "sm3", "soap", "splus", "spam", "tfadafactor"),
-        *("adamp", "fusednovograd", "lamb32bit", "lamb8bit", "lars32bit", "lars8bit", "mars", "nero", "nvnovograd"),
-        *("pytorchlars", "sgdp", "stableadamw"),
+        *("adamp", "sgdp", "scalableshampoo"),  # rows and columns count at rare gradients, or from the 25th step on
+        *("adamuon", "dion", "distributedmuon", "distributedshampoo", "muon", "muonwithauxadam", "normuon"),  # send
+        *("fusedlamb", "fusednovograd", "galoreadamw8bit"),  # run on a GPU only
     )
 )
-"""Names in lower case of classes that use a full parameter: its rows and columns, its norm, its blocks."""
-_MODELS = frozenset(
-    (
-        *("lbfgs", "lbfgsnew", "fullbatchlbfgs", "dadaptadam", "dadaptadan", "dadaptadagrad", "dadaptlion"),
-        "dadaptsgd",
-        *("prodigy", "prodigyplusschedulefree", "dog", "ldog", "mechanic", "kfac", "kate"),
-    )
-)
-"""Names in lower case of classes that sum over all parameters."""
+"""Names in lower case of classes that use a full parameter and that a trial cannot judge, or must not run."""
 
 _Verdicts = dict[Split | None, bool | str]
 """Verdict by division of the parameters (None: not divided): whether a class may step them, or why it is unknown."""
@@ -119,20 +104,11 @@ def trust(optimizer_class: type[Optimizer], *, plain_rows: bool = False) -> None
     (_of_rows.add if plain_rows else _of_rows.discard)(optimizer_class)
 
 
-def why_not_elementwise(optimizer_class: type[Optimizer]) -> str | None:
-    """Return why a class of optimizers is known not to be elementwise; None if nothing is known."""
-    name = _name(optimizer_class)
-    if name in _MODELS:
-        return "sums over all parameters of the model"
-    return "full matrices" if name in _MATRICES else None
-
-
 def _name(optimizer_class: type[Optimizer]) -> str:
     return optimizer_class.__name__.lower().replace("_", "")
 
 
-def remedy_for(optimizer_class: type[Optimizer]) -> str:
-    """Return what to use instead of an optimizer that is not elementwise."""
+def _remedy_for(optimizer_class: type[Optimizer]) -> str:
     path = f"{optimizer_class.__module__}.{optimizer_class.__qualname__}"
     return _OURS.get(path) or _OURS_BY_NAME.get(_name(optimizer_class), _ELSE)
 
@@ -168,17 +144,18 @@ def refuse_parts(optimizer: Optimizer) -> None:
     kind = type(optimizer)
     if kind in _ELEMENTWISE or kind in _trusted or _knows_shards(optimizer):
         return
-    used = why_not_elementwise(kind)
-    if used is not None:
-        alone = _name(kind) in _MODELS
-        concerned = [p for p in _sharded(optimizer) if is_split(p) or (alone and meta_of(p).layout.world_size > 1)]
+    sums = _name(kind) == "lbfgs"  # its step takes a closure, which a trial has not
+    settings = getattr(optimizer, "args", None) if kind.__module__.startswith("bitsandbytes.") else None
+    if sums or _name(kind) in _MATRICES or getattr(settings, "max_unorm", 0) > 0:
+        used = "sums over all parameters of the model" if sums else "full matrices"
+        concerned = [p for p in _sharded(optimizer) if is_split(p) or (sums and meta_of(p).layout.world_size > 1)]
         rule = f"{kind.__name__} uses {used}, and ranks hold parts of them"
-        _refuse(concerned, rule, remedy_for(kind))
-    elif is_of_blocks(optimizer):
+        _refuse(concerned, rule, _remedy_for(kind))
+    elif _is_of_blocks(optimizer):
         rule = f"{kind.__name__} quantises blocks of {BLOCK} elements, and ranks hold parts of blocks"
         cut = [p for p in _sharded(optimizer) if _cuts_blocks(meta_of(p))]
         _refuse(cut, rule, "fullshard.optim.AdamW8bit")
-    elif not kind.__module__.startswith(_QUANTISING):
+    elif settings is None and not kind.__module__.startswith("torchao."):  # on the CPU theirs fail, or compile kernels
         _judge(optimizer)
 
 
@@ -194,10 +171,11 @@ def _judge(optimizer: Optimizer) -> None:
             rule = f"{kind} is not elementwise (in a trial a matrix and its parts were stepped differently)"
         if isinstance(verdict, str):
             rule = f"Whether {kind} is elementwise could not be tested ({verdict})"
-            remedy = f"{_ELSE}; or call fullshard.optim.trust({kind}) if you know that it is correct on shards"
+            remedy = f"{_remedy_for(type(optimizer))}; or call fullshard.optim.trust({kind}) if you know that it is "
+            remedy += "correct on shards"
             _refuse(concerned, rule, remedy, result="might")
         elif not verdict:
-            _refuse(concerned, rule, _ELSE)
+            _refuse(concerned, rule, _remedy_for(type(optimizer)))
 
 
 def _on_trial(optimizer: Optimizer) -> _Verdicts:
@@ -291,7 +269,7 @@ def _sharded(optimizer: Optimizer) -> Iterable[nn.Parameter]:
     return (p for group in optimizer.param_groups for p in group["params"] if hasattr(p, "shard_meta"))
 
 
-def is_of_blocks(optimizer: Optimizer) -> bool:
+def _is_of_blocks(optimizer: Optimizer) -> bool:
     """Return whether an optimizer is one of bitsandbytes' or torchao's whose states are quantised in blocks."""
     kind = type(optimizer)
     if kind.__module__.startswith("torchao."):

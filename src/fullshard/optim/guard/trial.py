@@ -20,6 +20,9 @@ _SIDE = 96
 optimizers quantise, and the boundary lies inside one of their blocks."""
 STEPS = 12
 """Steps of a trial: its limit, so that no result depends on how fast the machine is."""
+_LEAST_MOVE = 1e-4
+"""If no value moves further, equal results decide nothing: differences would be below the tolerance. Classes begin so
+that find their rate by sums over all parameters (Prodigy, D-Adaptation, DoG)."""
 
 _one_at_a_time = RLock()  # ranks that are threads of one process share the random state
 
@@ -45,7 +48,8 @@ def steps_parts_equally(make: MakeOptimizer, split: Split) -> bool:
         split: How the parameter is divided.
 
     Raises:
-        RuntimeError: The class is not deterministic (it draws random numbers), so the trial decides nothing.
+        RuntimeError: The class is not deterministic (it draws random numbers) or moves too little, so the trial decides
+            nothing.
     """
     shape, of_part, first = split.value
     values, gradients = _numbers()
@@ -131,7 +135,15 @@ def _alike(make: MakeOptimizer, stepped: Callable[[_Stepper], tuple[torch.Tensor
         one, again, other = stepped(lambda params, shape: _stepped(make, params, shape))
     if not _close(one, again):
         raise RuntimeError("it steps the same values differently each time")
-    return _close(one, other)
+    if not _close(one, other):
+        return False
+    moved = one.abs().max().item()
+    if moved < _LEAST_MOVE:
+        raise RuntimeError(
+            f"in {STEPS} steps it moves values by at most {moved:.1g}, and a trial compares moves from {_LEAST_MOVE:g} "
+            "on: does it find its rate by sums over all parameters?"
+        )
+    return True
 
 
 def _stepped(
