@@ -23,6 +23,9 @@ Messages state the rule, the actual numbers and the remedy. A user error found w
 raised on every rank with the same text.
 """
 
+from importlib.metadata import version
+from typing import Any
+
 
 class FullshardError(Exception):
     """Base of every exception that fullshard raises on purpose.
@@ -131,3 +134,19 @@ class InvariantError(FullshardError):
     """An internal error of fullshard; please report it."""
 
     exit_code = 70
+
+
+def private_name(owner: Any, name: str, package: str) -> Any:
+    """Return ``owner.name``, which ``package`` does not promise to keep.
+
+    Raises:
+        ConfigError: The installed version has no such name.
+    """
+    try:
+        return getattr(owner, name)
+    except AttributeError:
+        of = getattr(owner, "__name__", type(owner).__name__)
+        raise ConfigError(
+            f"fullshard uses {of}.{name} of {package}, which version {version(package)} does not have. Install a "
+            f"version of {package} that has it, or a newer fullshard."
+        ) from None

@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple, TypeVar
 
-from torch._C._distributed_c10d import Store
+from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 
 from fullshard.comm.line import LINE, Line
 from fullshard.comm.whereabouts import has_ended, is_stopped, machine

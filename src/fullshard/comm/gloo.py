@@ -25,6 +25,7 @@ from fullshard.comm.peer_works import Joined, PeerMemoryAllReduce, PeerMemoryWor
 from fullshard.comm.protocol import DONE, ReduceOp, Work
 from fullshard.comm.pulse import Pulse
 from fullshard.comm.watchdog import WATCHDOG, GroupWatch
+from fullshard.torch_private import timeout_s
 
 # A message's tag is 31 bits: a code of the collective, then its number. Two in flight never share the number, and two
 # that differ never share the code, so they cannot exchange buffers: gloo ends the process if sizes differ, and delivers
@@ -130,7 +131,7 @@ class GlooComm:
         self.device = torch.device("cpu")
         self._announced = ""
         self._direct = direct
-        self._timeout_s = group._get_backend(self.device).options._timeout.total_seconds()
+        self._timeout_s = timeout_s(group, self.device)
         self._watch = _watch_of(group)
         # Starting with the next rank spreads the first messages over all pairs of ranks.
         self.peers = [(self.rank + step) % self.size for step in range(1, self.size)]

@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 from torch.autograd.profiler import profile
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fullshard.comm.placement import SHARED
+from fullshard.torch_private import is_traceable_wrapper, plain_functions
 
 
 def live_tensor_bytes() -> int:
@@ -26,10 +26,10 @@ def live_tensor_bytes() -> int:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # isinstance() makes some lazy module attributes warn
         tensors = [o for o in gc.get_objects() if isinstance(o, torch.Tensor) and o.device.type == "cpu"]
-    with torch._C.DisableTorchFunctionSubclass():
+    with plain_functions():
         for tensor in tensors:
             # A DTensor has no memory of its own; its local tensor is listed too, as are the parts of a sparse tensor.
-            if tensor.layout != torch.strided or is_traceable_wrapper_subclass(tensor):
+            if tensor.layout != torch.strided or is_traceable_wrapper(tensor):
                 continue
             storage = tensor.untyped_storage()
             if storage.device.type == "cpu":  # a compiler's fake tensors have no memory and a symbolic size

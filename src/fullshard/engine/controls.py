@@ -12,11 +12,11 @@ from fullshard.comm import Mesh
 from fullshard.engine.full.table import UnitTable, unit_table
 from fullshard.engine.registry import runtime_of
 from fullshard.engine.step.recorder import SILENT
-from fullshard.engine.step.torch_private import in_backward
 from fullshard.engine.step.unit import Keep, Unit
 from fullshard.engine.tables.table_lane import TableLane, bring_tables
 from fullshard.engine.timeline import Recorder
 from fullshard.errors import ShardingError
+from fullshard.torch_private import in_backward
 
 
 def units(model: nn.Module) -> UnitTable:

@@ -66,7 +66,7 @@ class ShardedGradScaler(torch.amp.GradScaler):
         torch copies the scale to the gradients' device without waiting for the copy. From the device to the host that
         is a race with the CPU, which reads the copy at once.
         """
-        if not self._enabled:
+        if not self.is_enabled():
             return
         scale, growth = self._scale, self._growth_tracker
         if scale is None or growth is None or scale.device.type == "cpu":

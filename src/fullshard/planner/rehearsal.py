@@ -16,7 +16,6 @@ from torch.utils._pytree import tree_leaves
 from fullshard.comm import Comm, Work as CommWork
 from fullshard.engine.registry import runtime_of
 from fullshard.engine.step.recorder import Kind, SilentRecorder, Transfer
-from fullshard.engine.step.torch_private import in_backward
 from fullshard.planner.blocks import REST, Blocks
 from fullshard.planner.course import Course, CourseRecorder
 from fullshard.planner.hollow import HollowMode
@@ -26,6 +25,7 @@ from fullshard.planner.meter import PHASES, Meter
 from fullshard.planner.ranks import Ledger
 from fullshard.planner.work import Work
 from fullshard.quantized import QuantizedLinear
+from fullshard.torch_private import in_backward
 
 STEPS = 3
 """Steps of a rehearsal: the first makes the optimizer's state and learns the order of units."""

@@ -8,11 +8,11 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
-from torch.utils._pytree import tree_leaves, tree_map
 
 from fullshard.errors import ShardingError
 from fullshard.quantized.formats import Format
 from fullshard.quantized.workspace import Workspace
+from fullshard.torch_private import plain_subclass, tree_leaves, tree_map
 
 
 @dataclass(frozen=True)
@@ -172,7 +172,7 @@ _LOST = (
 class _Frozen(torch.Tensor):
     """A quantised layer's read-only view of its weight: operations read the values, and writes are refused."""
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = plain_subclass  # type: ignore[assignment]
 
     def values(self) -> torch.Tensor:
         """Return the values as a plain tensor."""

@@ -11,6 +11,7 @@ import torch
 from torch.nn import init
 
 from fullshard.shards.shard import Shard, as_shard, refusal
+from fullshard.torch_private import fan_in_and_out, plain_functions
 
 _INITIALISERS = (
     *("trunc_normal_", "eye_", "dirac_", "xavier_uniform_", "xavier_normal_", "kaiming_normal_", "orthogonal_"),
@@ -71,7 +72,7 @@ def _for_shards(function: Callable[..., Any]) -> Callable[..., Any]:
         tensor = args[0] if args else kwargs.get("tensor")
         if not isinstance(tensor, Shard):
             return function(*args, **kwargs)
-        with torch._C.DisableTorchFunctionSubclass():
+        with plain_functions():
             return drawn(function, args, kwargs)
 
     return initialise
@@ -81,11 +82,11 @@ def _fans(tensor: torch.Tensor) -> tuple[int, int]:
     """Return fan-in and fan-out of the full shape, as torch does."""
     if isinstance(tensor, Shard):
         tensor = torch.empty(tensor.global_shape, device="meta")
-    return _fans_of_tensor(tensor)
+    return fan_in_and_out(tensor)
 
 
-_fans_of_tensor = init._calculate_fan_in_and_fan_out
 # Also replaced where they were imported by name before this module.
-init._calculate_fan_in_and_fan_out = _fans
+if hasattr(init, "_calculate_fan_in_and_fan_out"):
+    init._calculate_fan_in_and_fan_out = _fans
 for _name in _INITIALISERS:
     setattr(init, _name, _for_shards(getattr(init, _name)))

@@ -12,6 +12,7 @@ from fullshard.errors import ShardingError
 from fullshard.layout import ShardMeta
 from fullshard.shards.cut import tensors_in
 from fullshard.shards.shard import ShardParameter
+from fullshard.torch_private import plain_functions, plain_subclass
 
 # Attributes that can be read without memory behind the tensor.
 _HARMLESS = frozenset({"shape", "dtype", "device", "requires_grad", "grad", "is_leaf", "layout", "ndim", "is_cuda"})
@@ -53,7 +54,7 @@ class FreedParameter(nn.Parameter):
         """
         attribute = _attribute_of(func)
         if attribute in _HARMLESS:
-            with torch._C.DisableTorchFunctionSubclass():
+            with plain_functions():
                 return func(*args, **(kwargs or {}))
         raise ShardingError(
             f"A full parameter was used ({attribute or getattr(func, '__name__', func)}) after its unit released it: "
@@ -70,7 +71,7 @@ class FullParameter(nn.Parameter):
     """
 
     watcher: Callable[[], Any]
-    __torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore[reportAssignmentType]
+    __torch_function__ = plain_subclass  # pyright: ignore[reportAssignmentType]
 
     @property
     def data(self) -> torch.Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -116,7 +117,7 @@ class WatchedParameter(FullParameter):
     ) -> Any:
         """Record the use, unless it only reads metadata."""
         kwargs = kwargs or {}
-        with torch._C.DisableTorchFunctionSubclass():
+        with plain_functions():
             if _attribute_of(func) not in _HARMLESS:
                 for one in tensors_in((args, kwargs)):
                     if isinstance(one, WatchedParameter):
@@ -148,7 +149,7 @@ class GuardedShard(ShardParameter):
         name = _attribute_of(func) if name in ("__get__", "__set__", "__delete__") else name
         cast_like_it = name in ("to", "type_as") and not isinstance(args[0], cls)
         if name in _ABOUT_SHARDS or cast_like_it or (name == "type" and len(args) == 1 and not kwargs):
-            with torch._C.DisableTorchFunctionSubclass():
+            with plain_functions():
                 return func(*args, **kwargs)
         shard = next(one for one in tensors_in((args, kwargs)) if isinstance(one, cls))
         unit = shard.shard_unit()

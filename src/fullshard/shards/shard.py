@@ -8,13 +8,12 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
-from torch.optim.optimizer import _foreach_supported_types as _optimizer_types
-from torch.utils._foreach_utils import _foreach_supported_types as _clipping_types
 
 from fullshard.errors import ShardingError
 from fullshard.shards.cut import Cut, tensors_in
 from fullshard.shards.gather import gather_full
 from fullshard.shards.untraced import untraced
+from fullshard.torch_private import lists_of_fast_types, plain_functions
 
 STATE_ON_ALL_RANKS = "_fullshard_state_on_all_ranks"
 """Mark on a parameter whose optimizer state every rank must have, including ranks without rows."""
@@ -53,7 +52,7 @@ class Shard(torch.Tensor):
             ShardingError: It needs elements that are on other ranks.
         """
         rule = Shard.find_rule(func)
-        with torch._C.DisableTorchFunctionSubclass():
+        with plain_functions():
             try:
                 return rule(func, args, kwargs or {})
             except ShardingError:
@@ -83,7 +82,7 @@ class Shard(torch.Tensor):
         Raises:
             ShardingError: It is not known, because a mask picked the elements.
         """
-        with torch._C.DisableTorchFunctionSubclass():
+        with plain_functions():
             shape = self.cut.full_shape(self)
         if shape is None:
             raise refusal("global_shape", (self,))
@@ -91,7 +90,7 @@ class Shard(torch.Tensor):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
         """Return a shard in memory of its own."""
-        with torch._C.DisableTorchFunctionSubclass():
+        with plain_functions():
             return as_shard(self.detach().clone(), self.cut)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -127,7 +126,7 @@ class ShardParameter(Shard, nn.Parameter):
 
 
 # Otherwise optimizers and clipping would compute tensor by tensor.
-for _supported in (_optimizer_types, _clipping_types):
+for _supported in lists_of_fast_types():
     _supported.extend(kind for kind in (Shard, ShardParameter) if kind not in _supported)
 
 
@@ -151,7 +150,7 @@ def as_shard(rows: torch.Tensor, cut: Cut) -> torch.Tensor:
 
 def rows_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return a shard's rows as a plain tensor of the same memory, without autograd; other tensors likewise."""
-    with torch._C.DisableTorchFunctionSubclass():
+    with plain_functions():
         return tensor.detach()
 
 
@@ -160,7 +159,7 @@ def on_rows(function: Function) -> Function:
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        with torch._C.DisableTorchFunctionSubclass():
+        with plain_functions():
             return function(*args, **kwargs)
 
     return call  # type: ignore[return-value]
@@ -176,7 +175,7 @@ def lay_aside(params: Iterable[nn.Parameter]) -> list[tuple[nn.Parameter, torch.
         Each parameter that was a shard, with its gradient if that was one; for :func:`take_up`.
     """
     laid: list[tuple[nn.Parameter, torch.Tensor | None]] = []
-    with torch._C.DisableTorchFunctionSubclass():
+    with plain_functions():
         for param in params:
             if type(param) is ShardParameter:
                 param.__class__ = nn.Parameter  # pyright: ignore[reportAttributeAccessIssue]

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from torch._C._dynamo.eval_frame import set_eval_frame
+from fullshard.torch_private import set_eval_frame
 
 Untraced = TypeVar("Untraced", bound=Callable[..., Any])
 

@@ -13,7 +13,6 @@ from fullshard.comm import Comm
 from fullshard.config import RunConfig
 from fullshard.data import Batch
 from fullshard.engine import has_tables_at_home, mesh_of, unsharded
-from fullshard.engine.step.torch_private import in_backward
 from fullshard.models import base_of
 from fullshard.planner import Meter
 from fullshard.resilience import room_of
@@ -24,6 +23,7 @@ from fullshard.saving.pieces import plan_save
 from fullshard.saving.rng import rng_bytes, rng_name
 from fullshard.saving.snapshot import take
 from fullshard.storage import Piece
+from fullshard.torch_private import in_backward
 from fullshard.train.evaluation.evaluate import evaluation_mode
 from fullshard.train.evaluation.generation import GenerationSpec, generate
 from fullshard.train.evaluation.metrics import needs_text

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from fullshard import MixedPrecision, fully_shard, no_sync
+from fullshard.engine.step import lane
 from fullshard.errors import WrapError
 from fullshard.shards import rows_of
 from fullshard.testing import RecordingComm, run_ranks
@@ -52,7 +53,7 @@ def test_the_gradients_of_a_unit_are_cast_into_its_lane_in_one_operator(monkeypa
         calls.append([gradient.dtype for gradient in gradients])
         return copy(views, gradients)
 
-    monkeypatch.setattr(torch, "_foreach_copy_", counting)
+    monkeypatch.setattr(lane, "foreach_copy", counting)
 
     def work(comm):
         model = fully_shard(models[0], comm, mp_policy=BF16)

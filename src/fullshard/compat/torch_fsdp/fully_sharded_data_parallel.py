@@ -38,9 +38,9 @@ from fullshard.compat.torch_fsdp.sharding import Sharding, shard
 from fullshard.compat.torch_fsdp.wrap import WRAPPED
 from fullshard.engine import no_sync, on_state_dict, plain_class, plain_name, sharded_roots
 from fullshard.engine.registry import runtime_of
-from fullshard.engine.step.torch_private import in_backward
 from fullshard.errors import ConfigError, ShardingError
 from fullshard.optim import clip_grad_norm_
+from fullshard.torch_private import in_backward
 
 __all__ = ["FullyShardedDataParallel"]
 __all__ += api.__all__

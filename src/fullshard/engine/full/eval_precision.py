@@ -13,11 +13,11 @@ from torch import nn
 
 from fullshard.engine.step.precision import Dtypes
 from fullshard.engine.step.runtime import Runtime
-from fullshard.engine.step.torch_private import in_backward
 from fullshard.engine.step.unit import Unit
 from fullshard.errors import ShardingError
 from fullshard.policy import MixedPrecision, UnitPolicy
 from fullshard.shards import untraced
+from fullshard.torch_private import in_backward
 
 _NARROW: weakref.WeakKeyDictionary[Unit, tuple[UnitPolicy, list[Dtypes]]] = weakref.WeakKeyDictionary()
 """Training policy and lane dtypes of the units that currently compute in full precision."""

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.module import _IncompatibleKeys
 
 from fullshard.engine.full.lockstep import Lockstep
 from fullshard.engine.full.state import RootHeld, load_full_state
@@ -19,6 +18,7 @@ from fullshard.engine.step.param import COPY_REFUSED
 from fullshard.engine.step.runtime import Runtime
 from fullshard.engine.step.unit import Keep
 from fullshard.errors import ShardingError
+from fullshard.torch_private import incompatible_keys
 
 
 def sharded_class(cls: type[nn.Module]) -> type[nn.Module]:
@@ -43,7 +43,7 @@ def sharded_class(cls: type[nn.Module]) -> type[nn.Module]:
         state_dict: Mapping[str, torch.Tensor],
         strict: bool = True,  # noqa: FBT001, FBT002 (torch's signature)
         assign: bool = False,  # noqa: FBT001, FBT002
-    ) -> _IncompatibleKeys:
+    ) -> Any:
         return _load(self, cls, state_dict, strict=strict, assign=assign)
 
     def generate(self: nn.Module, *args: object, **kwargs: object) -> object:
@@ -83,7 +83,7 @@ def shallow_copy(self: nn.Module) -> nn.Module:
 
 def _load(
     model: nn.Module, cls: type[nn.Module], state_dict: Mapping[str, torch.Tensor], *, strict: bool, assign: bool
-) -> _IncompatibleKeys:
+) -> Any:
     if (others := runtime_of(model).state_dict) is not None:
         return others[1](model, state_dict, strict, assign)
     if assign:
@@ -93,7 +93,7 @@ def _load(
         )
     if Keep.CONTEXT in runtime_of(model).root.keep:  # inside unsharded(model): at its end the shards take the values
         return cls.load_state_dict(model, state_dict, strict)
-    return _IncompatibleKeys(*load_full_state(model, state_dict, strict=strict))
+    return incompatible_keys(*load_full_state(model, state_dict, strict=strict))
 
 
 def root_held(model: nn.Module) -> RootHeld:

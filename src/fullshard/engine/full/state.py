@@ -13,12 +13,12 @@ from fullshard.engine.full.eval_precision import switch_if_due
 from fullshard.engine.registry import runtime_of
 from fullshard.engine.step.param import ShardedParam
 from fullshard.engine.step.runtime import Runtime
-from fullshard.engine.step.torch_private import in_backward
 from fullshard.engine.step.unit import Keep, Unit
 from fullshard.engine.tables.table_lane import bring_tables
 from fullshard.errors import ShardingError
 from fullshard.layout.names import plain_name
 from fullshard.shards import on_rows, rows_of
+from fullshard.torch_private import in_backward
 
 
 @contextmanager

@@ -14,12 +14,12 @@ from fullshard.engine.registry import home_of, runtime_of
 from fullshard.engine.step.lane import Lane
 from fullshard.engine.step.param import ShardedParam
 from fullshard.engine.step.runtime import Runtime
-from fullshard.engine.step.torch_private import in_backward
 from fullshard.engine.step.unit import Summoned, Unit
 from fullshard.errors import ShardingError
 from fullshard.layout import ShardMeta
 from fullshard.layout.names import plain_name
 from fullshard.shards import on_rows, rows_of
+from fullshard.torch_private import in_backward
 
 
 def gathered(

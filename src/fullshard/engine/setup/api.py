@@ -16,6 +16,7 @@ from fullshard.engine.full.eval_precision import follow_mode, remember_buffers
 from fullshard.engine.full.model_class import sharded_class
 from fullshard.engine.full.shared_buffers import warn_if_buffers_differ
 from fullshard.engine.registry import attach
+from fullshard.engine.setup.backward_inputs import accept_shards_while_alive
 from fullshard.engine.setup.build import UnitBuilder, check_messages, keep_in_float32, move_buffers
 from fullshard.engine.setup.fill import fill, give_memory, open_weights
 from fullshard.engine.setup.fuse import fuse
@@ -184,6 +185,7 @@ def fully_shard(  # noqa: PLR0913 (the front door: each argument is a policy)
     units = include(root, units, inner, ranks, account)
     ahead = prefetch if isinstance(prefetch, Prefetch) else Prefetch(backward=prefetch)
     runtime = Runtime(units, ranks, ahead, account, runtime_device, frozenset(map(id, ignored)))
+    accept_shards_while_alive(runtime)
     runtime.unwrapped = agreed.unwrapped
     runtime.check_buffers = warn_if_buffers_differ
     runtime.follow_tree, runtime.on_added = follow_tree, refuse_added

@@ -19,8 +19,8 @@ from torch import nn
 from fullshard.comm import add_rows
 from fullshard.engine.step.hooks import UnitHooks
 from fullshard.engine.step.param import CREATE_GRAPH_REFUSED, ShardedParam
-from fullshard.engine.step.torch_private import in_backward, will_execute
 from fullshard.errors import ShardingError
+from fullshard.torch_private import in_backward, in_functorch, plain_functions, will_execute
 
 
 class _Site:
@@ -40,7 +40,7 @@ class _Site:
             torch.is_grad_enabled()
             and self.param.trainable
             and self.module._parameters["weight"] is self.param.full
-            and not torch._C._are_functorch_transforms_active()
+            and not in_functorch()
             and not torch.is_autocast_enabled(device)
         )
 
@@ -69,14 +69,14 @@ class LinearSite(_Site):
         # Backward reads the weight only for the input's gradient; a recomputation repeats a use counted before.
         reads = input.requires_grad and not in_backward()
         self.param.reads += reads
-        with torch._C.DisableTorchFunctionSubclass():
+        with plain_functions():
             return _Linear.apply(input, self.param.full, self.module.bias, self, reads)  # type: ignore[return-value]
 
     def input_gradient(self, out_gradient: torch.Tensor, *, was_counted: bool) -> torch.Tensor:
         """Return ``out_gradient @ weight``, and free the weight early if this was its last read."""
         runtime, param = self.hooks.runtime, self.param
         runtime.need(self.unit, param)
-        with torch._C.DisableTorchFunctionSubclass():
+        with plain_functions():
             result = out_gradient @ param.full
         if was_counted:
             param.reads -= 1
@@ -104,7 +104,7 @@ class EmbeddingSite(_Site):
         """Return the module's output."""
         if not self.applies():
             return self.plain(self.module, input)
-        with torch._C.DisableTorchFunctionSubclass():
+        with plain_functions():
             return _Embedding.apply(input, self.param.full, self)  # type: ignore[return-value]
 
     def write(self, out_gradient: torch.Tensor, indices: torch.Tensor) -> None:

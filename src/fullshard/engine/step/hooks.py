@@ -13,10 +13,10 @@ from torch.utils.hooks import RemovableHandle
 from fullshard.engine.step.precision import cast_floats, map_tensors, markable_tensors, replace_markable, tensors_in
 from fullshard.engine.step.runtime import Runtime
 from fullshard.engine.step.schedule import Call
-from fullshard.engine.step.torch_private import in_backward
 from fullshard.engine.step.unit import Keep, Unit
 from fullshard.errors import ShardingError
 from fullshard.shards import untraced
+from fullshard.torch_private import in_backward, in_functorch
 
 
 class _InputNode(torch.autograd.Function):
@@ -210,7 +210,7 @@ class UnitHooks:
             self.runtime.abandon(self.unit)
 
     def _refuse_views_of_parameters(self, tensors: list[torch.Tensor]) -> None:
-        if torch._C._are_functorch_transforms_active():  # their tensors have no storage
+        if in_functorch():  # their tensors have no storage
             return
         buffers = {lane.full.tensor.untyped_storage()._cdata for lane in self.unit.lanes}
         for tensor in tensors:

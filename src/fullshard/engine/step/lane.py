@@ -12,6 +12,7 @@ from fullshard.engine.step.buffers import Account, PermanentBuffer, ReusableBuff
 from fullshard.engine.step.precision import Dtypes
 from fullshard.errors import InvariantError
 from fullshard.layout import LaneLayout
+from fullshard.torch_private import foreach_copy, foreach_zero
 
 HELD_BYTES = 1 << 25
 """Gradients of a lane wait to be copied together until they take this much; more takes a GPU longer than a launch."""
@@ -190,7 +191,7 @@ class Lane:
         """Copy (with cast) the held gradients into the lane, in one operator, and free them."""
         if self.held:
             views, gradients = [view for view, _ in self.held], [gradient for _, gradient in self.held]
-            torch._foreach_copy_(views, gradients)  # pyright: ignore[reportPrivateImportUsage]
+            foreach_copy(views, gradients)  # pyright: ignore[reportPrivateImportUsage]
         self.held, self.held_bytes = [], 0
 
     def gradient_of(self, place: int) -> tuple[torch.Tensor, bool]:
@@ -223,7 +224,7 @@ class Lane:
         unset = [gradient[low:high] for low, high in self.layout.gaps()]
         unset += [self.gradient_of(place)[0] for place in range(len(self.shapes)) if place not in self.written]
         if unset:
-            torch._foreach_zero_(unset)  # pyright: ignore[reportPrivateImportUsage]
+            foreach_zero(unset)  # pyright: ignore[reportPrivateImportUsage]
         self.written.clear()
         return gradient
 

@@ -12,7 +12,6 @@ from torch.autograd.graph import Node, get_gradient_edge
 
 from fullshard.engine.step.buffers import PermanentBuffer, ReusableBuffer
 from fullshard.engine.step.lane import Lane
-from fullshard.engine.step.torch_private import can_take_data
 from fullshard.errors import ShardingError
 from fullshard.layout.sharded import ShardMeta
 from fullshard.shards import (
@@ -27,6 +26,7 @@ from fullshard.shards import (
     parameter_class,
     rows_of,
 )
+from fullshard.torch_private import can_take_data
 
 COPY_REFUSED = (
     "A sharded model cannot be copied or pickled: the copy would take part in other ranks' collectives. Copy the model "

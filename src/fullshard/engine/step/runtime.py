@@ -19,10 +19,10 @@ from fullshard.engine.step.param import ShardedParam
 from fullshard.engine.step.plain_modules import is_plain_embedding
 from fullshard.engine.step.recorder import SILENT, SilentRecorder
 from fullshard.engine.step.schedule import Action, Call, Schedule, Verb, no_graph
-from fullshard.engine.step.torch_private import call_after_backward
 from fullshard.engine.step.unit import Keep, Unit
 from fullshard.errors import MismatchError, ProcessGroupError, WrapError
 from fullshard.policy import Prefetch
+from fullshard.torch_private import call_after_backward
 
 
 class Runtime:

@@ -22,6 +22,7 @@ import torch
 from fullshard.comm import logits_at_once
 from fullshard.engine.tables.rows import TableRows
 from fullshard.errors import MismatchError
+from fullshard.torch_private import plain_functions
 
 _UNEQUAL = (
     "Ranks scaled a loss over a table that stays home by different factors before backward, {low:g} to {high:g}. The "
@@ -63,7 +64,7 @@ def home_loss(table: TableRows, hidden: torch.Tensor, labels: torch.Tensor, term
     hidden = hidden.to(table.lane.dtypes.compute)
     records = torch.is_grad_enabled() and (hidden.requires_grad or table.trainable)
     tokens = _Tokens(table, counts, records=records)
-    with torch._C.DisableTorchFunctionSubclass():
+    with plain_functions():
         return _HomeLoss.apply(hidden, table.full, table, labels, terms, tokens)  # type: ignore[return-value]
 
 

@@ -9,11 +9,11 @@ import torch
 from fullshard.comm import Comm, Work, settle
 from fullshard.engine.step.lane import LaneState
 from fullshard.engine.step.param import CREATE_GRAPH_REFUSED, ShardedParam
-from fullshard.engine.step.torch_private import will_execute
 from fullshard.engine.step.unit import Unit
 from fullshard.engine.tables.table_lane import TableLane
 from fullshard.errors import ShardingError
 from fullshard.shards import on_rows
+from fullshard.torch_private import will_execute
 
 
 class TableRows(ShardedParam):

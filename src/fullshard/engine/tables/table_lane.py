@@ -9,9 +9,9 @@ import torch
 
 from fullshard.comm import Work
 from fullshard.engine.step.lane import Lane, LaneState, predivisor
-from fullshard.engine.step.torch_private import in_backward
 from fullshard.engine.step.unit import Unit
 from fullshard.errors import ShardingError
+from fullshard.torch_private import in_backward
 
 
 @dataclass(eq=False)

@@ -12,11 +12,11 @@ from fullshard.comm import add_rows
 from fullshard.engine.step.fused import EmbeddingSite, LinearSite
 from fullshard.engine.step.lane import LaneState
 from fullshard.engine.step.precision import tensors_in
-from fullshard.engine.step.torch_private import call_after_backward
 from fullshard.engine.tables.exchange import Trip, ask, fetch, give_back
 from fullshard.engine.tables.loss import Terms, home_loss
 from fullshard.engine.tables.rows import TableRows
 from fullshard.shards import WatchedParameter, reads_metadata
+from fullshard.torch_private import call_after_backward, in_functorch, plain_functions
 
 
 class HomeParameter(WatchedParameter):
@@ -29,7 +29,7 @@ class HomeParameter(WatchedParameter):
         """Look up rows if the tokens can travel; otherwise gather the table and compute with it."""
         kwargs = kwargs or {}
         if reads_metadata(func):
-            with torch._C.DisableTorchFunctionSubclass():
+            with plain_functions():
                 return func(*args, **kwargs)
         homes = [one for one in tensors_in((args, kwargs)) if isinstance(one, HomeParameter)]
         if func is F.embedding and _is_plain_lookup(args, kwargs) and homes[0] is args[1]:
@@ -44,7 +44,7 @@ def _is_plain_lookup(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     names = ("padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "sparse")
     options = dict(zip(names, args[2:], strict=False)) | kwargs
     plain = options.get("max_norm") is None and not options.get("scale_grad_by_freq") and not options.get("sparse")
-    return len(args) >= 2 and plain and not torch._C._are_functorch_transforms_active()
+    return len(args) >= 2 and plain and not in_functorch()
 
 
 class TableParam(TableRows):
@@ -78,7 +78,7 @@ class TableParam(TableRows):
                 )
         if padding_index is not None and padding_index < 0:  # negative counts from the end, as in F.embedding
             padding_index += self.meta.global_shape[0]
-        with torch._C.DisableTorchFunctionSubclass():
+        with plain_functions():
             return _Lookup.apply(ids, self.full, self, padding_index)  # type: ignore[return-value]
 
     def pays(self, tokens: int) -> bool:
@@ -151,7 +151,7 @@ class TableEmbeddingSite(EmbeddingSite):
         """Return the module's output."""
         table = cast("TableParam", self.param)
         if table.is_home and self.module._parameters["weight"] is table.full:
-            if not torch._C._are_functorch_transforms_active():
+            if not in_functorch():
                 return table.look_up(input, self.padding_index)
             table.come()  # inside vmap the ids' values are not available, so they cannot travel
         return super().__call__(input)

@@ -19,12 +19,7 @@ from weakref import WeakKeyDictionary, WeakSet
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.optimizer import (
-    _global_optimizer_post_hooks,
-    _global_optimizer_pre_hooks,
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from fullshard.errors import ConfigError
 from fullshard.layout import ShardMeta
@@ -40,6 +35,7 @@ from fullshard.optim.guard.trial import (
 )
 from fullshard.optim.shards import is_split, meta_of
 from fullshard.shards import Shard, as_shard, lay_aside, on_rows, take_up, take_up_all
+from fullshard.torch_private import hooks_around_every_step
 
 BLOCK = 256
 """Elements that bitsandbytes (``blocksize``) and torchao (``block_size``; 128 for 4 bits) quantise together."""
@@ -292,7 +288,7 @@ def _only_steps(optimizer: Optimizer, members: Members, given: Iterable[object])
     registered. Other tried classes get shards, whose norms are the full tensors': the trial saw only the first steps.
     """
     own = (*optimizer._optimizer_step_pre_hooks.values(), *optimizer._optimizer_step_post_hooks.values())
-    hooks = (*own, *_global_optimizer_pre_hooks.values(), *_global_optimizer_post_hooks.values())
+    hooks = (*own, *hooks_around_every_step())
     if any(one is not None for one in given):
         return False
     if any(not str(getattr(hook, "__module__", "")).startswith("fullshard.") for hook in hooks):

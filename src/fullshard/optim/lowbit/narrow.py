@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from fullshard.errors import ConfigError
 from fullshard.optim.shards import copied, refuse_torch_options
 from fullshard.shards import on_rows
+from fullshard.torch_private import plain_functions
 
 _WIDE = (torch.float32, torch.float64)
 
@@ -69,7 +70,7 @@ class NarrowAdamW(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        with torch._C.DisableTorchFunctionSubclass():  # it computes with rows
+        with plain_functions():  # it computes with rows
             self._update_all()
         return loss
 

@@ -5,6 +5,7 @@ import torch
 
 from fullshard.comm import Mesh, SoloComm
 from fullshard.comm.device import CpuDevice
+from fullshard.engine.step import lane as lane_module
 from fullshard.engine.step.buffers import Account
 from fullshard.engine.step.lane import Lane, LaneState
 from fullshard.engine.step.precision import Dtypes
@@ -164,7 +165,12 @@ def test_a_frozen_lane_has_no_gradient_to_reduce():
 
 def test_gradients_that_arrive_together_are_copied_and_cast_together(monkeypatch):
     low, calls, copy = torch.bfloat16, [], torch._foreach_copy_
-    monkeypatch.setattr(torch, "_foreach_copy_", lambda views, grads: (calls.append(len(grads)), copy(views, grads)))
+
+    def counting(views, grads):
+        calls.append(len(grads))
+        copy(views, grads)
+
+    monkeypatch.setattr(lane_module, "foreach_copy", counting)
     lane = lane_of(SoloComm(CPU), dtypes=Dtypes(torch.float32, torch.float32, low, torch.float32, torch.float32))
     gradients = [torch.rand(lane.shapes[place]).to(low) for place in range(3)]
     for place, gradient in enumerate(gradients):

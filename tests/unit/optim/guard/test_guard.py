@@ -402,7 +402,7 @@ def test_a_trial_leaves_the_random_state_as_it_was():
 UNTRIED = {
     "needs an argument": (lambda params: StackedUntried(params, "this"), "missing 1 required positional argument"),
     "draws random numbers": (Noisy, "steps the same values differently each time"),
-    "moves too little": (FindsItsRate, r"in 12 steps it moves values by at most \de-0[678].*find its rate by sums over all"),
+    "moves too little": (FindsItsRate, r"in 12 steps it moves values by at most \de-0[678].*by sums over all"),
 }
 
 

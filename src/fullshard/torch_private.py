@@ -1,0 +1,131 @@
+"""Every private name of torch that the engine's rooms call, in one place, and what breaks when it is gone.
+
+``import fullshard`` works without any of them. What needs a missing one raises a ConfigError with the name and torch's
+version. Attributes of torch's own objects that are read where they are needed are listed in ``ATTRIBUTES``.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.autograd import Variable
+
+from fullshard.errors import private_name
+
+ATTRIBUTES = {
+    "torch.nn.Module": {
+        "_parameters": "no model can be sharded: full parameters and shards take each other's place there",
+        "_buffers": "no model can be sharded: buffers are moved and cast there",
+        "_modules": "no model with shared or quantised modules can be sharded",
+        "_non_persistent_buffers_set": "weights cannot be loaded or saved: which buffers are saved is not known",
+        "_compiled_call_impl": "a model with compiled blocks cannot run",
+    },
+    "torch.Tensor": {
+        "_version": "changes of shards between forward and backward are not noticed",
+        "_backward_hooks": "hooks on parameters that were replaced are not moved",
+        "_post_accumulate_grad_hooks": "hooks that step a parameter in backward are not recognised",
+        "_make_subclass": "views of quantised weights cannot be read",
+        "_make_wrapper_subclass": "quantised layers have no ``weight``",
+    },
+    "torch.amp.GradScaler": {
+        "_scale": "with CPU offload a scaler's step is refused: the scale cannot be moved to the host",
+        "_growth_tracker": "the same",
+        "_unscale_grads_": "ranks do not learn of each other's infinite gradients",
+    },
+    "torch._ops.OpOverload": {"_schema": "a quantised weight cannot be read: which arguments are written is not known"},
+    "torch.UntypedStorage": {"_cdata": "a unit that returns a view of its parameters is not refused"},
+    "torch.optim.SGD": {
+        "_optimizer_step_pre_hooks": "no optimizer steps shards",
+        "_optimizer_step_post_hooks": "no optimizer steps shards",
+    },
+}
+"""Private attributes by the class that has them: what breaks when one is gone, with torch's own AttributeError."""
+
+
+def _named(module: str, name: str) -> Any:
+    """Return ``module.name``; if it is gone, what raises when it is called."""
+    try:
+        return getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError):
+
+        def gone(*_args: Any, **_kwargs: Any) -> Any:
+            return private_name(sys.modules.get(module, torch), name, "torch")
+
+        return gone
+
+
+plain_functions = _named("torch._C", "DisableTorchFunctionSubclass")
+"""Context in which shards are plain tensors. Gone: no model can be sharded."""
+
+plain_subclass = _named("torch._C", "_disabled_torch_function_impl")
+"""``__torch_function__`` of a class that does nothing there. Gone: shards and quantised weights cannot be used."""
+
+in_functorch = _named("torch._C", "_are_functorch_transforms_active")
+"""Whether a functorch transform runs, whose tensors have no memory. Gone: no forward of a sharded model runs."""
+
+set_eval_frame = _named("torch._C._dynamo.eval_frame", "set_eval_frame")
+"""Turns torch.compile's tracing off and on, without importing the compiler. Gone: no forward runs."""
+
+is_traceable_wrapper = _named("torch.utils._python_dispatch", "is_traceable_wrapper_subclass")
+"""Whether a tensor has parts in place of memory, as a DTensor. Gone: no memory can be metered on the CPU."""
+
+tree_leaves = _named("torch.utils._pytree", "tree_leaves")
+tree_map = _named("torch.utils._pytree", "tree_map")
+"""Walk the arguments of an operator. Gone: quantised weights cannot be read."""
+
+foreach_copy = _named("torch", "_foreach_copy_")
+"""Copies and casts many tensors at once. Gone: gradients of a unit cannot be collected."""
+
+foreach_zero = _named("torch", "_foreach_zero_")
+"""Zeroes many tensors at once. Gone: gradients of a unit cannot be collected."""
+
+will_execute: Callable[[Any], bool] = _named("torch._C", "_will_engine_execute_node")
+"""Whether the running backward executes a node, or was asked for other inputs only. Gone: no backward runs."""
+
+can_take_data: Callable[[torch.Tensor, torch.Tensor], bool] = _named("torch", "_has_compatible_shallow_copy_type")
+"""Whether ``tensor.data = data`` is possible: between CPU and CUDA, not with the meta device. Gone: a sharded model
+cannot be moved."""
+
+fan_in_and_out = _named("torch.nn.init", "_calculate_fan_in_and_fan_out")
+"""Fans of a shape, for initialisers of shards. Gone: parameters cannot be initialised."""
+
+_task = _named("torch._C", "_current_graph_task_id")
+
+
+def in_backward() -> bool:
+    """Return whether this thread is inside ``backward()``, where a forward recomputes. Gone: no forward runs."""
+    return _task() >= 0
+
+
+def call_after_backward(callback: Callable[[], None]) -> None:
+    """Call ``callback`` at the end of the running ``backward()``, in this thread. Gone: no backward runs."""
+    private_name(Variable, "_execution_engine", "torch").queue_callback(callback)
+
+
+def timeout_s(group: Any, device: torch.device) -> float:
+    """Return the time limit of a process group's collectives, in seconds. Gone: gloo cannot be used."""
+    options = private_name(group, "_get_backend", "torch")(device).options
+    return private_name(options, "_timeout", "torch").total_seconds()
+
+
+def lists_of_fast_types() -> list[list[type]]:
+    """Return the lists of classes that optimizers and clipping compute many at once. Gone: one by one, more slowly."""
+    modules = ("torch.optim.optimizer", "torch.utils._foreach_utils")
+    found = (getattr(sys.modules.get(name), "_foreach_supported_types", None) for name in modules)
+    return [one for one in found if one is not None]
+
+
+def incompatible_keys(missing: list[str], unexpected: list[str]) -> Any:
+    """Return what ``Module.load_state_dict`` returns. Gone: it cannot be called on a sharded model."""
+    return _named("torch.nn.modules.module", "_IncompatibleKeys")(missing, unexpected)
+
+
+def hooks_around_every_step() -> list[Any]:
+    """Return the hooks that run around the steps of all optimizers. Gone: no optimizer steps shards."""
+    module = sys.modules["torch.optim.optimizer"]
+    names = ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks")
+    return [hook for name in names for hook in private_name(module, name, "torch").values()]
