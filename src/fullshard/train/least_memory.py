@@ -165,5 +165,7 @@ def _settings(config: RunConfig) -> Iterator[tuple[str, ...]]:
     shards = ShardingStrategy(config.sharding.strategy).shards
     wide = config.training.optimizer == "adamw"
     own = ["training.accumulate=sharded"] if config.training.accumulate == "unsharded" else []
-    own += (["sharding.strategy=full_shard"] if not shards else []) + (["training.optimizer=adamw_8bit"] if wide else [])
+    own += (["sharding.strategy=full_shard"] if not shards else []) + (
+        ["training.optimizer=adamw_8bit"] if wide else []
+    )
     yield from dict.fromkeys((*((one,) for one in own), tuple(own))) if own else ()
