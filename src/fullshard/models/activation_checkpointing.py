@@ -18,7 +18,7 @@ def blocks_of(model: nn.Module) -> list[GradientCheckpointingLayer]:
     found: list[GradientCheckpointingLayer] = []
     for child in model.children():
         found += [child] if isinstance(child, GradientCheckpointingLayer) else blocks_of(child)
-    return found
+    return list(dict.fromkeys(found))  # stacks may share blocks
 
 
 def enable_activation_checkpointing(model: PreTrainedModel, number: int | None = None) -> None:

@@ -232,16 +232,16 @@ def _run(
         lengths = tokenized.lengths
         plan = EpochPlan(len(tokenized), comm.size, spec.batch_size, training=False, lengths=lengths)
         plans.append((one, plan))
-    done, total = count(1), sum(plan.num_batches for _, plan in plans)
+    writes = needs_text(spec.metrics)
+    done, total = count(1), sum(plan.num_batches for _, plan in plans) * (2 if writes else 1)
 
     def tell() -> None:
         progress(next(done), total)
 
-    writes = needs_text(spec.metrics)
     with ExitStack() as gathered:
         if at_once and not has_tables_at_home(model):
             gathered.enter_context(unsharded(model, write_back=False))
-        losses = [_losses(model, one, comm, plan, (lambda: None) if writes else tell) for one, plan in plans]
+        losses = [_losses(model, one, comm, plan, tell) for one, plan in plans]
         if at_once and has_tables_at_home(model):
             gathered.enter_context(unsharded(model, write_back=False))
         texts = [_texts(model, tokenizer, one, comm, plan, tell) if writes else [] for one, plan in plans]

@@ -180,7 +180,7 @@ class ActivationOffload:
             block.register_forward_hook(partial(self._end, last=block is blocks[-1]), prepend=True, always_call=True)
 
     def _begin(self, _block: nn.Module, _args: Any, *, first: bool) -> None:
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() or self._hooks is not None:  # a block inside of another, or of itself
             return
         if first:
             self._known.clear()
