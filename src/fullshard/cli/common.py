@@ -141,6 +141,23 @@ def start_ranks(
     return launch(rank_command(program, arguments), nproc=nproc, saves=saves, max_restarts=max_restarts, notice=notice)
 
 
+def ask(question: str, usual: str, parse: Callable[[str], Any]) -> Any:
+    """Ask until the answer is valid; an empty answer means the default, unless that is empty."""
+    default = f" [{usual}]" if usual else ""
+    while True:
+        try:
+            return parse(input(f"{question}{default}: ").strip() or usual)
+        except ValueError as error:
+            print(error)
+
+
+def yes_or_no(text: str) -> bool:
+    """Parse an answer to :func:`ask`."""
+    if text.lower() not in ("yes", "y", "no", "n"):
+        raise ValueError(f"Expected yes or no; got {text!r}.")
+    return text.lower().startswith("y")
+
+
 def require_model(name: str) -> None:
     """Refuse the path of a model that does not exist, before ranks start or the Hub is contacted; one process.
 

@@ -14,8 +14,7 @@ from fullshard.cli.accelerate import add_config_file, file_overrides
 from fullshard.cli.common import add_json, add_run_arguments, add_verb, load_program, positive, set_own_parsers
 from fullshard.cli.questionnaire import DEFAULT_PATH, run_questions
 from fullshard.compat.accelerate_config.file import read_accelerate_file
-from fullshard.compat.accelerate_config.run_file import LEFT, run_file_text
-from fullshard.compat.accelerate_config.translate import nested, translate
+from fullshard.compat.accelerate_config.translate import LEFT, nested, run_file_text, translate
 from fullshard.config import RunConfig, changed_settings, load_run, require_base, require_output_dir
 from fullshard.config.training import auto_precision
 from fullshard.errors import ConfigError
@@ -26,9 +25,9 @@ PROGRAM = "fullshard.train.dry_run"
 DEVICES = "fullshard.train.setup.devices"
 
 DESCRIPTION = f"""\
-Without an action: ask about machines, ranks, sharding and precision, and write a configuration file in Accelerate's
-format with a comment on every line. fullshard train, fullshard launch and accelerate launch read it. It is written to
---config_file, or to {DEFAULT_PATH}; an existing file is not overwritten without asking.
+Without an action: ask the questions of `accelerate config`, write the configuration file that they make, check it and
+explain it. fullshard train, fullshard launch and accelerate launch read it. It is written to --config_file, or to
+{DEFAULT_PATH}; an existing file is not overwritten without asking.
 """
 
 EPILOG = """\
@@ -92,7 +91,7 @@ def add_parser(verbs: Any) -> None:
         dest="answers_file",
         help=f"file to write (default: {DEFAULT_PATH})",
     )
-    parser.add_argument("--default", action="store_true", help="write the defaults without asking")
+    parser.add_argument("--default", action="store_true", help="write a sharded file for this machine without asking")
     add_json(parser, dest="answers_json")
     parser.set_defaults(json=False)
     actions = parser.add_subparsers(title="actions", metavar="[ACTION]")
@@ -148,7 +147,7 @@ def run_ask(options: argparse.Namespace) -> None:
         ConfigError: See :func:`~fullshard.cli.questionnaire.run_questions`.
     """
     options.json = options.answers_json
-    run_questions(options.answers_file or DEFAULT_PATH, ask=not options.default, as_json=options.json)
+    run_questions(options.answers_file or DEFAULT_PATH, asks=not options.default, as_json=options.json)
 
 
 def run_convert(options: argparse.Namespace) -> None:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from fullshard.cli.common import add_verb, load_program, require_model
+from fullshard.cli.common import add_verb, ask, load_program, require_model, yes_or_no
 from fullshard.config import load_run
 from fullshard.errors import ConfigError, DataError, ModelError
 from fullshard.launch import gpu_count
@@ -66,7 +65,7 @@ def run(options: argparse.Namespace) -> None:
     _show(look, machine)
     try:
         choice = _choose(starter, look, machine, asks=asks)
-        if out.exists() and not _ask(f"{out} exists. Overwrite it, yes or no?", "no", _yes_or_no):
+        if out.exists() and not ask(f"{out} exists. Overwrite it, yes or no?", "no", yes_or_no):
             raise ConfigError(f"{out} was left unchanged. Name another file with --out.")
     except EOFError:
         raise ConfigError("The input ended before the last question; nothing was written.") from None
@@ -131,10 +130,10 @@ def _choose(starter: Any, look: Any, machine: Any, *, asks: bool) -> Any:
             raise ValueError(f"Expected one of the columns {', '.join(names)}; got {text!r}.")
         return text
 
-    source = _ask("Which column does the model read?", "" if against else usual[0][0], column)
+    source = ask("Which column does the model read?", "" if against else usual[0][0], column)
     names.remove(source)
     likely = usual[1] if usual[1] in names else names[-1]
-    target = _ask("Which column does it write?", "" if against else likely, column)
+    target = ask("Which column does it write?", "" if against else likely, column)
     model = _ask_model(starter, machine, model)
     kept = (source, target) == (usual[0][0], usual[1])
     return starter.Choice(usual[0] if kept else (source,), target, model)
@@ -142,22 +141,12 @@ def _choose(starter: Any, look: Any, machine: Any, *, asks: bool) -> Any:
 
 def _ask_model(starter: Any, machine: Any, usual: str) -> str:
     question = f"Model: a directory, an id on the Hub such as {machine.fitting}, or new (a small T5)?"
-    return _ask(question, usual, lambda text: _model(text, starter.NEW_MODEL))
+    return ask(question, usual, lambda text: _model(text, starter.NEW_MODEL))
 
 
 def _told(model: str) -> str:
     print(f"model: {model}")
     return model
-
-
-def _ask(question: str, usual: str, parse: Callable[[str], Any]) -> Any:
-    """Ask until the answer is valid; an empty answer means the default, unless that is empty."""
-    default = f" [{usual}]" if usual else ""
-    while True:
-        try:
-            return parse(input(f"{question}{default}: ").strip() or usual)
-        except ValueError as error:
-            print(error)
 
 
 def _model(text: str, new: str) -> str:
@@ -167,9 +156,3 @@ def _model(text: str, new: str) -> str:
     except ModelError as error:
         raise ValueError(str(error)) from error
     return text
-
-
-def _yes_or_no(text: str) -> bool:
-    if text.lower() not in ("yes", "y", "no", "n"):
-        raise ValueError(f"Expected yes or no; got {text!r}.")
-    return text.lower().startswith("y")

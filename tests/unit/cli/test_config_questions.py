@@ -1,10 +1,12 @@
-"""The questionnaire as a user meets it: in a pseudo-terminal, with wrong answers on the way, and without a terminal."""
+"""Accelerate's questions as a user of ``fullshard config`` meets them, in a pseudo-terminal and without one.
+
+Menus take the number of a choice, counted from 0, and Enter (a carriage return, as keyboards send it).
+"""
 
 import fcntl
 import json
 import os
 import pty
-import re
 import select
 import subprocess
 import sys
@@ -12,11 +14,10 @@ import termios
 import time
 
 import pytest
-import yaml
 
 from fullshard.cli import main as cli, questionnaire
 from fullshard.compat.accelerate_config.file import read_accelerate_file
-from support.tiny_run import MODEL
+from support.accelerate_files import VERSION_1
 
 SECONDS = 60
 
@@ -64,12 +65,21 @@ class Terminal:
         os.write(self.side, text.encode())
 
     def answer(self, question, *texts):
-        """Answer a question, several times where the first are wrong; what was shown in between."""
-        shown = self.until(question)
+        """Answer a question, which is asked again after a wrong answer; what was shown in between."""
+        shown = ""
         for text in texts:
-            shown += self.until("): ")
+            shown += self.until(question)
             self.say(f"{text}\n")
         return shown
+
+    def choose(self, question, keys=""):
+        """Press keys and Enter in a menu, once it reads single keys; before, the terminal would change them."""
+        self.until(question)
+        end = time.monotonic() + SECONDS
+        while termios.tcgetattr(self.side)[3] & termios.ICANON:
+            assert time.monotonic() < end, f"{question!r} takes no keys; the screen is {self.output!r}"
+            self._read(0.01)
+        self.say(f"{keys}\r")
 
     def end(self, again=""):
         """The rest of the screen and the exit code; keys are pressed ``again`` while nothing happens, as people do.
@@ -110,58 +120,54 @@ def start(tmp_path):
         terminal.close()
 
 
-@pytest.fixture
-def model(tmp_path):
-    directory = tmp_path / "model"
-    directory.mkdir()
-    (directory / "config.json").write_text(json.dumps(MODEL | {"vocab_size": 64}))
-    return directory
-
-
-def test_the_questionnaire_takes_answers_refuses_wrong_ones_and_writes_an_explained_file(tmp_path, model, start):
+def test_questions_are_answered_and_the_file_is_written_checked_and_explained(tmp_path, start):
     terminal = start("--config_file", "mine.yaml")
-    terminal.answer("How many machines", "none", "2")
-    terminal.answer("Number of this machine", "2", "1")
-    shown = terminal.answer("Address of machine 0", "", "10.0.0.1")
-    assert "Expected a host name or an IP address" in shown  # this machine's own name would be machine 1's
-    terminal.answer("Port on machine 0", "")
-    terminal.answer("Train on the CPU", "")
-    shown = terminal.answer("How many ranks", "?", "3", "4")
-    assert "A rank is a process" in shown
-    assert "Expected a multiple of 2" in shown
-    assert "got '3'" in shown
-    shown = terminal.answer("Sharding strategy?", "SHARD_EVERYTHING", "hybrid_shard")
-    assert "3 NO_SHARD: every rank holds the full model" in shown
-    assert "Expected one of 1 FULL_SHARD" in shown
-    terminal.answer("Wrap policy", "1")
-    shown = terminal.answer("Directory or Hub id", "nothing/here-at-all", str(model))
-    assert "Cannot build a model from 'nothing/here-at-all'" in shown
-    shown = terminal.answer("Layer classes to wrap", "T5Blok", "1")
-    assert "1 T5Block: 4 modules" in shown
-    assert "did you mean T5Block?" in shown
-    terminal.answer("Backward prefetch", "3")
-    terminal.answer("State-dict type", "SHARDED_STATE_DICT")
-    terminal.answer("Recompute activations", "maybe", "yes")
-    terminal.answer("Precision", "bf16")
+    terminal.choose("In which compute environment")
+    terminal.choose("Which type of machine", "4")
+    terminal.answer("How many different machines", "none", "2")
+    terminal.choose("What is the rank of this machine", "1")
+    terminal.answer("IP address", "10.0.0.1")
+    terminal.answer("What is the port", "29501")
+    for question in ("same local network", "Should distributed operations be checked", "torch dynamo", "DeepSpeed"):
+        terminal.answer(question, "")
+    shown = terminal.answer("FullyShardedDataParallel", "maybe", "yes")
+    assert "Please enter yes or no" in shown
+    terminal.choose("your FSDP version", "0")
+    terminal.choose("sharding strategy", "3")
+    terminal.answer("offload parameters", "yes")
+    terminal.choose("auto wrap policy")
+    terminal.answer("_no_split_modules", "")
+    terminal.answer("transformer layer class names", "T5Block")
+    terminal.choose("backward prefetch policy", "2")
+    terminal.choose("state dict type", "2")
+    for question in ("forward prefetch", "use_orig_params", "RAM efficient"):
+        terminal.answer(question, "")
+    terminal.answer("activation checkpointing", "yes")
+    terminal.answer("How many GPU(s)", "4")
+    terminal.choose("mixed precision", "2")
     screen, code = terminal.end()
-    assert code == 0
+    assert code == 0, screen
     assert "What it means" in screen
+    assert "HYBRID_SHARD: FULL_SHARD inside each machine" in screen
     assert "fullshard launch --config_file mine.yaml script.py" in screen
     file = read_accelerate_file(tmp_path / "mine.yaml")
     assert (file.num_machines, file.machine_rank, file.main_process_ip) == (2, 1, "10.0.0.1")
-    assert (file.main_process_port, file.num_processes, file.mixed_precision) == (29500, 4, "bf16")
+    assert (file.main_process_port, file.num_processes, file.mixed_precision) == (29501, 4, "bf16")
     assert file.fsdp["fsdp_transformer_layer_cls_to_wrap"] == ("T5Block",)
     assert (file.strategy, file.backward_prefetch) == ("HYBRID_SHARD", "NO_PREFETCH")
+    assert file.fsdp["fsdp_state_dict_type"] == "SHARDED_STATE_DICT"
     assert file.fsdp["fsdp_activation_checkpointing"] is True
+    assert file.fsdp["fsdp_offload_params"] is True
     assert file.warnings == ()
-    assert set(os.listdir(tmp_path)) == {"mine.yaml", "model"}
+    assert os.listdir(tmp_path) == ["mine.yaml"]
 
 
 @pytest.mark.parametrize(("keys", "code", "told"), [("\x03", 130, "interrupted"), ("\x04", 2, "nothing was written")])
 def test_ctrl_c_and_the_end_of_input_write_nothing(tmp_path, start, keys, code, told):
     terminal = start()
-    terminal.answer("How many machines", "")
-    terminal.until("): ")
+    terminal.choose("In which compute environment")
+    terminal.choose("Which type of machine", "4")
+    terminal.until("How many different machines")
     terminal.say(keys)
     screen, ended = terminal.end(again=keys)
     assert ended == code
@@ -170,50 +176,87 @@ def test_ctrl_c_and_the_end_of_input_write_nothing(tmp_path, start, keys, code, 
     assert os.listdir(tmp_path) == []
 
 
+# The answers that the guide of PEFT and Accelerate takes; an empty one is Accelerate's default.
+FSDP = ("0", "4", "1", "", "", "", "yes")
+GUIDES = (*FSDP, "0", "0", "yes", "0", "no", "T5Block", "0", "0", "", "", "", "no", "2", "0")
+
+
 @pytest.fixture
 def answers(monkeypatch):
-    """Types for the user: lines by lines, Enter when they are used up."""
+    """Types for the user: lines by lines, the end of the input when they are used up."""
 
     def use(*lines):
         typed = iter(lines)
+
+        def next_line(prompt=""):
+            print(prompt)
+            if (line := next(typed, None)) is None:
+                raise EOFError
+            return line
+
         monkeypatch.setattr(questionnaire.sys.stdin, "isatty", lambda: True, raising=False)
-        monkeypatch.setattr("builtins.input", lambda *_: next(typed, ""))
+        # Accelerate's menus read lines where there are no keys to read, as in a notebook.
+        monkeypatch.setattr("accelerate.commands.menu.selection_menu.in_colab", True)
+        monkeypatch.setattr("builtins.input", next_line)
 
     return use
 
 
-def test_enter_on_every_question_is_the_file_of_default(tmp_path, monkeypatch, capsys, answers):
+def test_the_guides_answers_make_the_guides_file_which_starts_a_script(tmp_path, monkeypatch, capfd, answers):
     monkeypatch.chdir(tmp_path)
-    answers()
-    assert cli.main(["config"]) == 0
-    assert cli.main(["config", "--default", "--config_file", "other.yaml"]) == 0
-    assert (tmp_path / "fsdp_config.yaml").read_text() == (tmp_path / "other.yaml").read_text()
-    assert "other.yaml" in capsys.readouterr().out
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    answers(*GUIDES)
+    assert cli.main(["config", "--config_file", "fsdp_config.yaml"]) == 0
+    (tmp_path / "guides.yaml").write_text(VERSION_1)
+    ours, guides = read_accelerate_file("fsdp_config.yaml"), read_accelerate_file("guides.yaml")
+    assert (ours.strategy, ours.backward_prefetch) == (guides.strategy, guides.backward_prefetch)
+    assert (ours.num_processes, ours.mixed_precision) == (guides.num_processes, guides.mixed_precision)
+    for key in ("auto_wrap_policy", "transformer_layer_cls_to_wrap", "offload_params", "state_dict_type"):
+        assert ours.fsdp[f"fsdp_{key}"] == guides.fsdp[f"fsdp_{key}"]
+    names = "'FSDP_SHARDING_STRATEGY', 'FSDP_OFFLOAD_PARAMS', 'FSDP_TRANSFORMER_CLS_TO_WRAP', 'WORLD_SIZE'"
+    (tmp_path / "script.py").write_text(f"import os\nprint(*(os.environ[name] for name in ({names})))\n")
+    capfd.readouterr()
+    assert cli.main(["launch", "--config_file", "fsdp_config.yaml", "script.py"]) == 0
+    lines = sorted(capfd.readouterr().out.splitlines())
+    assert lines == [f"[rank {rank}] FULL_SHARD true T5Block 2" for rank in range(2)]
+
+
+def test_answers_that_fullshard_or_accelerate_refuses_are_told(tmp_path, monkeypatch, capsys, answers):
+    monkeypatch.chdir(tmp_path)
+    answers("1", "0")  # Amazon SageMaker
+    assert cli.main(["config"]) == 2
+    assert os.listdir(tmp_path) == []
+    answers("0", "10", *[""] * 6)  # a TPU
+    assert cli.main(["config"]) == 2
+    assert "not on TPUs" in capsys.readouterr().err
+    answers("yes", "0", "4", "1", "", "", "yes")  # DeepSpeed, which is not installed
+    assert cli.main(["config"]) == 2
+    assert "Accelerate refuses these answers, and nothing was written: DeepSpeed" in capsys.readouterr().err
 
 
 def test_json_is_alone_on_standard_output(tmp_path, capsys, answers):
-    answers()
-    path = tmp_path / "f.yaml"
+    answers(*GUIDES)
+    path = tmp_path / "f.json"
     assert cli.main(["config", "--json", "--config_file", str(path)]) == 0
     captured = capsys.readouterr()
     result = json.loads(captured.out)
-    assert "Sharding strategy?" in captured.err
+    assert "sharding strategy?" in captured.err
     assert result["path"] == str(path)
-    assert result["config"] == yaml.safe_load(path.read_text())
+    assert result["config"] == json.loads(path.read_text())
     assert result["next"][0] == f"fullshard train run.yaml --config_file {path}"
 
 
 def test_a_file_that_exists_is_overwritten_after_a_yes_only(tmp_path, capsys, answers):
     path = tmp_path / "f.yaml"
     path.write_text("mine\n")
-    for lines in ((), ("no",), ("what", "n")):
+    for lines in (("",), ("no",), ("what", "n")):
         answers(*lines)
         assert cli.main(["config", "--config_file", str(path)]) == 2
         assert "was left unchanged" in capsys.readouterr().err
     assert cli.main(["config", "--default", "--config_file", str(path)]) == 2
     assert "does not overwrite" in capsys.readouterr().err
     assert path.read_text() == "mine\n"
-    answers("yes")
+    answers("yes", *GUIDES)
     assert cli.main(["config", "--config_file", str(path)]) == 0
     assert read_accelerate_file(path).is_sharded
 
@@ -228,7 +271,7 @@ def test_without_a_terminal_nothing_is_asked(tmp_path, monkeypatch, capsys):
 
 def test_a_place_that_cannot_be_written_is_a_users_error(tmp_path, capsys):
     assert cli.main(["config", "--default", "--config_file", str(tmp_path / "no" / "f.yaml")]) == 2
-    assert re.search(r"f\.yaml cannot be written", capsys.readouterr().err)
+    assert "f.yaml" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("option", [["--default"], ["--json"], ["--config_file", "f.yaml"]])

@@ -9,13 +9,10 @@ from typing import Any
 import yaml
 
 STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
-WRAP_POLICIES = ("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP")
 PREFETCHES = ("BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH")
-STATE_DICT_TYPES = ("FULL_STATE_DICT", "LOCAL_STATE_DICT", "SHARDED_STATE_DICT")
 DEFAULT_MIN_NUM_PARAMS = 100_000_000
 """Accelerate's default of ``fsdp_min_num_params`` with SIZE_BASED_WRAP."""
 
-PRECISIONS = ("no", "fp16", "bf16", "fp8")
 
 Parser = Callable[[Any], Any]
 """Function from what YAML returns to a value; its ``ValueError`` states what is expected."""
@@ -129,7 +126,7 @@ TOP: Mapping[str, Key] = {
     "same_network": Key(flag, default=False),
     "use_cpu": Key(flag, default=False),
     "gpu_ids": Key(text),
-    "mixed_precision": Key(word(*PRECISIONS)),
+    "mixed_precision": Key(word("no", "fp16", "bf16", "fp8")),
     "fp16": Key(flag, default=False),
     "debug": Key(flag, default=False),
     "enable_cpu_affinity": Key(flag, default=False),
@@ -158,12 +155,12 @@ FSDP: Mapping[str, Key] = {
     "fsdp_sharding_strategy": Key(word(*STRATEGIES, numbered=True)),
     "fsdp_reshard_after_forward": Key(reshard),
     "fsdp_offload_params": Key(flag, default=False),
-    "fsdp_auto_wrap_policy": Key(word(*WRAP_POLICIES, numbered=True)),
+    "fsdp_auto_wrap_policy": Key(word("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP", numbered=True)),
     "fsdp_transformer_layer_cls_to_wrap": Key(names),
     "fsdp_min_num_params": Key(integer(0)),
     "fsdp_backward_prefetch": Key(word(*PREFETCHES, numbered=True)),
     "fsdp_backward_prefetch_policy": Key(word(*PREFETCHES, numbered=True)),
-    "fsdp_state_dict_type": Key(word(*STATE_DICT_TYPES, numbered=True)),
+    "fsdp_state_dict_type": Key(word("FULL_STATE_DICT", "LOCAL_STATE_DICT", "SHARDED_STATE_DICT", numbered=True)),
     "fsdp_forward_prefetch": Key(flag, default=False),
     "fsdp_use_orig_params": Key(flag, default=True, ignored="parameters are always the original ones"),
     "fsdp_cpu_ram_efficient_loading": Key(

@@ -1,4 +1,4 @@
-"""Translation of Accelerate's configuration files to settings of a run file."""
+"""Translation of Accelerate's configuration files to settings of a run file, and to its text."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fullshard.compat.accelerate_config.file import AccelerateFile
-from fullshard.compat.accelerate_config.keys import DEFAULT_MIN_NUM_PARAMS
+from fullshard.compat.accelerate_config.keys import DEFAULT_MIN_NUM_PARAMS, as_yaml
 from fullshard.errors import ConfigError
 
 _PREFETCH = {"BACKWARD_PRE": "backward_pre", "BACKWARD_POST": "backward_post", "NO_PREFETCH": "none"}
@@ -22,6 +22,22 @@ _SCRIPTS_ONLY = {
     "fsdp_ignored_modules": "every module is sharded, with the same results",
 }
 """Keys that only have an effect in scripts, and why."""
+
+
+LEFT = ("output_dir", "model", "data")
+"""Required sections of the run file that Accelerate's file has no settings for."""
+
+_TO_FILL_IN = """\
+# To fill in: remove the # and set your own values.
+# output_dir: runs/mine  # where the run writes its model and its records
+# model:
+#   path: google-t5/t5-small  # a directory with config.json, weights and tokenizer, or a Hub id
+# data:
+#   train_file: train.csv  # csv, tsv, jsonl, json or parquet
+#   validation_fraction: 0.1  # or validation_file: the rows to measure on
+#   source_column: text
+#   target_column: label
+"""
 
 
 @dataclass(frozen=True)
@@ -196,3 +212,18 @@ def _mesh_strategy(file: AccelerateFile, replicas: int) -> str:
         f"{replicas} and {shards} with num_machines: {file.num_machines}, num_processes: {file.num_processes}. For "
         "another mesh use a script: fully_shard(model, mesh=…)."
     )
+
+
+def run_file_text(file: AccelerateFile, translation: Translation) -> str:
+    """Return the run file: settings with their origin, sections to fill in, and warnings as comments."""
+    lines = [f"# Made from {file.path} by `fullshard config convert`.", _TO_FILL_IN]
+    section = ""
+    for key, setting in sorted(translation.settings.items(), key=lambda item: ("." in item[0], item[0])):
+        home, _, name = key.rpartition(".")
+        if home != section:
+            lines.append(f"{home}:")
+            section = home
+        lines.append(f"{'  ' if home else ''}{name}: {as_yaml(setting.value)}  # {setting.as_written}")
+    if translation.warnings:
+        lines += ["", "# Not carried over:", *(f"# - {warning}" for warning in translation.warnings)]
+    return "\n".join(lines) + "\n"
