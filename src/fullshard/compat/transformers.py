@@ -23,14 +23,17 @@ from transformers import modeling_utils, trainer
 
 from fullshard.compat.accelerate import Accelerator, FullyShardedDataParallelPlugin, replaced
 from fullshard.compat.accelerate.prepare import unwrapped
+from fullshard.compat.accelerate.private import prepared_by
 from fullshard.compat.torch_fsdp.api import StateDictType
 from fullshard.compat.torch_fsdp.plain_tree import plain_tree
+from fullshard.errors import private_name
+from fullshard.transformers_private import TRAINER_METHODS
 
 __all__ = ["Seq2SeqTrainer", "Trainer", "install"]
 
 _FILES = ("save_fsdp_model", "load_fsdp_model", "save_fsdp_optimizer", "load_fsdp_optimizer")
-_METHODS = ("create_accelerator_and_postprocess", "_wrap_model", "save_model", "create_model_card")
-_library = {name: getattr(transformers.Trainer, name) for name in _METHODS}  # taken before any install()
+# Taken before any install().
+_library = {name: private_name(transformers.Trainer, name, "transformers") for name in TRAINER_METHODS}
 
 
 def _create_ours(self: Any) -> None:
@@ -119,7 +122,8 @@ def _replace(module: Any, name: str, ours: Callable[..., Any]) -> None:
 def _prepare_reference(model: nn.Module, accelerator: Accelerator) -> nn.Module:
     """Shard a model that only runs forward, such as DPO's reference; every rank calls it."""
     sharded = accelerator.prepare_model(model.requires_grad_(requires_grad=False))
-    accelerator._models.remove(sharded)  # otherwise the trainer would not prepare its own model for evaluation
+    # Otherwise the trainer would not prepare its own model for evaluation.
+    prepared_by(accelerator).models.remove(sharded)
     return sharded.eval()
 
 
@@ -147,5 +151,5 @@ def install() -> None:
 
     Trainers that exist already are unchanged.
     """
-    for name in _METHODS:
+    for name in TRAINER_METHODS:
         setattr(transformers.Trainer, name, vars(Trainer)[name])

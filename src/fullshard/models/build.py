@@ -34,6 +34,7 @@ from transformers.utils import logging
 
 from fullshard.errors import ModelError
 from fullshard.file_names import stays_inside
+from fullshard.transformers_private import attentions, class_of
 
 ModelClass = Literal["auto", "seq2seq", "causal"]
 
@@ -367,17 +368,11 @@ def _require_attention(hf_config: PreTrainedConfig, auto_class: type[Any], atten
     """Raise if the model's class does not support an attention implementation."""
     if attention in (None, "eager"):
         return
-    model_class = auto_class._model_mapping[type(hf_config)]
-    flags = {
-        "sdpa": "_supports_sdpa",
-        "flash_attention_2": "_supports_flash_attn",
-        "flex_attention": "_supports_flex_attn",
-    }
-    offered = ["eager", *(name for name, flag in flags.items() if getattr(model_class, flag, False))]
+    cls = class_of(auto_class, hf_config)
+    offered = attentions(cls)
     if attention not in offered:
         raise ModelError(
-            f"{model_class.__name__} does not support attn_implementation {attention!r}. It supports "
-            f"{', '.join(offered)}."
+            f"{cls.__name__} does not support attn_implementation {attention!r}. It supports {', '.join(offered)}."
         )
 
 

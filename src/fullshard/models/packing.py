@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from fullshard.errors import ModelError
 from fullshard.models.decoder_inputs import decoder_inputs
+from fullshard.transformers_private import attention_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -57,9 +58,9 @@ def enable_packing(model: PreTrainedModel, longest: int) -> None:
             f"training.packing is for models of type {', '.join(sorted(known))}; this one is {config.model_type}. "
             "Set packing: false."
         )
-    if config._attn_implementation not in _ATTENTION:
+    if attention_of(config) not in _ATTENTION:
         raise ModelError(
-            f"training.packing needs attn_implementation {' or '.join(_ATTENTION)}; got {config._attn_implementation}."
+            f"training.packing needs attn_implementation {' or '.join(_ATTENTION)}; got {attention_of(config)}."
         )
     window = _sliding_window(config)
     if window is not None and longest > window:

@@ -6,7 +6,6 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -15,6 +14,7 @@ from fullshard.engine import WantedTensor, load_weights, wanted_tensors
 from fullshard.errors import CheckpointError
 from fullshard.policy import Quantize
 from fullshard.storage import WeightFiles
+from fullshard.transformers_private import may_be_left_over, may_be_missing
 
 _SHOWN = 5
 _FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
@@ -172,7 +172,7 @@ def _match(files: WeightFiles, model: nn.Module, wanted: list[WantedTensor]) -> 
     stored_as, unclaimed = _by_model_name(files.tensors, model, {name for one in wanted for name in one.names})
     ignored = _ignored_names(model)
     fit = _Fit(unexpected=[name for name in unclaimed if not ignored.search(name)])
-    optional = _any_of(getattr(model, "_keys_to_ignore_on_load_missing", None))
+    optional = _any_of(may_be_missing(model))
     for one in wanted:
         stored = list(dict.fromkeys(stored_as[name] for name in one.names if name in stored_as))
         if not stored:
@@ -223,9 +223,9 @@ def _ignored_names(model: nn.Module) -> re.Pattern[str]:
         for key in module._non_persistent_buffers_set:
             # Old checkpoints store them in every layer, although the model has only one for all.
             computed.add(rf"(^|\.){re.escape(f'{owner}.{key}' if owner else key)}$")
-    return _any_of([*(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()), *sorted(computed)])
+    return _any_of([*may_be_left_over(model), *sorted(computed)])
 
 
-def _any_of(patterns: Any) -> re.Pattern[str]:
+def _any_of(patterns: list[str]) -> re.Pattern[str]:
     """Return one pattern that matches what any of ``patterns`` matches; nothing if there are none."""
-    return re.compile("|".join(f"(?:{pattern})" for pattern in patterns or ()) or r"(?!)")
+    return re.compile("|".join(f"(?:{pattern})" for pattern in patterns) or r"(?!)")

@@ -27,7 +27,7 @@ from typing import Any
 import accelerate
 import torch
 from accelerate import ParallelismConfig
-from accelerate.state import AcceleratorState, PartialState as _PartialState
+from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType
 from torch import nn
 from torch.optim import Optimizer
@@ -43,6 +43,14 @@ from fullshard.compat.accelerate.prepare import (
     takes_rank_0s_values,
     unwrapped,
     upcast_trainable,
+)
+from fullshard.compat.accelerate.private import (
+    forget_ranks,
+    is_prepared,
+    mark_prepared,
+    prepare_one,
+    prepared_by,
+    shared_states,
 )
 from fullshard.engine import full_state_dict, no_sync
 from fullshard.errors import ConfigError
@@ -87,8 +95,8 @@ class Accelerator(_library.Accelerator):
         parallelism = _parallelism(given.pop("parallelism_config", None))
         if not torch.cuda.is_available():
             given["cpu"] = True  # otherwise the library treats torchrun's ranks as single processes
-            if _PartialState._shared_state.get("backend", "") is None and int(os.environ.get("WORLD_SIZE", "1")) > 1:
-                _PartialState._reset_state()  # it does so already, as TrainingArguments() without use_cpu asked it to
+            if shared_states()[0].get("backend", "") is None and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+                forget_ranks()  # it does so already, as TrainingArguments() without use_cpu asked it to
         with _hidden_from_the_library():
             super().__init__(**given)
         if self.mixed_precision == "fp8":
@@ -97,9 +105,9 @@ class Accelerator(_library.Accelerator):
             warnings.warn("DistributedDataParallelKwargs has no effect: models are sharded, not DDP.", stacklevel=2)
         os.environ[_USE_FSDP] = "true"
         self._ranks = join_alone(self.device)
-        for state in (_PartialState._shared_state, AcceleratorState._shared_state):
+        for state in shared_states():
             state["distributed_type"] = _FSDP
-        AcceleratorState._shared_state.setdefault("fsdp_plugin", plugin)
+        shared_states()[1].setdefault("fsdp_plugin", plugin)
         self.state: Any = _State()
         self.state.fsdp_plugin = plugin
         self._mesh = self._mesh_of(parallelism)
@@ -153,12 +161,13 @@ class Accelerator(_library.Accelerator):
         for models in (True, False):
             for index, one in enumerate(args):
                 if isinstance(one, nn.Module) is models:
-                    result[index] = self._prepare_one(one, first_pass=True, device_placement=place[index])
-        result = [self._prepare_one(one, device_placement=where) for one, where in zip(result, place, strict=True)]
-        prepared = [*self._dataloaders, *self._models, *self._optimizers, *self._schedulers]
+                    result[index] = prepare_one(self, one, first_pass=True, device_placement=place[index])
+        result = [prepare_one(self, one, device_placement=where) for one, where in zip(result, place, strict=True)]
+        kept = prepared_by(self)
+        prepared = [*kept.dataloaders, *kept.models, *kept.optimizers, *kept.schedulers]
         for one in result:
             if any(one is other for other in prepared):
-                one._is_accelerate_prepared = True
+                mark_prepared(one)
         return tuple(result) if len(result) > 1 else result[0]
 
     def prepare_model(
@@ -178,7 +187,7 @@ class Accelerator(_library.Accelerator):
         Returns:
             The wrapper (``fsdp_version=1``), or the model itself (2).
         """
-        if evaluation_mode or getattr(model, "_is_accelerate_prepared", False):
+        if evaluation_mode or is_prepared(model):
             place = self.device_placement if device_placement is None else device_placement
             return super().prepare_model(model, device_placement=place, evaluation_mode=evaluation_mode)
         plugin = self.state.fsdp_plugin
@@ -191,11 +200,11 @@ class Accelerator(_library.Accelerator):
         with self._compiling_blocks(model, plugin, ready=ready):
             super().prepare_model(inner, device_placement=False, evaluation_mode=True)
         sharded = model if ready else shard(inner, plugin, self._ranks, self._mesh)
-        self._models[-1] = sharded
+        prepared_by(self).models[-1] = sharded
         make_collective(unwrapped(sharded), writes=self.is_main_process)
-        for optimizer in self._optimizers:
+        for optimizer in prepared_by(self).optimizers:
             self._repoint(optimizer.optimizer, prepared_before=True)
-        sharded._is_accelerate_prepared = True  # type: ignore[assignment]
+        mark_prepared(sharded)
         return sharded
 
     @contextmanager
@@ -225,7 +234,7 @@ class Accelerator(_library.Accelerator):
 
     def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> Any:  # noqa: FBT001
         """Point an optimizer at the shards of prepared models and wrap it as the library does; every rank calls it."""
-        if not getattr(optimizer, "_is_accelerate_prepared", False):
+        if not is_prepared(optimizer):
             self._repoint(optimizer, prepared_before=False)
             device_placement = False  # its state is on the shards' device
         return super().prepare_optimizer(optimizer, device_placement=device_placement)
@@ -323,7 +332,7 @@ def _as_list(parameters: Any) -> list[Any]:
 def _plugin(given: Any) -> FullyShardedDataParallelPlugin:
     """Return the given plugin, that of the first Accelerator, or one made from the environment."""
     if given is None:
-        return AcceleratorState._shared_state.get("fsdp_plugin") or FullyShardedDataParallelPlugin()
+        return shared_states()[1].get("fsdp_plugin") or FullyShardedDataParallelPlugin()
     if isinstance(given, accelerate.FullyShardedDataParallelPlugin):
         return FullyShardedDataParallelPlugin.of(given)
     if not isinstance(given, FullyShardedDataParallelPlugin):

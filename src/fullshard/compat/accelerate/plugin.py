@@ -30,6 +30,7 @@ from fullshard.compat.torch_fsdp.api import (
 from fullshard.compat.torch_fsdp.fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from fullshard.compat.torch_fsdp.wrap import RepeatedBlocks, size_based_auto_wrap_policy, transformer_auto_wrap_policy
 from fullshard.errors import ConfigError, WrapError
+from fullshard.transformers_private import block_classes
 
 E = TypeVar("E", bound=Enum)
 
@@ -421,9 +422,8 @@ def _settings(given: Any, kind: type[Any], default: Mapping[str, Any]) -> Any:
 
 
 def _own_block_classes(model: nn.Module) -> list[str]:
-    """Return the classes in ``_no_split_modules`` of a Hugging Face model and of models inside it."""
-    named = {name for module in model.modules() for name in getattr(module, "_no_split_modules", None) or ()}
-    return sorted(named & {type(module).__name__ for module in model.modules()})
+    """Return the layer classes that a Hugging Face model and models inside it name, and that it has."""
+    return sorted(block_classes(model) & {type(module).__name__ for module in model.modules()})
 
 
 def _without_effect(what: str, why: str) -> None:

@@ -28,6 +28,7 @@ from fullshard.compat.torch_fsdp.wrap import modules_to_wrap
 from fullshard.engine import full_state_dict, plain_name
 from fullshard.engine.setup.wrap import LARGE_NUMEL, candidate_classes
 from fullshard.errors import ConfigError, MismatchError
+from fullshard.transformers_private import generate_together
 
 Axes = tuple[Comm, Comm]
 """The ranks that hold replicas of this rank's shards, and those that it shares shards with."""
@@ -262,9 +263,7 @@ def make_collective(model: Any, *, writes: bool) -> None:
     ``save_pretrained`` gathers the weights to rank 0, which writes them; it may also be called on rank 0 alone with the
     full ``state_dict``. ``generate`` continues until all ranks have finished, because each step gathers units.
     """
-    for module in model.modules():
-        if hasattr(type(module), "generate"):
-            module._is_fsdp_managed_module = True
+    generate_together(model)
     if hasattr(model, "save_pretrained"):
         model.save_pretrained = _saving_once(model, model.save_pretrained, writes=writes)
 

@@ -26,6 +26,7 @@ from torch.optim import Optimizer
 
 from fullshard.comm import together, together_in_background
 from fullshard.compat.accelerate.prepare import is_sharded, unwrapped
+from fullshard.compat.accelerate.private import prepared_by
 from fullshard.compat.torch_fsdp.api import StateDictType
 from fullshard.compat.torch_fsdp.optim_state import full_optim_state_dict
 from fullshard.engine import full_state_dict, local_tensors, plain_name
@@ -62,8 +63,8 @@ def save_state(
     for number, model in enumerate(state.models):
         state.save_model(model, number)
     plain = state.unsharded_optimizers(state.save_optimizer)
-    for hook in accelerator._save_model_state_pre_hook.values():
-        together(accelerator._ranks, functools.partial(hook, accelerator._models, [], directory))
+    for hook in state.prepared.save_model_state_pre_hook.values():
+        together(accelerator._ranks, functools.partial(hook, state.prepared.models, [], directory))
     on_each = accelerator.project_configuration.save_on_each_node
 
     def save_rest() -> None:
@@ -71,15 +72,15 @@ def save_state(
             directory,
             [],
             plain,
-            accelerator._schedulers,
-            accelerator._dataloaders,
+            state.prepared.schedulers,
+            state.prepared.dataloaders,
             accelerator.process_index,
             accelerator.step,
             accelerator.scaler,
             save_on_each_node=on_each,
             safe_serialization=safe_serialization,
         )
-        for number, one in enumerate(accelerator._custom_objects):
+        for number, one in enumerate(state.prepared.custom_objects):
             checkpointing.save_custom_state(one, directory, number, save_on_each_node=on_each)
 
     state.on_each_rank("written", state.directory, save_rest)
@@ -101,7 +102,7 @@ def load_state(
     for number, model in enumerate(state.models):
         state.load_model(model, number)
     plain = state.unsharded_optimizers(state.load_optimizer)
-    for hook in accelerator._load_model_state_pre_hook.values():
+    for hook in state.prepared.load_model_state_pre_hook.values():
         together(accelerator._ranks, functools.partial(hook, [], directory))
 
     def load_rest() -> None:
@@ -112,8 +113,8 @@ def load_state(
             directory,
             [],
             plain,
-            accelerator._schedulers,
-            accelerator._dataloaders,
+            state.prepared.schedulers,
+            state.prepared.dataloaders,
             accelerator.process_index,
             accelerator.scaler,
             options.pop("map_location", None) or "cpu",
@@ -122,12 +123,13 @@ def load_state(
         )
         accelerator.step = overrides.get("step", accelerator.step)
         found = [path for path in state.directory.iterdir() if re.fullmatch(r"custom_checkpoint_\d+\.pkl", path.name)]
-        if len(found) != len(accelerator._custom_objects):
+        registered = state.prepared.custom_objects
+        if len(found) != len(registered):
             raise CheckpointError(
-                f"{directory} has the state of {len(found)} registered objects, but {len(accelerator._custom_objects)} "
+                f"{directory} has the state of {len(found)} registered objects, but {len(registered)} "
                 "are registered now. Call register_for_checkpointing with the same objects as the run that saved."
             )
-        for number, one in enumerate(accelerator._custom_objects):
+        for number, one in enumerate(registered):
             one.load_state_dict(_plain_state(state.directory / f"custom_checkpoint_{number}.pkl", load_kwargs))
 
     state.on_each_rank("read", state.directory, load_rest)
@@ -141,7 +143,8 @@ class State:
         self.directory = directory
         self.kind: StateDictType = accelerator.state.fsdp_plugin.state_dict_type
         self.adapter_only = False
-        self.models = [unwrapped(model) for model in accelerator._models]
+        self.prepared = prepared_by(accelerator)
+        self.models = [unwrapped(model) for model in self.prepared.models]
 
     def on_each_rank(self, verb: str, path: Path, action: Callable[[], object]) -> None:
         """Call ``action``; if it fails on one rank, all ranks raise."""
@@ -187,7 +190,7 @@ class State:
     def unsharded_optimizers(self, action: Callable[[nn.Module, Optimizer, int], None]) -> list[Any]:
         """Call ``action`` with each optimizer of a sharded model, that model and a number; return the others."""
         others = []
-        for number, prepared in enumerate(self.accelerator._optimizers):
+        for number, prepared in enumerate(self.prepared.optimizers):
             model = self._model_of(prepared.optimizer)
             if model is None:
                 others.append(prepared)

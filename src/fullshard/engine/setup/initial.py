@@ -15,6 +15,7 @@ from fullshard.engine.setup.identity import Differing
 from fullshard.engine.setup.wrap import ParamSpec, UnitSpec
 from fullshard.engine.step.plain_modules import plain_type
 from fullshard.errors import MismatchError, WrapError
+from fullshard.transformers_private import initializer
 
 
 @dataclass(frozen=True)
@@ -187,7 +188,7 @@ class Initializer:
                 member.param.copy_(marked_like(member.param, self.device))
         everything = [module for member in spec.modules for module in member.modules()]
         for module in reversed(everything):  # children first, as Module.apply does
-            wanted = set(owners) if hasattr(self.model, "_init_weights") else {id(module)} & set(owners)
+            wanted = set(owners) if initializer(self.model) else {id(module)} & set(owners)
             if any(id(child) in wanted for child in module.modules()):
                 self._initialize_module(module)
 
@@ -212,7 +213,7 @@ class Initializer:
 
     def _own_initializer(self, module: nn.Module) -> Callable[[], object] | None:
         """Return the function that initializes the module, Hugging Face's or torch's; None if there is none."""
-        of_model = getattr(self.model, "_init_weights", None)
+        of_model = initializer(self.model)
         if of_model is not None:
             return partial(of_model, module)
         # In other classes, a method of this name often fills everything below the module, in other units too.

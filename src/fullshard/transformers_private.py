@@ -1,0 +1,63 @@
+"""Every private name of transformers that fullshard uses, in one place, and what breaks when it is gone.
+
+Marks that a model may or may not have are read with a default; without a name that must exist, its function raises a
+ConfigError with the version. transformers is not imported here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from fullshard.errors import private_name
+
+TRAINER_METHODS = ("create_accelerator_and_postprocess", "_wrap_model", "save_model", "create_model_card")
+"""Methods of ``Trainer`` that are replaced. Without one, ``fullshard.compat.transformers`` cannot be imported."""
+
+_ATTENTION = {
+    "sdpa": "_supports_sdpa",
+    "flash_attention_2": "_supports_flash_attn",
+    "flex_attention": "_supports_flex_attn",
+}
+
+
+def class_of(auto_class: Any, hf_config: Any) -> Any:
+    """Return the class that an auto class builds of a config. Gone: a given attention cannot be checked."""
+    return private_name(auto_class, "_model_mapping", "transformers")[type(hf_config)]
+
+
+def attentions(cls: Any) -> list[str]:
+    """Return the attention implementations that a model's class supports. Gone: only eager can be chosen."""
+    return ["eager", *(name for name, flag in _ATTENTION.items() if getattr(cls, flag, False))]
+
+
+def attention_of(hf_config: Any) -> str:
+    """Return the attention implementation of a built model. Gone: packing cannot be used."""
+    return private_name(hf_config, "_attn_implementation", "transformers")
+
+
+def initializer(model: Any) -> Callable[[Any], object] | None:
+    """Return what initializes one module of a model. Gone: modules use torch's ``reset_parameters``."""
+    return getattr(model, "_init_weights", None)
+
+
+def may_be_missing(model: Any) -> list[str]:
+    """Return patterns of buffers that files need not have. Gone: such files are refused, with the names."""
+    return list(getattr(model, "_keys_to_ignore_on_load_missing", None) or ())
+
+
+def may_be_left_over(model: Any) -> list[str]:
+    """Return patterns of tensors that files may have in addition. Gone: such files are refused, with the names."""
+    return list(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())
+
+
+def block_classes(model: Any) -> set[str]:
+    """Return the names of a model's layer classes. Gone: units are the repeated blocks that fullshard finds."""
+    return {name for module in model.modules() for name in getattr(module, "_no_split_modules", None) or ()}
+
+
+def generate_together(model: Any) -> None:
+    """Make ``generate`` go on until all ranks have finished. Gone: a rank that ends early leaves the others waiting."""
+    for module in model.modules():
+        if hasattr(type(module), "generate"):
+            module._is_fsdp_managed_module = True
