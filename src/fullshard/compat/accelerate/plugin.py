@@ -53,7 +53,7 @@ class FullyShardedDataParallelPlugin:
 
     A field that is None is read from its environment variable, which ``accelerate launch`` and ``fullshard launch``
     set, and otherwise has Accelerate's default; below, both follow the description. Enum fields take a number, a word
-    or a member. Values of ``torch.distributed.fsdp`` are accepted too.
+    or a member.
 
     Attributes:
         fsdp_version: 1 (a wrapper around the model) or 2 (the model itself is changed). ``FSDP_VERSION``; 1.
@@ -139,12 +139,7 @@ class FullyShardedDataParallelPlugin:
         Raises:
             ConfigError: A field has an unsupported value.
         """
-        values = {f.name: getattr(given, f.name) for f in dataclasses.fields(cls) if hasattr(given, f.name)}
-        # Accelerate completes these two of torch's when the model is known; set_auto_wrap_policy does so with ours.
-        words = {own.__name__: word for word, own in _POLICIES.items() if own is not None}
-        policy = values["auto_wrap_policy"]
-        values["auto_wrap_policy"] = words.get(getattr(policy, "__name__", ""), policy)
-        return cls(**values)
+        return cls(**{f.name: getattr(given, f.name) for f in dataclasses.fields(cls) if hasattr(given, f.name)})
 
     @property
     def _mixed_precision_class(self) -> type[Any]:
@@ -232,8 +227,6 @@ class FullyShardedDataParallelPlugin:
             self.set_mixed_precision(policy, override=True)
         elif isinstance(policy, Mapping):
             self.set_mixed_precision(policy)
-        elif not isinstance(policy, self._mixed_precision_class):
-            self.mixed_precision_policy = _like(policy, self._mixed_precision_class)
         self.validate_mixed_precision_policy()
 
     def set_state_dict_type(self, state_dict_type: Any = None) -> None:
@@ -251,10 +244,9 @@ class FullyShardedDataParallelPlugin:
             raise ConfigError("fsdp_version=2 supports FULL_STATE_DICT and SHARDED_STATE_DICT, not LOCAL_STATE_DICT.")
         model, optim, rank0 = _CONFIGS[self.state_dict_type]
         local = self.state_dict_type is StateDictType.LOCAL_STATE_DICT
-        self.state_dict_config = _settings(self.state_dict_config, model, {"offload_to_cpu": not local, **rank0})
-        self.optim_state_dict_config = _settings(
-            self.optim_state_dict_config, optim, {"offload_to_cpu": not local, **rank0}
-        )
+        for field, kind in (("state_dict_config", model), ("optim_state_dict_config", optim)):
+            if not isinstance(getattr(self, field), kind):
+                setattr(self, field, kind(offload_to_cpu=not local, **rank0))
 
     def set_auto_wrap_policy(self, model: nn.Module) -> None:
         """Complete a policy given as a word with the classes of the blocks of ``model`` or the smallest size.
@@ -268,7 +260,8 @@ class FullyShardedDataParallelPlugin:
             self.auto_wrap_policy = RepeatedBlocks()
         elif self.auto_wrap_policy is transformer_auto_wrap_policy:
             if self.transformer_cls_names_to_wrap is None:
-                self.transformer_cls_names_to_wrap = _own_block_classes(model)
+                own = {type(module).__name__ for module in model.modules()}
+                self.transformer_cls_names_to_wrap = sorted(block_classes(model) & own)
             if not self.transformer_cls_names_to_wrap:
                 self.auto_wrap_policy = RepeatedBlocks()
                 return
@@ -355,17 +348,13 @@ class FullyShardedDataParallelPlugin:
         value = self.cpu_offload
         if value is None or isinstance(value, (bool, str)):
             value = _flag("cpu_offload", value, "FSDP_OFFLOAD_PARAMS")
-        name = type(value).__name__
-        offloads = (
-            value if isinstance(value, bool) else bool(getattr(value, "offload_params", name == "CPUOffloadPolicy"))
-        )
-        if name not in ("bool", "CPUOffload", "OffloadPolicy", "CPUOffloadPolicy"):
+        if not isinstance(value, (bool, CPUOffload, OffloadPolicy)):
             raise ConfigError(f"cpu_offload must be True, False, a CPUOffload or an OffloadPolicy; got {value!r}.")
+        offloads = value is True or isinstance(value, CPUOffloadPolicy) or getattr(value, "offload_params", False)
         if self.fsdp_version == 1:
             self.cpu_offload = CPUOffload(offload_params=offloads)
         elif not isinstance(value, OffloadPolicy):
-            pin = getattr(value, "pin_memory", True)
-            self.cpu_offload = CPUOffloadPolicy(pin_memory=pin) if offloads else OffloadPolicy()
+            self.cpu_offload = CPUOffloadPolicy() if offloads else OffloadPolicy()
 
     def validate_cpu_offload(self) -> None:
         """Raise a ConfigError if the class of ``cpu_offload`` is not the version's."""
@@ -397,33 +386,14 @@ def _integer(field: str, value: Any, name: str, default: int) -> int:
 
 
 def _member(field: str, kind: type[E], value: Any) -> E:
-    """Return the member of ``kind`` with a number or word, or with the name of torch's member."""
+    """Return the member of ``kind`` with a number or word."""
     if isinstance(value, kind):
         return value
-    word = str(value.name if isinstance(value, Enum) else value).upper()
+    word = str(value).upper()
     by_word = {member.name.removeprefix("_"): member for member in kind} | {str(m.value): m for m in kind}
     if word.removeprefix("_") not in by_word:
         raise ConfigError(f"{field} must be one of {', '.join(by_word)}; got {value!r}.")
     return by_word[word.removeprefix("_")]
-
-
-def _like(value: Any, kind: type[Any]) -> Any:
-    """Convert an object of torch's class to ours of the same name; return anything else unchanged."""
-    if type(value).__name__ != kind.__name__ or not dataclasses.is_dataclass(value):
-        return value
-    known = {field.name for field in dataclasses.fields(kind)}
-    return kind(**{f.name: getattr(value, f.name) for f in dataclasses.fields(value) if f.name in known})
-
-
-def _settings(given: Any, kind: type[Any], default: Mapping[str, Any]) -> Any:
-    """Return ``given`` if it is of the class ``kind``, or else ``kind`` with its defaults."""
-    given = given if given is None or isinstance(given, kind) else _like(given, kind)
-    return given if isinstance(given, kind) else kind(**default)
-
-
-def _own_block_classes(model: nn.Module) -> list[str]:
-    """Return the layer classes that a Hugging Face model and models inside it name, and that it has."""
-    return sorted(block_classes(model) & {type(module).__name__ for module in model.modules()})
 
 
 def _without_effect(what: str, why: str) -> None:

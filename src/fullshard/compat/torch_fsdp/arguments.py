@@ -1,13 +1,10 @@
-"""Conversion of the wrapper's arguments, as torch names them, to the engine's policies.
-
-Enum members and settings imported from ``torch.distributed.fsdp`` are accepted too; they are recognized by name.
-"""
+"""Conversion of the wrapper's arguments, as torch names them, to the engine's policies."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any, TypeVar
 
@@ -38,15 +35,13 @@ _STRATEGIES = {
 
 
 def member_of(kind: type[Member], value: object, argument: str) -> Member:
-    """Return ``value`` as a member of ``kind``, also if it is another enum's member of the same name.
+    """Return ``value`` if it is a member of ``kind``.
 
     Raises:
-        ConfigError: ``kind`` has no such member.
+        ConfigError: It is not.
     """
     if isinstance(value, kind):
         return value
-    if isinstance(value, Enum) and value.name in kind.__members__:
-        return kind[value.name]
     raise ConfigError(f"{argument} must be a {kind.__name__}: {', '.join(kind.__members__)}; got {value!r}.")
 
 
@@ -123,11 +118,10 @@ def own_settings(
 def _precision(mixed: MixedPrecision | None) -> policy.MixedPrecision:
     if mixed is None:
         return policy.MixedPrecision()
-    lacking = [field.name for field in fields(MixedPrecision) if not hasattr(mixed, field.name)]
-    if lacking:
+    if not isinstance(mixed, MixedPrecision):
         raise ConfigError(
-            f"mixed_precision must be a MixedPrecision or None; got {mixed!r}, which has no {', '.join(lacking)}. "
-            "(MixedPrecisionPolicy is for fully_shard.)"
+            f"mixed_precision must be a MixedPrecision or None; got {mixed!r}. (MixedPrecisionPolicy is for "
+            "fully_shard.)"
         )
     return policy.MixedPrecision(
         param=mixed.param_dtype,
@@ -143,7 +137,7 @@ def _precision(mixed: MixedPrecision | None) -> policy.MixedPrecision:
 def _offload(offload: CPUOffload | None) -> policy.CPUOffload | None:
     if offload is None:
         return None
-    if not hasattr(offload, "offload_params"):
+    if not isinstance(offload, CPUOffload):
         raise ConfigError(f"cpu_offload must be CPUOffload(offload_params=…) or None; got {offload!r}.")
     return policy.CPUOffload() if offload.offload_params else None
 

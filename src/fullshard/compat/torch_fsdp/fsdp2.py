@@ -9,19 +9,12 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fullshard import engine
 from fullshard.comm import as_mesh, device_mesh_of
 from fullshard.compat.torch_fsdp.api import StateDictType
-from fullshard.compat.torch_fsdp.fsdp2_policies import (
-    CPUOffloadPolicy,
-    DataParallelMeshDims,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-    offload_of,
-    precision_of,
-)
 from fullshard.compat.torch_fsdp.fsdp_module import (
     FSDPModule,
     ModuleState,
@@ -40,7 +33,7 @@ from fullshard.engine import Unit
 from fullshard.engine.registry import runtime_of
 from fullshard.engine.step.param import ShardedParam
 from fullshard.errors import ConfigError, ShardingError, WrapError
-from fullshard.policy import ShardingStrategy
+from fullshard.policy import CPUOffload, MixedPrecision, ShardingStrategy
 
 __all__ = [
     "CPUOffloadPolicy",
@@ -107,8 +100,8 @@ def fully_shard(  # noqa: PLR0913 (torch's signature)
     reshard = _reshard(reshard_after_forward, mesh, device)
     options = {
         "strategy": _strategy(mesh, keep=reshard is False),
-        "mp_policy": precision_of(mp_policy),
-        "offload_policy": offload_of(offload_policy),
+        "mp_policy": _precision(mp_policy),
+        "offload_policy": _offload(offload_policy),
         "ignored_params": ignored,
         "device": device,
     }
@@ -159,6 +152,30 @@ def _present_as_fsdp2(members: Sequence[nn.Module], params: Sequence[ShardedPara
         placements = (*replicas, RaggedShard(param.lane.mesh, param.meta.element_range))
         vars(param.sharded).update(device_mesh=device_mesh, placements=placements)
         describe_state_of(param.sharded)
+
+
+def _precision(policy: Any) -> MixedPrecision:
+    policy = MixedPrecisionPolicy() if policy is None else policy
+    if not isinstance(policy, MixedPrecisionPolicy):
+        raise ConfigError(
+            f"mp_policy must be a MixedPrecisionPolicy({', '.join(MixedPrecisionPolicy.__dataclass_fields__)}); got "
+            f"{type(policy).__name__}. FSDP1's MixedPrecision is for FullyShardedDataParallel, fullshard's own for "
+            "fullshard.fully_shard."
+        )
+    return MixedPrecision(
+        param=policy.param_dtype,
+        reduce=policy.reduce_dtype or policy.param_dtype,
+        output=policy.output_dtype,
+        cast_forward_inputs=policy.cast_forward_inputs,
+    )
+
+
+def _offload(policy: Any) -> CPUOffload | None:
+    if policy is not None and not isinstance(policy, OffloadPolicy):
+        raise ConfigError(
+            f"offload_policy must be OffloadPolicy() or CPUOffloadPolicy(pin_memory=…); got {type(policy).__name__}."
+        )
+    return CPUOffload(pin_memory=policy.pin_memory) if isinstance(policy, CPUOffloadPolicy) else None
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:

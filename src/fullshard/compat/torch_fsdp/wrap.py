@@ -1,8 +1,8 @@
 """Wrap policies: the names of ``torch.distributed.fsdp.wrap``.
 
-Policies are called as torch calls them, so that the same policy and model give the same wrapped modules: functions
-``(module, recurse, nonwrapped_numel)`` from the leaves up, objects such as :class:`ModuleWrapPolicy` once for the tree.
-Policies imported from torch, by a script or by PEFT, work too.
+Most policies are torch's own. They are called as torch calls them, so that the same policy and model give the same
+wrapped modules: functions ``(module, recurse, nonwrapped_numel)`` from the leaves up, objects such as
+:class:`ModuleWrapPolicy` once for the tree. ``enable_wrap`` is per thread here, because ranks may be threads.
 
 Unlike in torch, a policy may be used on a model in which some modules are wrapped already. What they hold is skipped
 and not counted.
@@ -11,13 +11,19 @@ and not counted.
 from __future__ import annotations
 
 import functools
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
 from torch import nn
+from torch.distributed.fsdp.wrap import (
+    ModuleWrapPolicy,
+    always_wrap_policy,
+    lambda_auto_wrap_policy,
+    size_based_auto_wrap_policy,
+    transformer_auto_wrap_policy,
+)
 
 from fullshard.engine.setup.wrap import NoRepeatedBlocksError, find_units
 from fullshard.errors import ConfigError, WrapError
@@ -76,63 +82,7 @@ def wrap(module: nn.Module, **wrap_overrides: Any) -> nn.Module:
     return wrapper_cls(module, **(kwargs | wrap_overrides))
 
 
-# Policies that are functions. With ``recurse`` they return whether to visit the children, else whether to wrap.
-
-
-def always_wrap_policy(*_args: Any, **_kwargs: Any) -> bool:
-    """Wrap every module."""
-    return True
-
-
-def lambda_auto_wrap_policy(
-    module: nn.Module,
-    recurse: bool,  # noqa: FBT001 (torch's signature)
-    nonwrapped_numel: int,
-    lambda_fn: Callable[[nn.Module], bool],
-) -> bool:
-    """Wrap modules for which ``lambda_fn`` returns True."""
-    return recurse or lambda_fn(module)
-
-
-def transformer_auto_wrap_policy(
-    module: nn.Module,
-    recurse: bool,  # noqa: FBT001 (torch's signature)
-    nonwrapped_numel: int,
-    transformer_layer_cls: Iterable[type[nn.Module]],
-) -> bool:
-    """Wrap modules of the classes ``transformer_layer_cls``.
-
-    A parameter that several blocks share belongs to the unit around all of them; no extra wrapper is needed for it.
-    """
-    return recurse or isinstance(module, tuple(transformer_layer_cls))
-
-
-def size_based_auto_wrap_policy(
-    module: nn.Module,
-    recurse: bool,  # noqa: FBT001
-    nonwrapped_numel: int,
-    min_num_params: int = int(1e8),
-    force_leaf_modules: Iterable[type[nn.Module]] | None = None,
-    exclude_wrap_modules: Iterable[type[nn.Module]] | None = None,
-) -> bool:
-    """Wrap modules with at least ``min_num_params`` elements outside of wrapped modules inside them.
-
-    Args:
-        module: The module in question.
-        recurse: Return whether to visit the children, instead of whether to wrap.
-        nonwrapped_numel: Elements of its parameters, without those of wrapped modules inside.
-        min_num_params: Smallest number of elements of a wrapped module.
-        force_leaf_modules: Classes whose children are never wrapped; None: the function's ``FORCE_LEAF_MODULES``.
-        exclude_wrap_modules: Classes that are never wrapped; None: the function's ``EXCLUDE_WRAP_MODULES``.
-    """
-    leaves = size_based_auto_wrap_policy.FORCE_LEAF_MODULES if force_leaf_modules is None else force_leaf_modules  # pyright: ignore[reportFunctionMemberAccess]
-    never = size_based_auto_wrap_policy.EXCLUDE_WRAP_MODULES if exclude_wrap_modules is None else exclude_wrap_modules  # pyright: ignore[reportFunctionMemberAccess]
-    return nonwrapped_numel >= min_num_params and not isinstance(module, tuple(leaves if recurse else never))
-
-
-# Containers have no forward, so nothing would gather. Attention reads its children's weights without calling them.
-size_based_auto_wrap_policy.EXCLUDE_WRAP_MODULES = {nn.ModuleList, nn.ModuleDict}  # pyright: ignore[reportFunctionMemberAccess]
-size_based_auto_wrap_policy.FORCE_LEAF_MODULES = {nn.MultiheadAttention}  # pyright: ignore[reportFunctionMemberAccess]
+# Policies that torch lacks or has under private names, or whose errors are ours
 
 
 def _or_policy(
@@ -145,43 +95,7 @@ def _or_policy(
     return any(policy(module=module, recurse=recurse, nonwrapped_numel=nonwrapped_numel) for policy in policies)
 
 
-# Policies that are objects
-
-
-class _Policy(ABC):
-    """A policy that is called once with the root."""
-
-    @abstractmethod
-    def _run_policy(
-        self, root_module: nn.Module, ignored_modules: set[nn.Module], root_kwargs: Kwargs
-    ) -> dict[nn.Module, Kwargs]:
-        """Return the modules to wrap, each with the wrapper's arguments."""
-
-
-class ModuleWrapPolicy(_Policy):
-    """Policy that wraps every module of some classes."""
-
-    def __init__(self, module_classes: Iterable[type[nn.Module]]) -> None:
-        """Create a policy that wraps modules of ``module_classes``."""
-        self._module_classes = frozenset(module_classes)
-
-    def _run_policy(
-        self, root_module: nn.Module, ignored_modules: set[nn.Module], root_kwargs: Kwargs
-    ) -> dict[nn.Module, Kwargs]:
-        classes = tuple(self._module_classes)
-        found = (module for module in root_module.modules() if module not in ignored_modules)
-        return {module: dict(root_kwargs) for module in found if isinstance(module, classes)}
-
-    def __call__(self, module: nn.Module, recurse: bool, *_args: Any, **_kwargs: Any) -> bool:  # noqa: FBT001
-        """Act as a policy function, for use in ``_or_policy``."""
-        return recurse or isinstance(module, tuple(self._module_classes))
-
-    def __repr__(self) -> str:
-        """Return the names of the classes."""
-        return f"ModuleWrapPolicy({{{', '.join(sorted(one.__name__ for one in self._module_classes))}}})"
-
-
-class CustomPolicy(_Policy):
+class CustomPolicy:
     """Policy that wraps the modules a function chooses, optionally with their own arguments."""
 
     def __init__(self, lambda_fn: Callable[[nn.Module], bool | Kwargs]) -> None:
@@ -206,7 +120,7 @@ class CustomPolicy(_Policy):
         return found
 
 
-class RepeatedBlocks(_Policy):
+class RepeatedBlocks:
     """Policy of faces that were told nothing: the blocks that ``fullshard.fully_shard`` finds by itself.
 
     Not a name of torch's. The blocks become units and get no wrappers, so that the model keeps its names and classes.
@@ -241,7 +155,7 @@ def modules_to_wrap(
 
     Args:
         root: The module that is wrapped in any case; it is not among the results.
-        policy: A function, an object with ``_run_policy``, ours or torch's, or None.
+        policy: A function, an object with ``_run_policy``, or None.
         kwargs: The root's arguments.
         ignored: Modules that are never wrapped, and parameters that are not counted.
         always: Classes whose modules are wrapped even if the policy does not choose them.

@@ -149,8 +149,7 @@ def accelerator_of(ranks, **more):
     hooks = {"_save_model_state_pre_hook": {}, "_load_model_state_pre_hook": {}}
     fields = {
         "_ranks": ranks,
-        "_models": [],
-        "_optimizers": [],
+        **{f"_{name}": [] for name in ("models", "optimizers", "schedulers", "dataloaders", "custom_objects")},
         "is_main_process": ranks.rank == 0,
         "process_index": ranks.rank,
         "state": SimpleNamespace(fsdp_plugin=SimpleNamespace(state_dict_type=StateDictType.FULL_STATE_DICT)),

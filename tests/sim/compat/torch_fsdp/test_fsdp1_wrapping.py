@@ -374,7 +374,7 @@ def test_what_cannot_be_done_is_refused_by_name():
         for arguments, text in (
             ({"sharding_strategy": "FULL_SHARD"}, "sharding_strategy must be"),
             ({"backward_prefetch": 1}, "backward_prefetch must be"),
-            ({"mixed_precision": torch.bfloat16}, "has no param_dtype"),
+            ({"mixed_precision": torch.bfloat16}, "must be a MixedPrecision or None"),
             ({"cpu_offload": True}, "cpu_offload must be CPUOffload"),
             ({"sharding_strategy": ShardingStrategy.HYBRID_SHARD}, "a pair of groups"),
             ({"device_mesh": object()}, "pass only one"),
