@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from fullshard.cli.common import add_run_arguments, add_verb, join_other_launcher, positive, start_ranks
+from fullshard.cli.common import add_run_arguments, add_verb, join_other_launcher, positive, rank_flags, start_ranks
 from fullshard.cli.plan import RATES
 from fullshard.config import load_run
 from fullshard.errors import ConfigError
@@ -55,9 +55,7 @@ def run(options: argparse.Namespace) -> Failure | None:
     """
     if not options.out.absolute().parent.is_dir():
         raise ConfigError(f"--out {options.out}: there is no directory {options.out.parent}. Make it, or name another.")
-    arguments = [str(options.config), *options.overrides, "--out", str(options.out)]
-    arguments += [] if options.world is None else ["--world", str(options.world)]
-    arguments += ["--json"] if options.json else []
+    arguments = [str(options.config), *options.overrides, *rank_flags(options, "out", "world", "json")]
     join_other_launcher(PROGRAM, arguments)
     nproc = choose_nproc(load_run(options.config, options.overrides).nproc)
     return start_ranks(PROGRAM, arguments, min(nproc, options.world or nproc), saves=False)

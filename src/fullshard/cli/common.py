@@ -115,6 +115,16 @@ def join_other_launcher(program: str, arguments: Sequence[str]) -> None:
         sys.exit(load_program(program).main(arguments))
 
 
+def rank_flags(options: argparse.Namespace, *names: str) -> list[str]:
+    """Return the options that are set, for a rank's command line."""
+    given = [(f"--{name.replace('_', '-')}", getattr(options, name)) for name in names]
+    return [
+        flag if value is True else f"{flag}={value}"
+        for flag, value in given
+        if value is not None and value is not False
+    ]
+
+
 def start_ranks(
     program: str,
     arguments: Sequence[str],

@@ -14,6 +14,7 @@ from fullshard.cli.common import (
     add_overrides,
     add_verb,
     join_other_launcher,
+    rank_flags,
     require_model,
     start_ranks,
 )
@@ -85,11 +86,8 @@ def run(options: argparse.Namespace) -> Failure | None:
     # model.path of the run need not exist any more.
     moved = [] if options.base is None else [f"model.path={json.dumps(str(options.base.absolute()))}"]
     overrides = [*options.overrides, *moved]
-    arguments = [str(options.path), *overrides]
-    for name in ("model", "data", "encoding", "output", "set", "base"):
-        value = getattr(options, name)
-        arguments += [] if value is None else [f"--{name}", str(value)]
-    arguments += ["--json"] if options.json else []
+    flags = rank_flags(options, "model", "data", "encoding", "output", "set", "base", "json")
+    arguments = [str(options.path), *overrides, *flags]
     join_other_launcher(PROGRAM, arguments)
     if options.data is not None and not options.data.is_file():
         found = f"{options.data} is a directory" if options.data.is_dir() else f"there is no file {options.data}"

@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from fullshard.cli.common import add_json, add_verb, load_program, positive, whole_number
-from fullshard.compat.accelerate_config.environment import bare_environment, launch_environment, launch_warnings
 from fullshard.compat.accelerate_config.file import AccelerateFile
 from fullshard.compat.accelerate_config.options import (
     add_options,
+    bare_environment,
     environment_of,
+    launch_environment,
+    launch_warnings,
     read_settings,
     spellings,
     warnings_of,

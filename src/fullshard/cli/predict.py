@@ -18,6 +18,7 @@ from fullshard.cli.common import (
     add_verb,
     join_other_launcher,
     positive,
+    rank_flags,
     require_model,
 )
 from fullshard.errors import ConfigError, DataError
@@ -60,6 +61,7 @@ _VALUES = (
     "set",
     "output",
     "base",
+    "json",
 )
 
 
@@ -104,11 +106,7 @@ def run(options: argparse.Namespace) -> Failure | None:
     if options.output is not None:
         require_suffix(options.output)
     require_model(options.model)
-    flags: list[str] = []
-    for name in _VALUES:
-        value = getattr(options, name)
-        flags += [] if value is None else [f"--{name.replace('_', '-')}={value}"]
-    flags += ["--json"] if options.json else []
+    flags = rank_flags(options, *_VALUES)
     if options.file == "-" and launched_elsewhere():
         raise ConfigError("Ranks under torchrun cannot share standard input: name a FILE.")
     join_other_launcher(PROGRAM, [options.model, options.file, *flags])

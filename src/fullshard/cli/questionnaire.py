@@ -11,9 +11,9 @@ from typing import Any
 import yaml
 
 from fullshard.cli.common import ask, load_program, yes_or_no
-from fullshard.compat.accelerate_config.environment import launch_warnings
 from fullshard.compat.accelerate_config.explain import default_values, next_commands, summary
 from fullshard.compat.accelerate_config.file import read_accelerate_file
+from fullshard.compat.accelerate_config.options import launch_warnings
 from fullshard.errors import CheckpointError, ConfigError
 from fullshard.launch import gpu_count
 from fullshard.launch.messages import say

@@ -8,7 +8,15 @@ from pathlib import Path
 from typing import Any
 
 from fullshard.cli.accelerate import add_config_file, file_overrides, require_one_machine
-from fullshard.cli.common import add_run_arguments, add_verb, amount, join_other_launcher, start_ranks, whole_number
+from fullshard.cli.common import (
+    add_run_arguments,
+    add_verb,
+    amount,
+    join_other_launcher,
+    rank_flags,
+    start_ranks,
+    whole_number,
+)
 from fullshard.config import load_run, require_output_dir
 from fullshard.errors import ConfigError
 from fullshard.launch import Failure, Notice, choose_nproc
@@ -86,15 +94,12 @@ def run(options: argparse.Namespace) -> Failure | None:
     """
     guard_streams(outlived=True)
     overrides = [*options.overrides, *file_overrides(options)]
-    flags = [flag for flag, is_set in (("--json", options.json), ("--no-plan", options.no_plan)) if is_set]
-    arguments = [str(options.config), *overrides, *flags]
+    arguments = [str(options.config), *overrides, *rank_flags(options, "json", "no_plan", "stop_when_file")]
     file = options.stop_when_file
-    if file is not None:
-        if file.exists():
-            raise ConfigError(
-                f"--stop-when-file {file}: the file exists already, so the run would stop at once. Remove it."
-            )
-        arguments += ["--stop-when-file", str(file)]
+    if file is not None and file.exists():
+        raise ConfigError(
+            f"--stop-when-file {file}: the file exists already, so the run would stop at once. Remove it."
+        )
     join_other_launcher(PROGRAM, arguments)
     require_one_machine(options)
     config = load_run(options.config, overrides)

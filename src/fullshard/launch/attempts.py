@@ -19,9 +19,51 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from fullshard.launch.failure import Failure, first_sentence
-from fullshard.launch.memory_kills import memory_kills
 from fullshard.launch.messages import say
 from fullshard.variables import ATTEMPT_VARIABLE, KEEP_LOCK_NAME, KEEP_VARIABLE
+
+_PROC, _GROUPS = Path("/proc"), Path("/sys/fs/cgroup")
+
+
+@dataclass(frozen=True)
+class MemoryKills:
+    """Number of processes killed for memory since the system, or the control group, began."""
+
+    count: int
+    of_group: bool  # in this process's control group; False: on the entire machine, whose processes are anyone's
+
+
+def memory_kills() -> MemoryKills | None:
+    """Return how many processes were killed for memory: of this process's control group, otherwise of the machine.
+
+    None if the system does not say, as all but Linux.
+    """
+    machine = _PROC / "vmstat"
+    for file in (*_groups(), machine):
+        try:
+            lines = [line.split() for line in file.read_text().splitlines()]
+        except OSError:
+            continue
+        found = [int(count) for name, count in (line for line in lines if len(line) == 2) if name == "oom_kill"]
+        if found:
+            return MemoryKills(found[0], of_group=file != machine)
+    return None
+
+
+def _groups() -> list[Path]:
+    """Return the files that may count for the control group, in version 2 and 1."""
+    files = []
+    try:
+        for line in (_PROC / "self/cgroup").read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            if not controllers:
+                files.append(_GROUPS / path.lstrip("/") / "memory.events")
+            elif "memory" in controllers.split(","):
+                files.append(_GROUPS / "memory" / path.lstrip("/") / "memory.oom_control")
+    except OSError:
+        return []
+    return files
+
 
 _SHARED_MEMORY = Path("/dev/shm")
 _PREFIX = "fullshard-keep-"

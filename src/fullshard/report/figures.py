@@ -7,9 +7,19 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from fullshard.engine.step.recorder import Kind
-from fullshard.report.curves import MOST_POINTS, Points, series, smooth, thin
 from fullshard.report.files import Record, RunFiles
-from fullshard.report.numbers import FEW_STEPS, PERCENT, WHOLE, memory_unit, shown
+from fullshard.report.numbers import (
+    FEW_STEPS,
+    MOST_POINTS,
+    PERCENT,
+    WHOLE,
+    Points,
+    memory_unit,
+    series,
+    shown,
+    smooth,
+    thin,
+)
 from fullshard.sizes import format_bytes, format_duration
 from fullshard.train.evaluation.metrics import higher_is_better
 from fullshard.train.reporting.scores import Confusion

@@ -1,8 +1,10 @@
-"""Formatting of numbers in tiles, tables and on the axes of charts, readable at any magnitude."""
+"""Numbers of the page: formatted readably at any magnitude, and long series thinned and smoothed for the charts."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 WHOLE = ",~f"
 """Plotly's format for an axis of counts: no needless digits, but enough to distinguish two ticks."""
@@ -36,3 +38,49 @@ def memory_unit(nbytes: Iterable[int]) -> tuple[str, int]:
     if largest < 1 << 20:
         return "KiB", 1 << 10
     return ("MiB", 1 << 20) if largest < 10 << 30 else ("GiB", 1 << 30)
+
+
+MOST_POINTS = 1_500
+"""Maximum points of a drawn curve; each interval of a longer one shows its minimum and maximum."""
+
+SMOOTHED_SHARE = 30
+"""A curve is smoothed over this fraction (1 / n) of its steps."""
+
+Points = tuple[list[float], list[float]]
+
+
+def series(records: Sequence[dict[str, Any]], key: str) -> Points:
+    """Return the steps with a finite value of ``key``, and the values."""
+    pairs = [(r["step"], r[key]) for r in records if isinstance(r.get(key), (int, float)) and math.isfinite(r[key])]
+    return [float(step) for step, _ in pairs], [float(value) for _, value in pairs]
+
+
+def thin(points: Points, most: int = MOST_POINTS) -> Points:
+    """Return at most ``most`` of the points in order, with the minimum and maximum of each interval."""
+    xs, ys = points
+    order = kept(ys, most)
+    return [xs[i] for i in order], [ys[i] for i in order]
+
+
+def kept(ys: Sequence[float], most: int) -> Sequence[int]:
+    """Return at most ``most`` places of ``ys`` in order, with the minimum and maximum of each interval."""
+    if len(ys) <= most:
+        return range(len(ys))
+    chosen: set[int] = {0, len(ys) - 1}
+    intervals = (most - 2) // 2
+    for interval in range(intervals):
+        low, high = interval * len(ys) // intervals, (interval + 1) * len(ys) // intervals
+        chosen |= {min(range(low, high), key=ys.__getitem__), max(range(low, high), key=ys.__getitem__)}
+    return sorted(chosen)
+
+
+def smooth(points: Points) -> tuple[Points, int]:
+    """Return the bias-corrected exponential moving average, and the number of steps it averages."""
+    xs, ys = points
+    over = max(1, len(xs) // SMOOTHED_SHARE)
+    keep = 1 - 2 / (over + 1)
+    smoothed, total, weight = [], 0.0, 0.0
+    for value in ys:
+        total, weight = keep * total + value, keep * weight + 1
+        smoothed.append(total / weight)
+    return (xs, smoothed), over

@@ -11,11 +11,10 @@ from typing import Any
 from fullshard.config import changed_settings, flat_settings
 from fullshard.data import ONE_ROW
 from fullshard.report import figures, tables
-from fullshard.report.curves import MOST_POINTS, series
 from fullshard.report.figures import Figure
 from fullshard.report.files import RunFiles, read_run
 from fullshard.report.frame import PageSection, frame, placeholders
-from fullshard.report.numbers import number, share
+from fullshard.report.numbers import MOST_POINTS, number, series, share
 from fullshard.sizes import format_bytes, format_duration
 from fullshard.storage import write_text
 from fullshard.train.reporting.scores import format_metric

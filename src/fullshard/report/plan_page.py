@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from fullshard.planner import HOST_LABELS, LABELS, PHASE_LABELS, Course, Plan
 from fullshard.report import tables
-from fullshard.report.curves import kept
 from fullshard.report.figures import Bar, Figure, Record, gantt, schedule_height, stacked
 from fullshard.report.frame import PageSection, frame, placeholders
-from fullshard.report.numbers import memory_unit, shown
+from fullshard.report.numbers import kept, memory_unit, shown
 from fullshard.sizes import format_bytes, format_duration
 from fullshard.storage import write_text
 

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from fullshard.errors import CheckpointError, ProcessGroupError
-from fullshard.launch import attempts, launch, memory_kills as counting
+from fullshard.launch import attempts, launch
 from fullshard.launch.attempts import Reached, Restarts, kept_directory
 from fullshard.launch.failure import Failure
 from fullshard.launch.programs import again
@@ -124,7 +124,7 @@ def kills(monkeypatch):
     """Set what the system says about processes killed for memory, from one look to the next."""
 
     def say(*counts, of_group=True):
-        looks = iter(None if count is None else counting.MemoryKills(count, of_group) for count in counts)
+        looks = iter(None if count is None else attempts.MemoryKills(count, of_group) for count in counts)
         monkeypatch.setattr(attempts, "memory_kills", lambda: next(looks))
 
     return say
@@ -214,17 +214,17 @@ def test_the_plan_is_told_also_where_nothing_is_started_again(run, kills, most):
     ],
 )
 def test_kills_are_counted_by_the_control_group_or_else_by_the_machine(tmp_path, monkeypatch, group, file, text):
-    monkeypatch.setattr(counting, "_PROC", tmp_path / "proc")
-    monkeypatch.setattr(counting, "_GROUPS", tmp_path / "groups")
-    assert counting.memory_kills() is None
+    monkeypatch.setattr(attempts, "_PROC", tmp_path / "proc")
+    monkeypatch.setattr(attempts, "_GROUPS", tmp_path / "groups")
+    assert attempts.memory_kills() is None
     (tmp_path / "proc" / "self").mkdir(parents=True)
     (tmp_path / "proc" / "self" / "cgroup").write_text(f"8:pids:/\n{group}\n")
-    assert counting.memory_kills() is None
+    assert attempts.memory_kills() is None
     (tmp_path / "proc" / "vmstat").write_text("nr_free_pages 12\noom_kill 41\n")
     if file is not None:
         (tmp_path / "groups" / file).parent.mkdir(parents=True)
         (tmp_path / "groups" / file).write_text(text)
-    assert counting.memory_kills() == counting.MemoryKills(41 if file is None else 7, of_group=file is not None)
+    assert attempts.memory_kills() == attempts.MemoryKills(41 if file is None else 7, of_group=file is not None)
 
 
 def test_an_error_that_would_come_again_is_not_tried_again(run, tmp_path):

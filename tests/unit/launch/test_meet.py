@@ -13,9 +13,8 @@ from fullshard.errors import ProcessGroupError
 from fullshard.launch.failure import Failure, brief
 from fullshard.launch.script import peers
 from fullshard.launch.script.machines import MachinePlan, Nodes
-from fullshard.launch.script.meet import make_card, meet
 from fullshard.launch.script.peers import MachineEnded, PeerMonitor, RunFailure, lost_connection, post_failure
-from fullshard.launch.script.rendezvous import DynamicRendezvous, meet_newest
+from fullshard.launch.script.rendezvous import DynamicRendezvous, make_card, meet, meet_newest
 
 HOST = socket.gethostname()
 NAMES = ["machine 0 (a)", "machine 1 (b)"]
@@ -25,8 +24,8 @@ NAMES = ["machine 0 (a)", "machine 1 (b)"]
 def quick(monkeypatch):
     monkeypatch.setattr(peers, "BEAT_SECONDS", 0.02)
     monkeypatch.setattr(peers, "LEAVE_SECONDS", 0.2)
-    monkeypatch.setattr("fullshard.launch.script.meet._LOOK_SECONDS", 0.01)
-    monkeypatch.setattr("fullshard.launch.script.meet._LINGER_SECONDS", 0.0)
+    monkeypatch.setattr("fullshard.launch.script.rendezvous._LOOK_SECONDS", 0.01)
+    monkeypatch.setattr("fullshard.launch.script.rendezvous._LINGER_SECONDS", 0.0)
 
 
 def plan(number, nnodes=2, run_id="none"):

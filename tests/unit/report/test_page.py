@@ -13,10 +13,9 @@ from fullshard.cli import report as verb
 from fullshard.config import RunConfig
 from fullshard.errors import CheckpointError, ConfigError
 from fullshard.report import figures, frame, write_report
-from fullshard.report.curves import MOST_POINTS, smooth, thin
 from fullshard.report.files import read_run
 from fullshard.report.look import STYLE
-from fullshard.report.numbers import memory_unit, number, share, shown
+from fullshard.report.numbers import MOST_POINTS, memory_unit, number, share, shown, smooth, thin
 from fullshard.report.page import MOST_RANKS, headline, make_page
 from fullshard.sizes import format_duration
 from support.report_run import NASTY, RUN, UNITS, make_trace, write_finished, write_small, write_unfinished

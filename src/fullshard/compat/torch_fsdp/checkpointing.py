@@ -1,20 +1,23 @@
 """Activation checkpointing by wrapping modules: the names of torch's ``checkpoint_wrapper`` module.
 
-A script that keeps importing them from ``torch.distributed.algorithms._checkpoint.checkpoint_wrapper`` works with a
-sharded model too.
+The wrapper of recomputation is torch's own, which a script may also import from there. torch's offload wrapper pins
+memory, which needs a GPU, and its ``apply_activation_checkpointing`` makes two modules of one at two places.
 """
 
 from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from enum import Enum, auto
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    ActivationWrapper,
+    CheckpointImpl,
+    CheckpointWrapper,
+)
 
 from fullshard.compat.torch_fsdp.wrap import lambda_auto_wrap_policy, run_policy
 from fullshard.errors import ConfigError
@@ -29,88 +32,6 @@ __all__ = [
     "checkpoint_wrapper",
     "offload_wrapper",
 ]
-
-_WRAPPED = "_checkpoint_wrapped_module"
-_PREFIX = f"{_WRAPPED}."
-
-
-class CheckpointImpl(Enum):
-    """torch's two implementations of recomputation.
-
-    REENTRANT: an autograd function around the module.
-    NO_REENTRANT: hooks on saved tensors. Preferred: it supports keyword arguments and nested gradients.
-    """
-
-    REENTRANT = auto()
-    NO_REENTRANT = auto()
-
-
-class ActivationWrapper(nn.Module):
-    """Base class of wrappers that change which activations a module keeps for backward.
-
-    Attributes and items are the inner module's. Names of parameters and in state dicts do not contain the wrapper.
-    """
-
-    def __init__(self, mod: nn.Module) -> None:
-        """Wrap ``mod``."""
-        super().__init__()
-        self._checkpoint_wrapped_module = mod
-        self.register_state_dict_post_hook(_remove_prefix)
-        self.register_load_state_dict_pre_hook(_insert_prefix)
-
-    def __getattr__(self, name: str) -> Any:
-        """Return the wrapper's attribute, or else the inner module's."""
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            if name == _WRAPPED:
-                raise
-            return getattr(self._modules[_WRAPPED], name)
-
-    def __getitem__(self, key: Any) -> Any:
-        """Return the inner module's item."""
-        return self._checkpoint_wrapped_module[key]  # pyright: ignore[reportIndexIssue]
-
-    def named_parameters(
-        self,
-        prefix: str = "",
-        recurse: bool = True,  # noqa: FBT001, FBT002 (torch's signature)
-        remove_duplicate: bool = True,  # noqa: FBT001, FBT002
-    ) -> Iterator[tuple[str, nn.Parameter]]:
-        """Return parameters under the inner module's names."""
-        for name, param in super().named_parameters(prefix, recurse, remove_duplicate):
-            yield name.replace(_PREFIX, ""), param
-
-
-class CheckpointWrapper(ActivationWrapper):
-    """A module whose activations are recomputed in backward."""
-
-    def __init__(
-        self,
-        mod: nn.Module,
-        checkpoint_impl: Any = CheckpointImpl.NO_REENTRANT,
-        checkpoint_fn: Callable[..., Any] | None = None,
-        **checkpoint_fn_kwargs: Any,
-    ) -> None:
-        """See :func:`checkpoint_wrapper`."""
-        super().__init__(mod)
-        self.checkpoint_impl = _implementation(checkpoint_impl)
-        if checkpoint_fn is None:
-            reentrant = self.checkpoint_impl is CheckpointImpl.REENTRANT
-            checkpoint_fn = functools.partial(checkpoint, use_reentrant=reentrant)
-        self.checkpoint_fn = functools.partial(checkpoint_fn, **checkpoint_fn_kwargs)
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the inner module and keep only its inputs."""
-        inner = self._checkpoint_wrapped_module
-        if self.checkpoint_impl is CheckpointImpl.NO_REENTRANT or not kwargs:
-            return self.checkpoint_fn(inner, *args, **kwargs)
-        names = tuple(kwargs)  # the reentrant implementation only takes positional inputs
-
-        def run(*values: Any) -> Any:
-            return inner(*values[: len(args)], **dict(zip(names, values[len(args) :], strict=True)))
-
-        return self.checkpoint_fn(run, *args, *kwargs.values())
 
 
 class OffloadWrapper(ActivationWrapper):
@@ -132,7 +53,7 @@ def checkpoint_wrapper(
 
     Args:
         module: The module to wrap; before or after sharding.
-        checkpoint_impl: A :class:`CheckpointImpl`, or torch's; ignored if ``checkpoint_fn`` is given.
+        checkpoint_impl: A :class:`CheckpointImpl`; ignored if ``checkpoint_fn`` is given.
         checkpoint_fn: Called as ``checkpoint_fn(module, *inputs, **kwargs)`` instead of torch's checkpoint.
         **checkpoint_fn_kwargs: Further arguments of ``checkpoint_fn``, or of ``torch.utils.checkpoint.checkpoint``
             (``preserve_rng_state=False``). Also ``offload_to_cpu`` of torch 1.12, with a warning: True keeps the inputs
@@ -152,6 +73,8 @@ def checkpoint_wrapper(
             FutureWarning,
             stacklevel=2,
         )
+    if not isinstance(checkpoint_impl, CheckpointImpl):
+        raise ConfigError(f"checkpoint_impl must be CheckpointImpl.REENTRANT or NO_REENTRANT; got {checkpoint_impl!r}.")
     wrapped = CheckpointWrapper(module, checkpoint_impl, checkpoint_fn, **checkpoint_fn_kwargs)
     return OffloadWrapper(wrapped) if offload else wrapped
 
@@ -208,25 +131,3 @@ def apply_activation_checkpointing_wrapper(
         stacklevel=2,
     )
     apply_activation_checkpointing(model, checkpoint_wrapper_fn, check_fn)
-
-
-def _implementation(given: Any) -> CheckpointImpl:
-    name = given.name if isinstance(given, Enum) else ""  # ours or torch's
-    if name not in CheckpointImpl.__members__:
-        raise ConfigError(f"checkpoint_impl must be CheckpointImpl.REENTRANT or NO_REENTRANT; got {given!r}.")
-    return CheckpointImpl[name]
-
-
-def _remove_prefix(_module: nn.Module, state: dict[str, Any], prefix: str, _metadata: object) -> None:
-    _rename(state, prefix + _PREFIX, prefix)
-
-
-def _insert_prefix(_module: nn.Module, state: dict[str, Any], prefix: str, *_rest: object) -> None:
-    _rename(state, prefix, prefix + _PREFIX)
-
-
-def _rename(state: dict[str, Any], old: str, new: str) -> None:
-    """Replace the prefix ``old`` of keys with ``new``, in place."""
-    renamed: Sequence[str] = [key for key in state if key.startswith(old)]
-    for key in renamed:
-        state[new + key[len(old) :]] = state.pop(key)

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fullshard import engine
 from fullshard.comm import as_mesh, device_mesh_of
-from fullshard.compat.torch_fsdp.api import StateDictType
+from fullshard.compat.torch_fsdp.api import StateDictType, set_state_dict_type
 from fullshard.compat.torch_fsdp.fsdp_module import (
     FSDPModule,
     ModuleState,
@@ -27,7 +27,6 @@ from fullshard.compat.torch_fsdp.fsdp_module import (
 )
 from fullshard.compat.torch_fsdp.model_state import load_model_state_dict, model_state_dict
 from fullshard.compat.torch_fsdp.optimizer_hooks import describe_state_of
-from fullshard.compat.torch_fsdp.state_dict_type import set_state_dict_type
 from fullshard.compat.torch_fsdp.tensor import RaggedShard, Replicate, Shard
 from fullshard.engine import Unit
 from fullshard.engine.registry import runtime_of

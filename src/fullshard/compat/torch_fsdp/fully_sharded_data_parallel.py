@@ -23,7 +23,7 @@ import torch
 from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys
 
-from fullshard.compat.torch_fsdp import api, optim_state, state_dict_type, summon, wrapper_hooks
+from fullshard.compat.torch_fsdp import api, optim_state
 from fullshard.compat.torch_fsdp.api import *  # noqa: F403 (torch's module of this name exports them too)
 from fullshard.compat.torch_fsdp.api import (
     BackwardPrefetch,
@@ -34,13 +34,72 @@ from fullshard.compat.torch_fsdp.api import (
 )
 from fullshard.compat.torch_fsdp.arguments import ignored_parts
 from fullshard.compat.torch_fsdp.model_state import load_model_state_dict, model_state_dict
-from fullshard.compat.torch_fsdp.sharding import Sharding, shard
+from fullshard.compat.torch_fsdp.sharding import Sharding, install_hooks, shard
 from fullshard.compat.torch_fsdp.wrap import WRAPPED
-from fullshard.engine import no_sync, on_state_dict, plain_class, plain_name, sharded_roots
+from fullshard.engine import no_sync, on_state_dict, plain_class, plain_name, sharded_roots, summoned_parameters
 from fullshard.engine.registry import runtime_of
 from fullshard.errors import ConfigError, ShardingError
 from fullshard.optim import clip_grad_norm_
 from fullshard.torch_private import in_backward
+
+
+@contextmanager
+def summon_full_params(
+    module: nn.Module,
+    recurse: bool = True,  # noqa: FBT001, FBT002 (torch's signature)
+    writeback: bool = True,  # noqa: FBT001, FBT002
+    rank0_only: bool = False,  # noqa: FBT001, FBT002
+    offload_to_cpu: bool = False,  # noqa: FBT001, FBT002
+    with_grads: bool = False,  # noqa: FBT001, FBT002
+) -> Iterator[None]:
+    """Register full parameters in the shards' dtype for a context; every rank enters it.
+
+    Inside, the module is a plain module with plain Parameters: it can be called, initialized or changed in place.
+    Gradients computed inside are dropped at the end, or written back with ``with_grads``. All these parameters are in
+    memory at once.
+
+    Args:
+        module: A wrapped or sharded model, a module inside one, or one that contains some.
+        recurse: Whether to include units inside ``module``; False: only the parameters of its own unit.
+        writeback: Whether each rank copies its rows of the Parameters back at the end; False: changes are dropped,
+            also with one rank.
+        rank0_only: Whether only rank 0 gets full parameters; other ranks keep their shards.
+        offload_to_cpu: Whether the full parameters are in host memory.
+        with_grads: Whether ``.grad`` is the full gradient.
+
+    Raises:
+        ConfigError: ``rank0_only`` with ``writeback``.
+        ShardingError: During forward or backward, in a nested context on the same parameters, or if a Parameter was
+            replaced inside.
+    """
+    if writeback and rank0_only:
+        raise ConfigError(
+            "With summon_full_params(rank0_only=True) other ranks have no full parameters to write back: add "
+            "writeback=False, or leave out rank0_only."
+        )
+    modules = list(module.modules()) if recurse else _with_wrapped(module)
+    with ExitStack() as stack:
+        for root in sharded_roots(module):
+            stack.enter_context(
+                summoned_parameters(
+                    root,
+                    modules,
+                    writeback=writeback,
+                    rank0_only=rank0_only,
+                    offload_to_cpu=offload_to_cpu,
+                    with_grads=with_grads,
+                )
+            )
+        yield
+
+
+def _with_wrapped(module: nn.Module) -> list[nn.Module]:
+    """Return ``module`` and, if it is a wrapper, the modules it wraps."""
+    chain = [module]
+    while inner := [child for key, child in chain[-1].named_children() if not plain_name(key)]:
+        chain += inner
+    return chain
+
 
 __all__ = ["FullyShardedDataParallel"]
 __all__ += api.__all__
@@ -131,7 +190,7 @@ class FullyShardedDataParallel(nn.Module):
         for inner in self.fsdp_modules(module):
             inner._is_root = False
         if result.is_sharded:
-            wrapper_hooks.install(module)
+            install_hooks(module)
             on_state_dict(module, model_state_dict, load_model_state_dict)
 
     def _wrap(self, module: nn.Module, kwargs: Mapping[str, Any], result: Sharding, *, is_root: bool) -> None:
@@ -290,7 +349,7 @@ class FullyShardedDataParallel(nn.Module):
         Every rank calls it and keeps its rows of what ``fn`` wrote, so ``fn`` must write the same on every rank. All
         parameters are full at once (in torch: one unit at a time).
         """
-        with summon.summon_full_params(self):
+        with summon_full_params(self):
             _apply_inside_out(self, fn)
         return self
 
@@ -333,10 +392,10 @@ class FullyShardedDataParallel(nn.Module):
         # torch loads the wrapped module next, and must find the values that are loaded already.
         state_dict |= _by_attribute(self, prefix)
 
-    summon_full_params = staticmethod(summon.summon_full_params)
-    set_state_dict_type = staticmethod(state_dict_type.set_state_dict_type)
-    get_state_dict_type = staticmethod(state_dict_type.get_state_dict_type)
-    state_dict_type = staticmethod(state_dict_type.state_dict_type)
+    summon_full_params = staticmethod(summon_full_params)
+    set_state_dict_type = staticmethod(api.set_state_dict_type)
+    get_state_dict_type = staticmethod(api.get_state_dict_type)
+    state_dict_type = staticmethod(api.state_dict_type)
     optim_state_dict = staticmethod(optim_state.optim_state_dict)
     optim_state_dict_to_load = staticmethod(optim_state.optim_state_dict_to_load)
     full_optim_state_dict = staticmethod(optim_state.full_optim_state_dict)

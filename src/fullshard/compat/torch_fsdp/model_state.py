@@ -11,8 +11,12 @@ from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys
 
 from fullshard.comm import Comm, together
-from fullshard.compat.torch_fsdp.api import FullStateDictConfig, ShardedStateDictConfig, StateDictType
-from fullshard.compat.torch_fsdp.state_dict_type import get_state_dict_type
+from fullshard.compat.torch_fsdp.api import (
+    FullStateDictConfig,
+    ShardedStateDictConfig,
+    StateDictType,
+    get_state_dict_type,
+)
 from fullshard.compat.torch_fsdp.tensor import DTensor, place_like
 from fullshard.compat.torch_fsdp.torch_getters import getter_asks
 from fullshard.engine import StateEntry, gathered, mesh_of, plain_name, require_one_state, sharded_roots, state_entries

@@ -9,10 +9,9 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from fullshard.compat.torch_fsdp.api import OptimStateKeyType, StateDictType
+from fullshard.compat.torch_fsdp.api import OptimStateKeyType, StateDictType, get_state_dict_type
 from fullshard.compat.torch_fsdp.optim_load import Source, state_to_load
 from fullshard.compat.torch_fsdp.optim_save import OptimState, StateDict, group_options
-from fullshard.compat.torch_fsdp.state_dict_type import get_state_dict_type
 from fullshard.engine import plain_name
 from fullshard.errors import CheckpointError
 

@@ -1,7 +1,12 @@
-"""Sharding of a wrapped module: one call of the engine for all units with the same settings."""
+"""Sharding of a wrapped module: one call of the engine for all units with the same settings, and FSDP1's hooks.
+
+The hooks return views of parameters as copies, and keep modules that are added later on this rank.
+"""
 
 from __future__ import annotations
 
+import functools
+import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -9,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from fullshard import policy
 from fullshard.comm import as_mesh
@@ -16,7 +22,10 @@ from fullshard.compat.torch_fsdp import arguments
 from fullshard.compat.torch_fsdp.arguments import UnitSettings
 from fullshard.compat.torch_fsdp.optimizer_hooks import describe_state_for_getters
 from fullshard.compat.torch_fsdp.wrap import RepeatedBlocks, is_wrapper, modules_to_wrap
-from fullshard.engine import FirstValues, fully_shard
+from fullshard.engine import FirstValues, Unit, fully_shard
+from fullshard.engine.registry import runtime_of
+from fullshard.engine.step.runtime import Runtime
+from fullshard.shards.untraced import untraced
 
 Ignored = tuple[set[nn.Module], set[nn.Parameter]]
 
@@ -134,3 +143,42 @@ def _without_buffers(modules: Iterable[nn.Module]) -> Iterator[None]:
     finally:
         for module, key, buffer in buffers:
             module._buffers[key] = buffer
+
+
+def install_hooks(root: nn.Module) -> None:
+    """Register the hooks on a model that was just sharded; units included from earlier calls have theirs."""
+    runtime = runtime_of(root)
+    runtime.on_added = functools.partial(_keep_added_local, runtime)
+    for unit in runtime.units:
+        for module in unit.modules:
+            if "_fullshard_copies_views" not in module.__dict__:
+                module.__dict__["_fullshard_copies_views"] = True
+                # Before the engine's own hook, which refuses views.
+                module.register_forward_hook(functools.partial(_copy_views, unit), prepend=True)
+
+
+@untraced
+def _copy_views(unit: Unit, _module: nn.Module, _args: tuple[Any, ...], output: Any) -> Any:
+    """Replace what lies in the memory of gathered parameters, which is freed after forward, by copies with gradient."""
+    if torch._C._are_functorch_transforms_active():  # their tensors have no storage
+        return None
+    memory = {lane.full.tensor.untyped_storage().data_ptr() for lane in unit.lanes} - {0}
+
+    def is_view(tensor: Any) -> bool:
+        plain = isinstance(tensor, torch.Tensor) and tensor.layout == torch.strided and not tensor.is_meta
+        return plain and tensor.untyped_storage().data_ptr() in memory
+
+    if not any(map(is_view, tree_leaves(output))):
+        return None
+    return tree_map_only(torch.Tensor, lambda tensor: tensor.clone() if is_view(tensor) else tensor, output)
+
+
+def _keep_added_local(runtime: Runtime, added: dict[str, nn.Parameter]) -> None:
+    """Leave parameters of modules that were added after wrapping to this rank, with a warning."""
+    runtime.ignored |= frozenset(map(id, added.values()))
+    warnings.warn(
+        f"{next(iter(added))} and {len(added) - 1} other parameters were added after the model was "
+        f"wrapped: they stay on each rank, are not sharded, and their gradients are not reduced over "
+        f"{runtime.mesh.size} ranks. Add modules before wrapping.",
+        stacklevel=2,
+    )

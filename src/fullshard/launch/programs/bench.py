@@ -13,7 +13,7 @@ from fullshard.comm import init_from_env, shutdown, together
 from fullshard.comm.whereabouts import named_machine
 from fullshard.config import load_run
 from fullshard.launch.messages import say
-from fullshard.launch.programs.rank import run_as_rank
+from fullshard.launch.programs.rank import rank_parser, run_as_rank
 from fullshard.launch.progress import WorkProgress
 from fullshard.planner import Rates, rates_before, write_rates
 from fullshard.sizes import format_bytes
@@ -28,12 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def make_parser() -> argparse.ArgumentParser:
     """Return the parser of a rank's command line."""
-    parser = argparse.ArgumentParser(prog="python -m fullshard.launch.programs.bench")
-    parser.add_argument("config", type=Path)
-    parser.add_argument("overrides", nargs="*")
-    parser.add_argument("--world", type=int)
-    parser.add_argument("--out", type=Path, required=True)
-    return parser
+    return rank_parser("bench", {"config": Path, "overrides": str}, {"world": int, "out": Path})
 
 
 def _bench(options: argparse.Namespace, *, is_first: bool) -> None:

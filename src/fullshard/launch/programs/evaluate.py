@@ -17,7 +17,7 @@ from fullshard.config.load import is_hub_id
 from fullshard.data import encoding_of_rows
 from fullshard.errors import ConfigError
 from fullshard.launch.messages import say
-from fullshard.launch.programs.rank import run_as_rank
+from fullshard.launch.programs.rank import rank_parser, run_as_rank
 from fullshard.launch.progress import WorkProgress
 from fullshard.models import resolve_model
 from fullshard.train.evaluation.evaluate import evaluate
@@ -36,16 +36,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def make_parser() -> argparse.ArgumentParser:
     """Return the parser of a rank's command line."""
-    parser = argparse.ArgumentParser(prog="python -m fullshard.launch.programs.evaluate")
-    parser.add_argument("run", type=Path)
-    parser.add_argument("overrides", nargs="*")
-    parser.add_argument("--model")
-    parser.add_argument("--data", type=Path)
-    parser.add_argument("--encoding")
-    parser.add_argument("--output", type=Path)
-    parser.add_argument("--set")
-    parser.add_argument("--base", type=Path)
-    return parser
+    options = {"model": str, "data": Path, "encoding": str, "output": Path, "set": str, "base": Path}
+    return rank_parser("evaluate", {"run": Path, "overrides": str}, options)
 
 
 def _evaluate(options: argparse.Namespace, *, is_first: bool) -> None:

@@ -17,7 +17,7 @@ from fullshard.config.recorded import recorded_run, recorded_turns, run_of
 from fullshard.data import InputRow, describe_separator, encoding_of_rows, read_inputs, uses_chat_template
 from fullshard.errors import ConfigError, DataError
 from fullshard.launch.messages import say
-from fullshard.launch.programs.rank import run_as_rank
+from fullshard.launch.programs.rank import rank_parser, run_as_rank
 from fullshard.launch.programs.row_file import RecordColumns, RowWriter
 from fullshard.launch.progress import WorkProgress
 from fullshard.launch.streams import UnreadOutputError
@@ -36,21 +36,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def make_parser() -> argparse.ArgumentParser:
     """Return the parser of a rank's command line."""
-    parser = argparse.ArgumentParser(prog="python -m fullshard.launch.programs.predict")
-    parser.add_argument("model")
-    parser.add_argument("file", type=Path)
-    parser.add_argument("--output", type=Path)
-    parser.add_argument("--num-beams", type=int)
-    parser.add_argument("--max-new-tokens", type=int)
-    parser.add_argument("--batch-size", type=int)
-    parser.add_argument("--prefix")
-    parser.add_argument("--separator")
-    parser.add_argument("--source-column")
-    parser.add_argument("--encoding")
-    parser.add_argument("--system")
-    parser.add_argument("--set")
-    parser.add_argument("--base", type=Path)
-    return parser
+    texts = dict.fromkeys(("prefix", "separator", "source_column", "encoding", "system", "set"), str)
+    numbers = dict.fromkeys(("num_beams", "max_new_tokens", "batch_size"), int)
+    return rank_parser("predict", {"model": str, "file": Path}, {**texts, **numbers, "output": Path, "base": Path})
 
 
 def _predict(options: argparse.Namespace, *, is_first: bool) -> None:

@@ -7,7 +7,7 @@ import contextlib
 import json
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from transformers.utils import logging
@@ -17,6 +17,16 @@ from fullshard.errors import DataError, RunStopped
 from fullshard.launch.failure import FAILURE_FILE_VARIABLE, Failure
 from fullshard.launch.local import INTERRUPTED_EXIT_CODE, UNREAD_EXIT_CODE, end_with_launcher
 from fullshard.launch.streams import UnreadOutputError, guard_streams
+
+
+def rank_parser(program: str, positional: Mapping[str, type], options: Mapping[str, type]) -> argparse.ArgumentParser:
+    """Return the parser of a rank's command line, whose values the verb has checked: types by name."""
+    parser = argparse.ArgumentParser(prog=f"python -m fullshard.launch.programs.{program}")
+    for name, kind in positional.items():
+        parser.add_argument(name, type=kind, nargs="*" if name == "overrides" else None)
+    for name, kind in options.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=kind)
+    return parser
 
 
 def run_as_rank(

@@ -31,10 +31,16 @@ from fullshard.launch.attempts import last_note, pause_s
 from fullshard.launch.failure import Failure, brief
 from fullshard.launch.interrupts import NOTICES, STOP_SIGNALS
 from fullshard.launch.script.machines import MachinePlan
-from fullshard.launch.script.network import address_towards
 from fullshard.launch.script.output import Output
 from fullshard.launch.script.peers import DOUBT_SECONDS, MachineEnded, PeerMonitor, RunFailure, lost_connection
-from fullshard.launch.script.rendezvous import STORE_TIME, Rendezvous, StaticRendezvous, first_line, make_rendezvous
+from fullshard.launch.script.rendezvous import (
+    STORE_TIME,
+    Rendezvous,
+    StaticRendezvous,
+    address_towards,
+    first_line,
+    make_rendezvous,
+)
 from fullshard.launch.script.workers import Workers
 from fullshard.variables import ATTEMPT_VARIABLE, RESTARTS_VARIABLE
 

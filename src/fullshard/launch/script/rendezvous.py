@@ -1,12 +1,21 @@
-"""The rendezvous of machines: torch's c10d, and a static one for machines with fixed numbers."""
+"""The rendezvous of machines: torch's c10d, and a static one for machines with fixed numbers.
+
+In the static one each machine writes its card to a shared store and waits for those of the others.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
+import json
+import secrets
 import socket
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 from torch.distributed import DistError, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.rendezvous import (
@@ -20,15 +29,220 @@ from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
 
 from fullshard.errors import ProcessGroupError
+from fullshard.launch.failure import Failure
 from fullshard.launch.messages import say
+from fullshard.launch.script import peers
 from fullshard.launch.script.machines import STATIC, MachinePlan
-from fullshard.launch.script.meet import Card, make_card, meet, was_in
-from fullshard.launch.script.network import address_towards, is_here, port_is_free
+from fullshard.launch.script.peers import KeyValueStore, MachineEnded, RunFailure, post_failure, read_failure
+
+_SIOCGIFADDR = 0x8915  # linux/sockios.h
+
+
+def interface_to(host: str, port: int) -> str | None:
+    """Return the network interface that reaches ``host``, such as ``eth0``; nothing is sent.
+
+    Without it gloo uses the interface of the machine's own name, which on many systems is the loopback.
+
+    Args:
+        host: Name or IPv4 address.
+        port: A port there.
+
+    Returns:
+        None if it cannot be determined, or if it is the loopback.
+    """
+    if sys.platform != "linux":
+        return None
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((host, port or 1))
+            address = probe.getsockname()[0]
+            names = [name for _, name in socket.if_nameindex() if name != "lo"]
+            return next((name for name in names if _address_of(probe, name) == address), None)
+    except OSError:
+        return None
+
+
+def _address_of(probe: socket.socket, interface: str) -> str | None:
+    """Return the IPv4 address of an interface, or None."""
+    try:
+        answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, interface.encode()[:15].ljust(256, b"\0"))
+    except OSError:
+        return None
+    return socket.inet_ntoa(answer[20:24])
+
+
+def is_here(host: str) -> bool:
+    """Return whether a name or address is this machine's."""
+    try:
+        kind, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+        with socket.socket(kind, socket.SOCK_STREAM) as probe:
+            probe.bind(address)
+    except OSError:
+        return False
+    return True
+
+
+def port_is_free(port: int) -> bool:
+    """Return whether a TCP port of this machine is free; 0 always is."""
+    with contextlib.suppress(OSError), socket.create_server(("", port)):
+        return True
+    return False
+
+
+def address_towards(host: str, port: int) -> str | None:
+    """Return this machine's address as seen from ``host``'s network; None if it cannot be determined."""
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, port or 1))
+        return probe.getsockname()[0]
+    return None
+
+
+_LOOK_SECONDS = 0.1
+
+_LINGER_SECONDS = 1.0
+"""Time that the machine with the store stays up after an error, so that the others can read it."""
+
+_ALIVE_BEATS = 4
+"""Missed heartbeats after which a machine counts as lost when another one comes with its number."""
+
+Card = dict[str, Any]
+"""Values that a machine shows the others."""
+
+
+def make_card(plan: MachinePlan) -> Card:
+    """Return this machine's card; it is unique to the launcher, even if another one has the same number."""
+    return {
+        "nnodes": str(plan.nnodes),
+        "rdzv_id": plan.run_id,
+        "host": socket.gethostname(),
+        "launcher": secrets.token_hex(8),
+    }
+
+
+def was_in(store: KeyValueStore, plan: MachinePlan, card: Card) -> bool:
+    """Return True if this machine, or a lost one with its number, has been in the rendezvous of ``store``.
+
+    Raises:
+        ProcessGroupError: Another machine with the same number is in it.
+    """
+    key = f"card/{plan.node_rank}"
+    if not store.check([key]):
+        return False
+    shown = json.loads(store.get(key))
+    if shown["launcher"] != card["launcher"] and _beats(store, plan.node_rank):
+        error = ProcessGroupError(
+            f"Each machine needs a number of its own, and two have --node_rank {plan.node_rank}: "
+            f"{card['host']} and {shown['host']}. Give one of them another."
+        )
+        if _missing(store, plan):  # a surplus machine must not end a run that continues
+            post_failure(store, RunFailure(Failure.of(error), card["host"]))
+        raise error
+    return True
+
+
+def _beats(store: KeyValueStore, number: int) -> bool:
+    """Return True if the machine with a number sends heartbeats after it has shown its card."""
+    seconds = _ALIVE_BEATS * peers.BEAT_SECONDS
+    say(f"a launcher with --node_rank {number} was here before; waiting {seconds:g} s to see if it still runs")
+    key = f"beat/{number}"
+    first = store.get(key) if store.check([key]) else b""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        time.sleep(_LOOK_SECONDS)
+        if store.check([key]) and store.get(key) != first:
+            return True
+    return False
+
+
+def meet(
+    store: KeyValueStore, plan: MachinePlan, card: Card, timeout_s: float, former: KeyValueStore | None = None
+) -> list[str] | None:
+    """Write this machine's card and wait for those of the others; every machine calls it.
+
+    Args:
+        store: The store of this rendezvous.
+        plan: The machines, which have fixed numbers.
+        card: This machine's card.
+        timeout_s: Seconds to wait.
+        former: The store of the previous rendezvous, where a machine that failed permanently reports it.
+
+    Returns:
+        The names of all machines; None if some machine has gone on to the next rendezvous, or had this one's number.
+
+    Raises:
+        ProcessGroupError: Not all machines arrived, or their settings differ.
+        MachineEnded: Another machine has reported a failure.
+    """
+    text = json.dumps(card)
+    if store.compare_set(f"card/{plan.node_rank}", "", text).decode() != text:
+        return None
+    try:
+        cards = _cards(store, plan, timeout_s, former)
+        if cards is None:
+            return None
+        _compare(plan, card, cards)
+    except ProcessGroupError as error:
+        post_failure(store, RunFailure(Failure.of(error), card["host"]))
+        if plan.node_rank == 0 and plan.several:
+            time.sleep(_LINGER_SECONDS)
+        raise
+    return [f"machine {number} ({other['host']})" for number, other in enumerate(cards)]
+
+
+def _missing(store: KeyValueStore, plan: MachinePlan) -> list[int]:
+    """Return the numbers of the machines that have not shown their cards."""
+    return [number for number in range(plan.nnodes.most) if not store.check([f"card/{number}"])]
+
+
+def _cards(
+    store: KeyValueStore, plan: MachinePlan, timeout_s: float, former: KeyValueStore | None
+) -> list[Card] | None:
+    """Wait for the cards of all machines; return them by number, or None if the next rendezvous has begun."""
+    started = beaten = time.monotonic()
+    while missing := _missing(store, plan):
+        if store.check(["next"]):
+            return None
+        failed = read_failure(store)
+        before = None if former is None else read_failure(former)
+        if before is not None and before.failure.rank is not None:  # without a rank it is only a lost machine
+            failed = failed or before
+        if failed is not None:
+            raise MachineEnded(failed)
+        now = time.monotonic()
+        if now - started > timeout_s:
+            raise ProcessGroupError(_missing_text(plan, missing, timeout_s))
+        if now - beaten >= peers.BEAT_SECONDS:
+            beaten = now
+            store.set(f"beat/{plan.node_rank}", f"waits {now}")
+        time.sleep(_LOOK_SECONDS)
+    return [json.loads(store.get(f"card/{number}")) for number in range(plan.nnodes.most)]
+
+
+def _compare(plan: MachinePlan, card: Card, cards: list[Card]) -> None:
+    for number, other in enumerate(cards):
+        for option in ("nnodes", "rdzv_id"):
+            if other[option] != card[option]:
+                raise ProcessGroupError(
+                    f"All machines need the same --{option}: machine {plan.node_rank} ({card['host']}) has "
+                    f"{card[option]}, machine {number} ({other['host']}) has {other[option]}."
+                )
+
+
+def _missing_text(plan: MachinePlan, missing: list[int], timeout_s: float) -> str:
+    """Return the message that names the missing machines."""
+    there = plan.nnodes.most - len(missing)
+    text = (
+        f"{there} of {plan.nnodes} machines arrived at {plan.place} within {timeout_s:.0f} s; missing: --node_rank "
+        f"{', '.join(map(str, missing))}. Start `fullshard launch` there too, with the same --rdzv_endpoint, or wait "
+        "longer with --rdzv_timeout."
+    )
+    if plan.node_rank == 0 and not is_here(plan.host):
+        text += f" {plan.host} is not an address of this machine ({socket.gethostname()}), which has --node_rank 0."
+    return text
+
 
 STORE_TIME = timedelta(seconds=60)
 """Timeout of one operation on the store."""
-
-_LOOK_SECONDS = 0.1
 
 
 class StaticRendezvous(RendezvousHandler):
@@ -113,7 +327,7 @@ def meet_newest(store: Store, plan: MachinePlan, card: Card, deadline: float) ->
         The names of all machines, and the store of their round.
 
     Raises:
-        ProcessGroupError, MachineEnded: See :func:`~fullshard.launch.script.meet.meet`.
+        ProcessGroupError, MachineEnded: See :func:`~fullshard.launch.script.rendezvous.meet`.
     """
     machines = None
     while machines is None:

@@ -21,8 +21,8 @@ from fullshard.launch.failure import Failure, brief, in_words
 from fullshard.launch.local import default_variables
 from fullshard.launch.script.agent import AgentEnd, run_agent
 from fullshard.launch.script.machines import MachinePlan
-from fullshard.launch.script.network import interface_to
 from fullshard.launch.script.output import Output, Stream, terminal_columns
+from fullshard.launch.script.rendezvous import interface_to
 from fullshard.launch.script.workers import Workers
 from fullshard.variables import KEEP_VARIABLE, RESTARTS_VARIABLE
 

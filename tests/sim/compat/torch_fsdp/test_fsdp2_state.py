@@ -7,8 +7,7 @@ import torch
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_state_dict
 
 from fullshard import unsharded
-from fullshard.compat.torch_fsdp.api import StateDictType
-from fullshard.compat.torch_fsdp.state_dict_type import set_state_dict_type
+from fullshard.compat.torch_fsdp.api import StateDictType, set_state_dict_type
 from fullshard.errors import MismatchError
 from fullshard.testing import run_ranks
 from support.fsdp2 import SIZE, rows_of, shard, with_models

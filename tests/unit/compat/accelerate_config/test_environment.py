@@ -7,9 +7,16 @@ import warnings
 import pytest
 import yaml
 
-from fullshard.compat.accelerate_config.environment import bare_environment, launch_environment, launch_warnings
 from fullshard.compat.accelerate_config.file import read_accelerate_file
-from fullshard.compat.accelerate_config.options import add_options, environment_of, read_settings, warnings_of
+from fullshard.compat.accelerate_config.options import (
+    add_options,
+    bare_environment,
+    environment_of,
+    launch_environment,
+    launch_warnings,
+    read_settings,
+    warnings_of,
+)
 from fullshard.errors import ConfigError
 from support.accelerate_files import VERSION_1, VERSION_2
 
