@@ -46,12 +46,18 @@ def file_overrides(options: argparse.Namespace) -> list[str]:
     settings = dict(translation.settings)
     warnings = list(translation.warnings)
     if launched_elsewhere():
-        warnings += _leave_ranks(file, settings)
+        settings.pop("nproc", None)
+        started = int(os.environ["WORLD_SIZE"])
+        if file.num_processes not in (None, started):
+            where = file.where("num_processes")
+            warnings.append(f"{file.as_written('num_processes')} in {where}, has no effect: {started} ranks run")
     _require_agreement(options.config, options.overrides, file, settings)
     if os.environ.get("RANK", "0") == "0":
         for warning in warnings:
             say(f"warning: {warning}")
-    _hide_gpus(file)
+    hidden = "" if file.use_cpu else file.gpu_ids
+    if hidden is not None:  # before torch counts GPUs
+        os.environ["CUDA_VISIBLE_DEVICES"] = hidden
     return [f"{key}={json.dumps(setting.value)}" for key, setting in settings.items()]
 
 
@@ -72,15 +78,6 @@ def require_one_machine(options: argparse.Namespace) -> None:
         f"  fullshard launch --config_file {file.path} -m fullshard.cli.main train {options.config} "
         f"--config_file {file.path}"
     )
-
-
-def _leave_ranks(file: AccelerateFile, settings: dict[str, Setting]) -> list[str]:
-    """Drop the number of ranks, which are already running; return a warning if the file has another number."""
-    settings.pop("nproc", None)
-    started = int(os.environ["WORLD_SIZE"])
-    if file.num_processes in (None, started):
-        return []
-    return [f"{file.as_written('num_processes')} in {file.where('num_processes')}, has no effect: {started} ranks run"]
 
 
 def _require_agreement(
@@ -107,11 +104,3 @@ def _require_agreement(
                 ]
             )
         )
-
-
-def _hide_gpus(file: AccelerateFile) -> None:
-    """Hide the GPUs that the file does not list from this process and its children, before torch counts them."""
-    if file.use_cpu:
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    elif file.gpu_ids is not None:
-        os.environ["CUDA_VISIBLE_DEVICES"] = file.gpu_ids

@@ -188,8 +188,11 @@ def run(options: argparse.Namespace) -> int:
         ProcessGroupError: Not all machines arrived in time.
     """
     guard_streams(outlived=True)
-    if not options.module:
-        _check_script(Path(options.script))
+    path = Path(options.script)
+    if not options.module and path.is_dir():
+        raise ConfigError(f"{path} is a directory. Give a script, or -m and the name of a module.")
+    if not options.module and not path.is_file():
+        raise ConfigError(f"There is no script {path} (looked in {Path.cwd()}). Put options before the script.")
     file = read_settings(options.config_file, options)
     settings = bare_environment(os.environ) if file is None else launch_environment(file)
     environment = environment_of(options) | settings
@@ -201,7 +204,7 @@ def run(options: argparse.Namespace) -> int:
     if "CUDA_VISIBLE_DEVICES" in environment:  # set before GPUs are counted
         os.environ["CUDA_VISIBLE_DEVICES"] = environment["CUDA_VISIBLE_DEVICES"]
     sources = [_of_command_line(options), _of_file(file), slurm_settings(os.environ)]
-    plan = plan_machines([source for source in sources if source], _nproc_on_cpu if use_cpu else choose_nproc)
+    plan = plan_machines([source for source in sources if source], (lambda n: n or 2) if use_cpu else choose_nproc)
     if plan.backend == DYNAMIC and options.node_rank is not None:
         say(f"--node_rank has no effect with rdzv_backend {DYNAMIC}")
     program = load_program(PROGRAM)
@@ -218,18 +221,6 @@ def run(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps(outcome.as_dict()), flush=True)
     return outcome.exit_code
-
-
-def _check_script(path: Path) -> None:
-    if path.is_dir():
-        raise ConfigError(f"{path} is a directory. Give a script, or -m and the name of a module.")
-    if not path.is_file():
-        raise ConfigError(f"There is no script {path} (looked in {Path.cwd()}). Put options before the script.")
-
-
-def _nproc_on_cpu(requested: int | None) -> int:
-    """Return the number of ranks if the file has ``use_cpu: true``; see :func:`choose_nproc`."""
-    return requested or 2
 
 
 def _of_command_line(options: argparse.Namespace) -> MachineSettings:

@@ -36,61 +36,11 @@ _FILES = ("save_fsdp_model", "load_fsdp_model", "save_fsdp_optimizer", "load_fsd
 _library = {name: private_name(transformers.Trainer, name, "transformers") for name in TRAINER_METHODS}
 
 
-def _create_ours(self: Any) -> None:
-    """Create fullshard's ``Accelerator`` in place of Accelerate's; every rank calls it."""
-    for name in _FILES:
-        _replace(trainer, name, getattr(replaced, name))
-    for module in {sys.modules[cls.__module__] for cls in type(self).__mro__}:
-        if hasattr(module, "prepare_fsdp"):  # TRL's, for a reference model; without this it uses torch's FSDP
-            _replace(module, "prepare_fsdp", _prepare_reference)
-    setattr(modeling_utils, "extract_model_from_parallel", replaced.extract_model_from_parallel)  # noqa: B010
-    with (
-        _set_for_a_while(trainer, "Accelerator", Accelerator),
-        _set_for_a_while(accelerate.utils, "FullyShardedDataParallelPlugin", FullyShardedDataParallelPlugin),
-        warnings.catch_warnings(),
-    ):
-        warnings.filterwarnings("ignore", "DistributedDataParallelKwargs")  # every trainer passes them, not the user
-        _library["create_accelerator_and_postprocess"](self)
-
-
-def _wrap_model(self: Any, model: nn.Module, training: bool = True, *args: Any, **kwargs: Any) -> nn.Module:  # noqa: FBT001, FBT002
-    """Return the model, in the wrapper that an earlier call of ``train`` or ``evaluate`` put around it.
-
-    Hugging Face's forgets the wrapper of ``evaluate``, so that ``train`` after it fails under version 1. For training,
-    the optimizer is created first; ``prepare`` then points it at the shards. Under version 1 Hugging Face's creates it
-    of the wrapped model, whose modules' names have the wrappers in them: no parameter would decay.
-    """
-    if not isinstance(self.accelerator, Accelerator):
-        return _library["_wrap_model"](self, model, training, *args, **kwargs)
-    if training and self.optimizer is None:
-        with _with_plain_model(self):
-            self.create_optimizer()
-    return self.model if unwrapped(self.model) is unwrapped(model) else model
-
-
-def _create_model_card(self: Any, *args: Any, **kwargs: Any) -> None:
-    """Write the card of the model itself, whose class decides its task, not of the wrapper around it."""
-    with _with_plain_model(self):
-        _library["create_model_card"](self, *args, **kwargs)
-
-
 @contextmanager
 def _with_plain_model(self: Any) -> Iterator[None]:
     """Give a trainer its model without wrappers, also inside of it, for a context."""
     with plain_tree(self.model) as plain, _set_for_a_while(self, "model", plain):
         yield
-
-
-def _save_model(self: Any, output_dir: str | None = None, _internal_call: bool = False) -> None:  # noqa: FBT001, FBT002
-    """Write the model for ``from_pretrained``; every rank calls it.
-
-    With SHARDED_STATE_DICT too, for which Hugging Face's writes nothing; only its checkpoints are sharded.
-    """
-    with ExitStack() as stack:
-        if isinstance(self.accelerator, Accelerator) and not _internal_call:
-            plugin = self.accelerator.state.fsdp_plugin
-            stack.enter_context(_set_for_a_while(plugin, "state_dict_type", StateDictType.FULL_STATE_DICT))
-        _library["save_model"](self, output_dir, _internal_call)
 
 
 @contextmanager
@@ -136,10 +86,53 @@ class Trainer(transformers.Trainer):
     :class:`fullshard.compat.accelerate.Accelerator` raises, a ``ConfigError`` of settings that it refuses.
     """
 
-    create_accelerator_and_postprocess = _create_ours
-    _wrap_model = _wrap_model
-    save_model = _save_model
-    create_model_card = _create_model_card
+    def create_accelerator_and_postprocess(self) -> None:
+        """Create fullshard's ``Accelerator`` in place of Accelerate's; every rank calls it."""
+        for name in _FILES:
+            _replace(trainer, name, getattr(replaced, name))
+        for module in {sys.modules[cls.__module__] for cls in type(self).__mro__}:
+            if hasattr(module, "prepare_fsdp"):  # TRL's, for a reference model; without this it uses torch's FSDP
+                _replace(module, "prepare_fsdp", _prepare_reference)
+        setattr(modeling_utils, "extract_model_from_parallel", replaced.extract_model_from_parallel)  # noqa: B010
+        with (
+            _set_for_a_while(trainer, "Accelerator", Accelerator),
+            _set_for_a_while(accelerate.utils, "FullyShardedDataParallelPlugin", FullyShardedDataParallelPlugin),
+            warnings.catch_warnings(),
+        ):
+            # Every trainer passes them, not the user.
+            warnings.filterwarnings("ignore", "DistributedDataParallelKwargs")
+            _library["create_accelerator_and_postprocess"](self)
+
+    def _wrap_model(self, model: nn.Module, training: bool = True, *args: Any, **kwargs: Any) -> nn.Module:  # noqa: FBT001, FBT002
+        """Return the model, in the wrapper that an earlier call of ``train`` or ``evaluate`` put around it.
+
+        Hugging Face's forgets the wrapper of ``evaluate``, so that ``train`` after it fails under version 1. For
+        training, the optimizer is created first; ``prepare`` then points it at the shards. Under version 1 Hugging
+        Face's creates it of the wrapped model, whose modules' names have the wrappers in them: no parameter would
+        decay.
+        """
+        if not isinstance(self.accelerator, Accelerator):
+            return _library["_wrap_model"](self, model, training, *args, **kwargs)
+        if training and self.optimizer is None:
+            with _with_plain_model(self):
+                self.create_optimizer()
+        return self.model if unwrapped(self.model) is unwrapped(model) else model
+
+    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
+        """Write the card of the model itself, whose class decides its task, not of the wrapper around it."""
+        with _with_plain_model(self):
+            _library["create_model_card"](self, *args, **kwargs)
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:  # noqa: FBT001, FBT002
+        """Write the model for ``from_pretrained``; every rank calls it.
+
+        With SHARDED_STATE_DICT too, for which Hugging Face's writes nothing; only its checkpoints are sharded.
+        """
+        with ExitStack() as stack:
+            if isinstance(self.accelerator, Accelerator) and not _internal_call:
+                plugin = self.accelerator.state.fsdp_plugin
+                stack.enter_context(_set_for_a_while(plugin, "state_dict_type", StateDictType.FULL_STATE_DICT))
+            _library["save_model"](self, output_dir, _internal_call)
 
 
 class Seq2SeqTrainer(Trainer, transformers.Seq2SeqTrainer):

@@ -198,7 +198,10 @@ def kept_directory() -> Iterator[Path]:
     """
     root = _SHARED_MEMORY if os.access(_SHARED_MEMORY, os.W_OK) else Path(tempfile.gettempdir())
     for left in root.glob(f"{_PREFIX}*"):
-        _remove_if_left(left)
+        # Of a launcher that has ended; another user's cannot be opened.
+        with contextlib.suppress(OSError), (left / KEEP_LOCK_NAME).open() as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(left, ignore_errors=True)
     directory = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=root))  # only this user may enter it
     # Locked as long as this process lives, however it ends. The name appears only then, so nobody finds it unlocked.
     with (directory / "new").open("w") as lock:
@@ -208,13 +211,6 @@ def kept_directory() -> Iterator[Path]:
             yield directory
         finally:
             shutil.rmtree(directory, ignore_errors=True)
-
-
-def _remove_if_left(directory: Path) -> None:
-    """Remove the directory of a launcher that has ended; another user's cannot be opened."""
-    with contextlib.suppress(OSError), (directory / KEEP_LOCK_NAME).open() as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        shutil.rmtree(directory, ignore_errors=True)
 
 
 class Restarts:

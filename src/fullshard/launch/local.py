@@ -147,13 +147,15 @@ def launch(
     ):
         restarts = Restarts(max_restarts, kept)
         while True:
+            with socket.create_server(("127.0.0.1", 0)) as probe:
+                port = probe.getsockname()[1]  # free now
             variables = {
                 ATTEMPT_VARIABLE: str(restarts.done),
                 RESTARTS_VARIABLE: str(max_restarts - restarts.done),
                 "WORLD_SIZE": str(nproc),
                 "LOCAL_WORLD_SIZE": str(nproc),
                 "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(_free_port()),
+                "MASTER_PORT": str(port),
             }
             failure = _attempt(starter, variables, ranks, interrupts, str(kept), saves=saves)
             if failure is None or interrupts.asked:
@@ -359,13 +361,6 @@ def _ends_by(rank: _Rank, deadline: float) -> bool:
     with contextlib.suppress(subprocess.TimeoutExpired):
         rank.process.wait(max(0.0, deadline - time.monotonic()))
     return rank.process.returncode is not None
-
-
-def _free_port() -> int:
-    """Return a TCP port that is currently free."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def rank_command(module: str, arguments: Sequence[str]) -> list[str]:

@@ -56,11 +56,6 @@ class RunFiles:
         return Confusion(tuple(values["labels"]), tuple((right, wrote, rows) for right, wrote, rows in values["cells"]))
 
 
-def _run_of(file: Path) -> Path:
-    """Return the run's directory that contains a file, or an example."""
-    return next((one for one in file.parents if (one / METRICS_NAME).is_file()), Path("runs/mine"))
-
-
 def read_run(directory: Path) -> RunFiles:
     """Read the files of a run. Any process can call it.
 
@@ -69,9 +64,8 @@ def read_run(directory: Path) -> RunFiles:
     """
     path = directory / METRICS_NAME
     if directory.is_file():
-        raise CheckpointError(
-            f"{directory} is a file; the output_dir of a run is expected, such as {_run_of(directory)}."
-        )
+        run = next((one for one in directory.parents if (one / METRICS_NAME).is_file()), Path("runs/mine"))
+        raise CheckpointError(f"{directory} is a file; the output_dir of a run is expected, such as {run}.")
     if not path.is_file():
         raise CheckpointError(
             f"{directory} has no {METRICS_NAME}, which every run writes from its first step. Name the output_dir of a "

@@ -9,12 +9,14 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
+from pathlib import Path
 
 from fullshard.errors import ConfigError
 from fullshard.report.figures import Figure
-from fullshard.report.look import SCRIPT, STYLE
 from fullshard.sizes import format_bytes
 from fullshard.version import __version__
+
+STYLE, SCRIPT = (Path(__file__).with_name(name).read_text(encoding="utf-8") for name in ("page.css", "page.js"))
 
 # Makes the browser block all network requests of the page.
 _POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
@@ -50,6 +52,7 @@ def frame(title: str, heading: str, lead: str, sections: Sequence[PageSection]) 
         f'<section id="{section.name}"><h2>{escape(section.title)}</h2>{section.body}</section>' for section in sections
     )
     library = _plotly()
+    size = len(library) + len(values) + len(body)
     return (
         '<!DOCTYPE html><html lang="en"><head><meta charset="utf-8">'
         f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
@@ -60,7 +63,8 @@ def frame(title: str, heading: str, lead: str, sections: Sequence[PageSection]) 
         f'<nav aria-label="Sections"><ul>{links}</ul></nav></header>'
         "<main><noscript><p>The charts need JavaScript; the tables do not.</p></noscript>"
         '<p id="old" hidden>The charts need a browser of 2023 or newer; the tables do not.</p>'
-        f"{body}</main>{_footer(len(library) + len(values) + len(body))}"
+        f"{body}</main><footer>Written by fullshard {escape(__version__)}. This file is self-contained and makes no "
+        f"network requests. Its size is about {format_bytes(size)}, mostly plotly.js, compressed.</footer>"
         f'<script type="application/json" id="figures">{values}</script>'
         f'<script type="text/plain" id="plotly">{library}</script><script>{SCRIPT}</script></body></html>\n'
     )
@@ -73,13 +77,6 @@ def _plotly() -> str:
     except ImportError as error:
         raise ConfigError("The report draws its charts with plotly: pip install plotly.") from error
     return base64.b64encode(zlib.compress(offline.get_plotlyjs().encode(), 9)).decode()
-
-
-def _footer(size: int) -> str:
-    return (
-        f"<footer>Written by fullshard {escape(__version__)}. This file is self-contained and makes no network "
-        f"requests. Its size is about {format_bytes(size)}, mostly plotly.js, compressed.</footer>"
-    )
 
 
 def placeholders(drawn: Sequence[Figure]) -> str:

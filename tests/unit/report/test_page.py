@@ -14,7 +14,7 @@ from fullshard.config import RunConfig
 from fullshard.errors import CheckpointError, ConfigError
 from fullshard.report import figures, frame, write_report
 from fullshard.report.files import read_run
-from fullshard.report.look import STYLE
+from fullshard.report.frame import STYLE
 from fullshard.report.numbers import MOST_POINTS, memory_unit, number, share, shown, smooth, thin
 from fullshard.report.page import MOST_RANKS, headline, make_page
 from fullshard.sizes import format_duration

@@ -128,7 +128,10 @@ class FullyShardedDataParallelPlugin:
         self._read_wrapping()
         self._read_loading_and_checkpointing()
         if self.mixed_precision_policy is not None:
-            self._read_mixed_precision()
+            policy = self.mixed_precision_policy
+            if isinstance(policy, (str, Mapping)):
+                self.set_mixed_precision(policy, override=isinstance(policy, str))
+            self.validate_mixed_precision_policy()
         if not self.limit_all_gathers:
             _without_effect("limit_all_gathers=False", "gathered memory is always bounded")
 
@@ -144,6 +147,10 @@ class FullyShardedDataParallelPlugin:
     @property
     def _mixed_precision_class(self) -> type[Any]:
         return MixedPrecision if self.fsdp_version == 1 else MixedPrecisionPolicy
+
+    def _read_flags(self, *fields: str) -> None:
+        for field in fields:
+            setattr(self, field, _flag(field, getattr(self, field), f"FSDP_{field.upper()}"))
 
     def _read_version_1(self) -> None:
         strategy = self.sharding_strategy
@@ -161,9 +168,7 @@ class FullyShardedDataParallelPlugin:
         prefetch = _or_env(self.backward_prefetch, "FSDP_BACKWARD_PREFETCH", None)
         none = prefetch is None or str(prefetch).upper() in ("NO_PREFETCH", "NONE", "3")
         self.backward_prefetch = None if none else _member("backward_prefetch", BackwardPrefetch, prefetch)
-        self.use_orig_params = _flag("use_orig_params", self.use_orig_params, "FSDP_USE_ORIG_PARAMS")
-        self.sync_module_states = _flag("sync_module_states", self.sync_module_states, "FSDP_SYNC_MODULE_STATES")
-        self.forward_prefetch = _flag("forward_prefetch", self.forward_prefetch, "FSDP_FORWARD_PREFETCH")
+        self._read_flags("use_orig_params", "sync_module_states", "forward_prefetch")
 
     def _read_version_2(self) -> None:
         for field, why in (
@@ -197,37 +202,20 @@ class FullyShardedDataParallelPlugin:
             names = names.split(",") if isinstance(names, str) else names
             self.transformer_cls_names_to_wrap = None if names is None else [n.strip() for n in names if n.strip()]
         elif policy is size_based_auto_wrap_policy:
-            number = _integer("min_num_params", self.min_num_params, "FSDP_MIN_NUM_PARAMS", 0)
-            self.min_num_params = number
+            self.min_num_params = _integer("min_num_params", self.min_num_params, "FSDP_MIN_NUM_PARAMS", 0)
         self.ignored_modules = _or_env(self.ignored_modules, "FSDP_IGNORED_MODULES", None)
 
     def _read_loading_and_checkpointing(self) -> None:
-        self.activation_checkpointing = _flag(
-            "activation_checkpointing", self.activation_checkpointing, "FSDP_ACTIVATION_CHECKPOINTING"
-        )
-        self.activation_checkpointing_offload = _flag(
-            "activation_checkpointing_offload",
-            self.activation_checkpointing_offload,
-            "FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD",
-        )
+        given = self.cpu_ram_efficient_loading
+        self._read_flags("activation_checkpointing", "activation_checkpointing_offload", "cpu_ram_efficient_loading")
         if self.activation_checkpointing_offload and not (self.activation_checkpointing and self.fsdp_version == 2):
             raise ConfigError(
                 "activation_checkpointing_offload=True needs activation_checkpointing=True and fsdp_version=2."
             )
-        given = self.cpu_ram_efficient_loading
-        self.cpu_ram_efficient_loading = _flag("cpu_ram_efficient_loading", given, "FSDP_CPU_RAM_EFFICIENT_LOADING")
         if given is not None:  # transformers' from_pretrained reads this variable
             os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = str(self.cpu_ram_efficient_loading)
         if self.fsdp_version == 1 and self.cpu_ram_efficient_loading:
             self.sync_module_states = True
-
-    def _read_mixed_precision(self) -> None:
-        policy = self.mixed_precision_policy
-        if isinstance(policy, str):
-            self.set_mixed_precision(policy, override=True)
-        elif isinstance(policy, Mapping):
-            self.set_mixed_precision(policy)
-        self.validate_mixed_precision_policy()
 
     def set_state_dict_type(self, state_dict_type: Any = None) -> None:
         """Set the kind of ``state_dict()`` and ``save_state``, such as ``"FULL_STATE_DICT"`` before the last save.

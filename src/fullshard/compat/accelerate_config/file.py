@@ -182,7 +182,7 @@ class _Reading:
             self.problems.append(f"line {line}: {shown}: is given twice, first in line {self.lines[dotted]}")
             return
         self.lines[dotted] = line
-        if _is_empty(value):
+        if value is None or value == "" or (isinstance(value, (list, dict)) and not any(value)):
             return
         try:
             parsed = keys[key].parse(value)
@@ -204,12 +204,13 @@ class _Reading:
         self._raise_problems()
         top = {key: value for key, value in self.parsed.items() if "." not in key}
         kind = self._distributed_type(top)
+        number = top.get("num_processes", 1 if kind == "NO" else None)
         file = AccelerateFile(
             path=self.path,
             distributed_type=kind,
             **{name: top[name] for name in _PLAIN if name in top},
             use_cpu=kind == "MULTI_CPU" or top.get("use_cpu", False),
-            num_processes=_processes(top, kind),
+            num_processes=None if number == -1 else number,
             gpu_ids=None if top.get("gpu_ids") in (None, "all") else top["gpu_ids"],
             mixed_precision=top.get("mixed_precision") or ("fp16" if top.get("fp16") else None),
             dynamo=_dynamo(top, self._section("dynamo_config")),
@@ -307,11 +308,6 @@ def _agree(file: AccelerateFile, first: str, second: str) -> bool:
     return file.fsdp[first] == file.fsdp[second]
 
 
-def _processes(top: Mapping[str, Any], kind: str) -> int | None:
-    number = top.get("num_processes", 1 if kind == "NO" else None)
-    return None if number == -1 else number
-
-
 def _dynamo(top: Mapping[str, Any], section: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return ``dynamo_config``, with the top-level ``dynamo_backend`` of older files."""
     settings = {**({"dynamo_backend": top["dynamo_backend"]} if "dynamo_backend" in top else {}), **section}
@@ -363,10 +359,6 @@ def _nearest(key: str, section: str) -> str:
     return f"{section or 'the file'} has {', '.join(sorted(homes[section]))}"
 
 
-def _is_empty(value: Any) -> bool:
-    return value is None or value == "" or (isinstance(value, (list, dict)) and not any(value))
-
-
 def _entries(path: Path) -> list[tuple[str, Any, int]]:
     """Return key, value and line of each top-level entry; a section's value maps its keys to values and lines.
 
@@ -392,18 +384,11 @@ def _entries(path: Path) -> list[tuple[str, Any, int]]:
     entries: list[tuple[str, Any, int]] = []
     for key_node, value_node in node.value:
         key = str(key_node.value)
-        value = _section_of(value_node) if key in SECTIONS else _value(value_node)
+        value = _value(value_node)
+        if key in SECTIONS and isinstance(value_node, yaml.MappingNode):  # its values, with their lines
+            value = {str(name.value): (_value(inside), name.start_mark.line + 1) for name, inside in value_node.value}
         entries.append((key, value, key_node.start_mark.line + 1))
     return entries
-
-
-def _section_of(node: yaml.Node) -> Any:
-    """Return a section's values with their lines; anything else as its value."""
-    if not isinstance(node, yaml.MappingNode):
-        return _value(node)
-    return {
-        str(key_node.value): (_value(value_node), key_node.start_mark.line + 1) for key_node, value_node in node.value
-    }
 
 
 def _value(node: yaml.Node) -> Any:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from fullshard.compat.accelerate_config.file import AccelerateFile, read_accelerate_file
-from fullshard.compat.accelerate_config.keys import DEFAULT_MIN_NUM_PARAMS, SECTIONS, TOP, Key, integer
+from fullshard.compat.accelerate_config.keys import DEFAULT_MIN_NUM_PARAMS, DYNAMO, FSDP, SECTIONS, TOP, Key, integer
 
 _TOP = ("mixed_precision", "gpu_ids", "debug", "enable_cpu_affinity", "same_network", "downcast_bf16")
 _BARE = {
@@ -19,6 +19,12 @@ _BARE = {
 
 _ONLY_DEEPSPEED = ("gradient_accumulation_steps", "gradient_clipping")
 """Options that ``accelerate launch`` passes to DeepSpeed only."""
+
+_SWITCHES = (
+    *("fsdp_offload_params", "fsdp_forward_prefetch", "fsdp_use_orig_params", "fsdp_cpu_ram_efficient_loading"),
+    *("fsdp_sync_module_states", "fsdp_activation_checkpointing", "fsdp_activation_checkpointing_offload"),
+)
+"""Keys whose variables hold true or false."""
 
 _DEST = "accelerate:"
 """Prefix of the options' attribute names, before the dotted key."""
@@ -139,34 +145,19 @@ def launch_warnings(file: AccelerateFile) -> list[str]:
 
 
 def _dynamo(given: Mapping[str, object]) -> dict[str, str]:
-    return {
-        "ACCELERATE_DYNAMO_BACKEND": str(given.get("dynamo_backend", "NO")),
-        "ACCELERATE_DYNAMO_MODE": str(given.get("dynamo_mode", "default")),
-        "ACCELERATE_DYNAMO_USE_FULLGRAPH": str(given.get("dynamo_use_fullgraph", False)),
-        "ACCELERATE_DYNAMO_USE_DYNAMIC": str(given.get("dynamo_use_dynamic", False)),
-        "ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION": str(given.get("dynamo_use_regional_compilation", False)),
-    }
+    return {f"ACCELERATE_{name.upper()}": str(given.get(name, key.default)) for name, key in DYNAMO.items()}
 
 
 def _fsdp(file: AccelerateFile) -> dict[str, str]:
     given = file.fsdp
-
-    def switch(name: str, *, default: bool) -> str:
-        return str(given.get(name, default)).lower()
 
     variables = {
         "ACCELERATE_USE_FSDP": "true",
         "FSDP_VERSION": str(given.get("fsdp_version", 1)),
         "FSDP_SHARDING_STRATEGY": _strategy(file),
         "FSDP_RESHARD_AFTER_FORWARD": _reshard(file),
-        "FSDP_OFFLOAD_PARAMS": switch("fsdp_offload_params", default=False),
         "FSDP_MIN_NUM_PARAMS": str(given.get("fsdp_min_num_params", DEFAULT_MIN_NUM_PARAMS)),
-        "FSDP_FORWARD_PREFETCH": switch("fsdp_forward_prefetch", default=False),
-        "FSDP_USE_ORIG_PARAMS": switch("fsdp_use_orig_params", default=True),
-        "FSDP_CPU_RAM_EFFICIENT_LOADING": switch("fsdp_cpu_ram_efficient_loading", default=True),
-        "FSDP_SYNC_MODULE_STATES": switch("fsdp_sync_module_states", default=True),
-        "FSDP_ACTIVATION_CHECKPOINTING": switch("fsdp_activation_checkpointing", default=False),
-        "FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD": switch("fsdp_activation_checkpointing_offload", default=False),
+        **{name.upper(): str(given.get(name, FSDP[name].default)).lower() for name in _SWITCHES},
     }
     optional = {
         "FSDP_AUTO_WRAP_POLICY": _given(file, "fsdp_auto_wrap_policy", numbers=False),

@@ -90,7 +90,9 @@ def fully_shard(  # noqa: PLR0913 (torch's signature)
     """
     members = [module] if isinstance(module, nn.Module) else list(module)
     _check_modules(members)
-    ignored = frozenset(ignored_params or ()) | _ignored_inside(members)
+    parts = (part for member in members for part in member.modules() if isinstance(part, FSDPModule))
+    inside = frozenset(param for part in parts for param in state_of(part).ignored)  # of earlier calls
+    ignored = frozenset(ignored_params or ()) | inside
     params = list(dict.fromkeys(p for member in members for p in member.parameters() if p not in ignored))
     _check_parameters(members, params, shard_placement_fn)
     if dp_mesh_dims is not None:
@@ -212,12 +214,6 @@ def _check_modules(members: Sequence[nn.Module]) -> None:
             )
         if isinstance(member, FSDPModule):
             raise ShardingError(f"{type(member).__name__} is sharded already; call fully_shard once per module.")
-
-
-def _ignored_inside(members: Sequence[nn.Module]) -> frozenset[nn.Parameter]:
-    """Return the parameters that earlier calls on modules inside ``members`` ignored."""
-    parts = (part for member in members for part in member.modules() if isinstance(part, FSDPModule))
-    return frozenset(param for part in parts for param in state_of(part).ignored)
 
 
 def _check_parameters(

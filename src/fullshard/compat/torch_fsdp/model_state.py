@@ -74,7 +74,7 @@ def model_state_dict(
     if values is None:
         return found
     if config.offload_to_cpu:
-        values = [_to_host(value) for value in values]
+        values = [value.cpu() for value in values]
     if kind is StateDictType.LOCAL_STATE_DICT:
         for entry, value in zip(entries, values, strict=True):
             if entry.meta is not None:
@@ -84,20 +84,20 @@ def model_state_dict(
     return found
 
 
-def _in_module_order(module: nn.Module, tensors: dict[str, Any], prefix: str) -> dict[str, Any]:
-    """Return ``tensors`` and the extra states under prefixed names, in the order of ``nn.Module.state_dict()``."""
-    values = tensors | {name: owner.get_extra_state() for name, owner in _extra_states(module).items()}
-    order = {plain_name(path): place for place, (path, _) in enumerate(module.named_modules(remove_duplicate=False))}
-    names = sorted(values, key=lambda name: order[name.rpartition(".")[0]])
-    return {prefix + name: values[name] for name in names}
-
-
 def _requested(module: nn.Module) -> tuple[StateDictType, Any]:
     """Return the kind of state dict and its settings: those of torch's getter if one calls, else the set ones."""
     if getter_asks():  # as torch's getters do with its FSDP1, whatever type was set
         return StateDictType.SHARDED_STATE_DICT, ShardedStateDictConfig()
     settings = get_state_dict_type(module)
     return settings.state_dict_type, settings.state_dict_config
+
+
+def _in_module_order(module: nn.Module, tensors: dict[str, Any], prefix: str) -> dict[str, Any]:
+    """Return ``tensors`` and the extra states under prefixed names, in the order of ``nn.Module.state_dict()``."""
+    values = tensors | {name: owner.get_extra_state() for name, owner in _extra_states(module).items()}
+    order = {plain_name(path): place for place, (path, _) in enumerate(module.named_modules(remove_duplicate=False))}
+    names = sorted(values, key=lambda name: order[name.rpartition(".")[0]])
+    return {prefix + name: values[name] for name in names}
 
 
 def _positional(
@@ -150,10 +150,6 @@ def _shard_of(entry: StateEntry) -> torch.Tensor:
             "module: call state_dict() outside of summon_full_params, or with FULL_STATE_DICT."
         )
     return entry.tensor
-
-
-def _to_host(value: torch.Tensor) -> torch.Tensor:
-    return value.cpu()
 
 
 def _extra_states(module: nn.Module) -> dict[str, nn.Module]:

@@ -68,7 +68,8 @@ def plain_copy(model: nn.Module, values: Mapping[str, torch.Tensor]) -> nn.Modul
     def copied(module: nn.Module) -> nn.Module:
         module = inside_wrappers(module)
         if module not in made:
-            cls = _class_of(module, is_root=any(module is root for root in roots))
+            cls = plain_class(type(module)) if any(module is root for root in roots) else type(module)
+            cls = getattr(cls, "_fullshard_plain_type", cls)
             made[module] = object.__new__(cls)
             made[module].__dict__.update(_plain_state(module, cls))
             own = module._parameters.items()
@@ -83,12 +84,6 @@ def _parameter(shard: nn.Parameter, value: torch.Tensor | None) -> nn.Parameter:
     if value is None:
         value = torch.empty(shard.shard_meta.global_shape, dtype=shard.dtype, device="meta")  # type: ignore[attr-defined]
     return nn.Parameter(value, requires_grad=shard.requires_grad and value.is_floating_point())
-
-
-def _class_of(module: nn.Module, *, is_root: bool) -> type[nn.Module]:
-    """Return the class that ``module`` had before it was sharded."""
-    cls = plain_class(type(module)) if is_root else type(module)
-    return getattr(cls, "_fullshard_plain_type", cls)
 
 
 def _plain_state(module: nn.Module, cls: type[nn.Module]) -> dict[str, Any]:

@@ -126,7 +126,7 @@ class ScriptAgent(SimpleElasticAgent):
         return handler.machines if isinstance(handler, StaticRendezvous) else [f"machine {n}" for n in range(count)]
 
     def _stop_workers(self, worker_group: WorkerGroup, **_: Any) -> None:
-        self._shutdown()
+        self._own.stop()
 
     def _shutdown(self, death_sig: signal.Signals | None = None, **_: Any) -> None:
         """End the ranks; ``death_sig`` is the signal that this launcher received, which lets them save."""

@@ -48,7 +48,13 @@ def main(kind: str, target: str, arguments: list[str]) -> None:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(line_buffering=True)  # as in a terminal: a line appears when it is written
     try:
-        module, code = (_of_script if kind == "script" else _of_module)(target)
+        if kind == "script":
+            if not sys.flags.safe_path:
+                sys.path[0] = str(Path(target).resolve().parent)
+            module = _main_module(__file__=target, __cached__=None)
+            code = compile(Path(target).read_bytes(), target, "exec")
+        else:
+            module, code = _of_module(target)
         sys.argv = [module.__file__ or target, *arguments]
         sys.modules["__main__"] = module
         exec(code, module.__dict__)
@@ -73,13 +79,6 @@ def _end_with_launcher() -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != int(launcher):  # the launcher died before the call above
             os._exit(INTERRUPTED)
-
-
-def _of_script(path: str) -> tuple[ModuleType, CodeType]:
-    """Return the main module for a file, and its code."""
-    if not sys.flags.safe_path:
-        sys.path[0] = str(Path(path).resolve().parent)
-    return _main_module(__file__=path, __cached__=None), compile(Path(path).read_bytes(), path, "exec")
 
 
 def _of_module(name: str) -> tuple[ModuleType, CodeType]:

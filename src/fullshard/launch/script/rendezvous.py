@@ -331,7 +331,10 @@ def meet_newest(store: Store, plan: MachinePlan, card: Card, deadline: float) ->
     """
     machines = None
     while machines is None:
-        number = _join_round(store, plan, card)
+        number = int(store.compare_set("fullshard/round", "", "1"))
+        while was_in(_round(store, number), plan, card):
+            # Another machine may have counted it already.
+            number = int(store.compare_set("fullshard/round", str(number), str(number + 1)))
         former = _round(store, number - 1) if number > 1 else None
         if former is not None:
             former.set("next", "1")
@@ -341,19 +344,6 @@ def meet_newest(store: Store, plan: MachinePlan, card: Card, deadline: float) ->
 
 def _round(store: Store, number: int) -> PrefixStore:
     return PrefixStore(f"fullshard/{number}", store)
-
-
-def _join_round(store: Store, plan: MachinePlan, card: Card) -> int:
-    """Return the number, from 1, of the round that this machine joins: one without it or a lost one with its number.
-
-    Raises:
-        ProcessGroupError: Another machine with this one's number is there.
-    """
-    number = int(store.compare_set("fullshard/round", "", "1"))
-    while was_in(_round(store, number), plan, card):
-        # Another machine may have counted it already.
-        number = int(store.compare_set("fullshard/round", str(number), str(number + 1)))
-    return number
 
 
 def _host_store(plan: MachinePlan) -> TCPStore:
