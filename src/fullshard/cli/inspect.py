@@ -114,7 +114,7 @@ def _draw_contents(console: Console, found: Any) -> None:
     groups = found.groups
     rows = [(g.name, f"{g.tensors:,}", f"{g.elements:,}", ", ".join(g.dtypes), format_bytes(g.nbytes)) for g in groups]
     sums = [f"{sum(getattr(group, name) for group in groups):,}" for name in ("tensors", "elements")]
-    rows.append(("all", *sums, "", format_bytes(sum(group.nbytes for group in groups))))
+    rows.append(("all", sums[0], sums[1], "", format_bytes(sum(group.nbytes for group in groups))))
     console.print(_table("tensors by group", ("group", "tensors", "elements", "dtypes", "size"), rows))
     largest = sorted(found.tensors, key=lambda tensor: (-tensor.nbytes, tensor.name))[:_LARGEST]
     rows = [(t.name, " x ".join(map(str, t.shape)) or "scalar", t.dtype, format_bytes(t.nbytes)) for t in largest]

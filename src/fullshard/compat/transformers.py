@@ -103,7 +103,7 @@ class Trainer(transformers.Trainer):
             warnings.filterwarnings("ignore", "DistributedDataParallelKwargs")
             _library["create_accelerator_and_postprocess"](self)
 
-    def _wrap_model(self, model: nn.Module, training: bool = True, *args: Any, **kwargs: Any) -> nn.Module:  # noqa: FBT001, FBT002
+    def _wrap_model(self: Any, model: nn.Module, training: bool = True, *args: Any, **kwargs: Any) -> nn.Module:  # noqa: FBT001, FBT002
         """Return the model, in the wrapper that an earlier call of ``train`` or ``evaluate`` put around it.
 
         Hugging Face's forgets the wrapper of ``evaluate``, so that ``train`` after it fails under version 1. For

@@ -20,7 +20,6 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Protocol
 
 from fullshard.errors import ProcessGroupError
 
@@ -36,33 +35,6 @@ LOOK_SECONDS = 0.5
 _POLL_SECONDS = 0.01
 
 _PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
-
-
-class Process(Protocol):
-    """A rank's process, with the interface of ``subprocess.Popen``."""
-
-    pid: int
-    returncode: int | None
-
-    def wait(self, timeout: float | None = None) -> int:
-        """Wait until it has ended; return its exit code, or minus the signal that ended it."""
-        ...
-
-    def send_signal(self, sig: int, /) -> None:
-        """Send a signal if the process is still running."""
-        ...
-
-
-class Starter(Protocol):
-    """Starts the ranks of each attempt."""
-
-    def start(self, variables: Sequence[Mapping[str, str]], look: Callable[[], None]) -> Iterator[Process]:
-        """Start one rank for each set of environment variables; ``look`` is called while that takes long."""
-        ...
-
-    def close(self) -> None:
-        """Release what is left when no more ranks are started; running ranks are not affected."""
-        ...
 
 
 class ForkServerError(Exception):
@@ -194,6 +166,13 @@ class Fork:
         with self._lock:
             if self._poll() is None:
                 os.kill(self.pid, sig)
+
+
+Process = subprocess.Popen[bytes] | Fork
+"""A rank's process."""
+
+Starter = Interpreters | ForkServer
+"""Starts the ranks of each attempt."""
 
 
 @contextlib.contextmanager

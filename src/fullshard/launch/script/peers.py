@@ -8,10 +8,13 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING
 
 from fullshard.errors import ProcessGroupError
 from fullshard.launch.failure import Failure
+
+if TYPE_CHECKING:
+    from torch.distributed import Store  # type: ignore[attr-defined]
 
 BEAT_SECONDS = 0.5
 """Interval of a machine's heartbeat."""
@@ -42,30 +45,6 @@ _LOST_CONNECTION = (
 _LOST_CONNECTION_KINDS = ("DistBackendError", "DistNetworkError", "DistStoreError", "ProcessGroupError")
 
 
-class KeyValueStore(Protocol):
-    """The methods of a ``torch.distributed`` store that are used here."""
-
-    def set(self, key: str, value: str, /) -> Any:
-        """Write a value."""
-        ...
-
-    def get(self, key: str, /) -> bytes:
-        """Wait for a value and read it."""
-        ...
-
-    def check(self, keys: list[str], /) -> bool:
-        """Return whether all these keys have values."""
-        ...
-
-    def add(self, key: str, amount: int, /) -> int:
-        """Add to a counter and return its new value."""
-        ...
-
-    def compare_set(self, key: str, expected: str, desired: str, /) -> bytes:
-        """Write a value if the current one is ``expected``; return the value stored afterwards."""
-        ...
-
-
 @dataclass(frozen=True)
 class RunFailure:
     """The failure that ends a run on several machines."""
@@ -89,7 +68,7 @@ def lost_connection(failure: Failure) -> bool:
     return failure.kind in _LOST_CONNECTION_KINDS or any(mark in text for mark in _LOST_CONNECTION)
 
 
-def read_failure(store: KeyValueStore) -> RunFailure | None:
+def read_failure(store: Store) -> RunFailure | None:
     """Return the failure that has ended the run, if a machine has reported one."""
     if not store.check(["failed"]):
         return None
@@ -97,7 +76,7 @@ def read_failure(store: KeyValueStore) -> RunFailure | None:
     return RunFailure(Failure(**stored["failure"]), stored["machine"])
 
 
-def post_failure(store: KeyValueStore, failed: RunFailure) -> RunFailure:
+def post_failure(store: Store, failed: RunFailure) -> RunFailure:
     """Report a failure that ends the run; return the failure that was reported first."""
     text = json.dumps({"failure": asdict(failed.failure), "machine": failed.machine})
     stored = json.loads(store.compare_set("failed", "", text))
@@ -121,7 +100,7 @@ class PeerMonitor:
         restart_requested: Whether a machine waits to restart all ranks.
     """
 
-    def __init__(self, store: KeyValueStore, number: int, machines: Sequence[str], *, hosts: bool) -> None:
+    def __init__(self, store: Store, number: int, machines: Sequence[str], *, hosts: bool) -> None:
         """Start watching.
 
         Args:

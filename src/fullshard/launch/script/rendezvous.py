@@ -33,7 +33,7 @@ from fullshard.launch.failure import Failure
 from fullshard.launch.messages import say
 from fullshard.launch.script import peers
 from fullshard.launch.script.machines import STATIC, MachinePlan
-from fullshard.launch.script.peers import KeyValueStore, MachineEnded, RunFailure, post_failure, read_failure
+from fullshard.launch.script.peers import MachineEnded, RunFailure, post_failure, read_failure
 
 _SIOCGIFADDR = 0x8915  # linux/sockios.h
 
@@ -119,7 +119,7 @@ def make_card(plan: MachinePlan) -> Card:
     }
 
 
-def was_in(store: KeyValueStore, plan: MachinePlan, card: Card) -> bool:
+def was_in(store: Store, plan: MachinePlan, card: Card) -> bool:
     """Return True if this machine, or a lost one with its number, has been in the rendezvous of ``store``.
 
     Raises:
@@ -140,7 +140,7 @@ def was_in(store: KeyValueStore, plan: MachinePlan, card: Card) -> bool:
     return True
 
 
-def _beats(store: KeyValueStore, number: int) -> bool:
+def _beats(store: Store, number: int) -> bool:
     """Return True if the machine with a number sends heartbeats after it has shown its card."""
     seconds = _ALIVE_BEATS * peers.BEAT_SECONDS
     say(f"a launcher with --node_rank {number} was here before; waiting {seconds:g} s to see if it still runs")
@@ -155,7 +155,7 @@ def _beats(store: KeyValueStore, number: int) -> bool:
 
 
 def meet(
-    store: KeyValueStore, plan: MachinePlan, card: Card, timeout_s: float, former: KeyValueStore | None = None
+    store: Store, plan: MachinePlan, card: Card, timeout_s: float, former: Store | None = None
 ) -> list[str] | None:
     """Write this machine's card and wait for those of the others; every machine calls it.
 
@@ -189,14 +189,12 @@ def meet(
     return [f"machine {number} ({other['host']})" for number, other in enumerate(cards)]
 
 
-def _missing(store: KeyValueStore, plan: MachinePlan) -> list[int]:
+def _missing(store: Store, plan: MachinePlan) -> list[int]:
     """Return the numbers of the machines that have not shown their cards."""
     return [number for number in range(plan.nnodes.most) if not store.check([f"card/{number}"])]
 
 
-def _cards(
-    store: KeyValueStore, plan: MachinePlan, timeout_s: float, former: KeyValueStore | None
-) -> list[Card] | None:
+def _cards(store: Store, plan: MachinePlan, timeout_s: float, former: Store | None) -> list[Card] | None:
     """Wait for the cards of all machines; return them by number, or None if the next rendezvous has begun."""
     started = beaten = time.monotonic()
     while missing := _missing(store, plan):
