@@ -7,8 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from fullshard.cli.common import add_base, add_json, add_verb, load_program, path_or_url
-from fullshard.cli.progress import ByteProgress
+from fullshard.cli.common import ByteProgress, add_base, add_json, add_verb, load_program, path_or_url
 from fullshard.launch.messages import say
 from fullshard.sizes import format_bytes
 

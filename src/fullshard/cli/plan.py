@@ -9,8 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from fullshard.cli.common import add_run_arguments, add_verb, amount, load_program, positive
-from fullshard.cli.progress import ShareProgress
+from fullshard.cli.common import ShareProgress, add_run_arguments, add_verb, amount, load_program, positive
 from fullshard.config import load_run
 from fullshard.errors import ConfigError
 from fullshard.launch import choose_nproc

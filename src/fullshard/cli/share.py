@@ -12,8 +12,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from fullshard.cli.common import add_base, add_json, add_verb, load_program
-from fullshard.cli.progress import ByteProgress
+from fullshard.cli.common import ByteProgress, add_base, add_json, add_verb, load_program
 from fullshard.errors import ConfigError
 from fullshard.launch.messages import say
 from fullshard.sizes import format_bytes

@@ -7,8 +7,7 @@ import json
 import sys
 from typing import Any
 
-from fullshard.cli.common import add_json, add_verb, describe_base, load_program, path_or_url
-from fullshard.cli.progress import ByteProgress
+from fullshard.cli.common import ByteProgress, add_json, add_verb, describe_base, load_program, path_or_url
 from fullshard.errors import CheckpointError
 from fullshard.sizes import format_bytes
 

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from fullshard import Checkpoints, fully_shard
-from fullshard.cli import main as cli, progress
+from fullshard.cli import common, main as cli
 from fullshard.launch import progress as launch_progress
 from fullshard.saving.full import write_assets
 from fullshard.sizes import format_bytes
@@ -387,7 +387,7 @@ def test_a_bar_is_shown_on_a_terminal_and_lines_elsewhere_for_what_takes_a_while
     monkeypatch.setenv("FORCE_COLOR", "1")  # as many a build service does, whose logs are no terminals
     now = [100.0]
     monkeypatch.setattr(launch_progress.time, "monotonic", lambda: now[0])
-    with progress.ByteProgress("exporting") as tell:
+    with common.ByteProgress("exporting") as tell:
         now[0] += seconds
         for done in (0, total // 8, total // 4):
             tell(done, total)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from fullshard.cli.progress import ByteProgress, ShareProgress
+from fullshard.cli.common import ByteProgress, ShareProgress
 from fullshard.launch import progress as module
 from fullshard.launch.progress import WorkProgress
 

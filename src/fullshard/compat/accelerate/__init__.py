@@ -11,9 +11,8 @@ from typing import Any
 import accelerate as _library
 
 from fullshard.compat.accelerate.accelerator import Accelerator
-from fullshard.compat.accelerate.package import install as _install, name_of as _name_of
 from fullshard.compat.accelerate.plugin import FullyShardedDataParallelPlugin
-from fullshard.compat.accelerate.replaced import PartialState
+from fullshard.compat.accelerate.replaced import PartialState, install as _install, name_of as _name_of
 
 __all__ = ["Accelerator", "FullyShardedDataParallelPlugin", "PartialState"]
 

@@ -7,8 +7,17 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from fullshard.compat.accelerate_config.file import AccelerateFile, read_accelerate_file
-from fullshard.compat.accelerate_config.keys import DEFAULT_MIN_NUM_PARAMS, DYNAMO, FSDP, SECTIONS, TOP, Key, integer
+from fullshard.compat.accelerate_config.file import (
+    DEFAULT_MIN_NUM_PARAMS,
+    DYNAMO,
+    FSDP,
+    SECTIONS,
+    TOP,
+    AccelerateFile,
+    Key,
+    integer,
+    read_accelerate_file,
+)
 
 _TOP = ("mixed_precision", "gpu_ids", "debug", "enable_cpu_affinity", "same_network", "downcast_bf16")
 _BARE = {

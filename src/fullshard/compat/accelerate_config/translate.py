@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from fullshard.compat.accelerate_config.file import AccelerateFile
-from fullshard.compat.accelerate_config.keys import DEFAULT_MIN_NUM_PARAMS, as_yaml
+from fullshard.compat.accelerate_config.file import DEFAULT_MIN_NUM_PARAMS, AccelerateFile, as_yaml
 from fullshard.errors import ConfigError
 
 _PREFETCH = {"BACKWARD_PRE": "backward_pre", "BACKWARD_POST": "backward_post", "NO_PREFETCH": "none"}

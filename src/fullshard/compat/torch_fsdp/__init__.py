@@ -48,7 +48,7 @@ from fullshard.compat.torch_fsdp.fsdp2 import (
     share_comm_ctx,
 )
 from fullshard.compat.torch_fsdp.fully_sharded_data_parallel import FullyShardedDataParallel
-from fullshard.compat.torch_fsdp.optim_load import load_sharded_optimizer_state_dict
+from fullshard.compat.torch_fsdp.optim_state import load_sharded_optimizer_state_dict
 from fullshard.compat.torch_fsdp.sharded_grad_scaler import ShardedGradScaler
 from fullshard.compat.torch_fsdp.wrap import (
     CustomPolicy,

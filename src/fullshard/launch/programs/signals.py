@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from fullshard.launch.failure import is_ending, report_saving
-from fullshard.launch.interrupts import NOTICES, STOP_SIGNALS, heard_signals
-from fullshard.launch.local import INTERRUPTED_EXIT_CODE
+from fullshard.launch.local import INTERRUPTED_EXIT_CODE, NOTICES, STOP_SIGNALS, heard_signals
 from fullshard.train import StopRequest
 
 SAME_REQUEST_SECONDS = 1.0

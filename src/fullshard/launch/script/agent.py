@@ -29,7 +29,7 @@ from torch.distributed.elastic.rendezvous import RendezvousClosedError, Rendezvo
 from fullshard.errors import ProcessGroupError
 from fullshard.launch.attempts import last_note, pause_s
 from fullshard.launch.failure import Failure, brief
-from fullshard.launch.interrupts import NOTICES, STOP_SIGNALS
+from fullshard.launch.local import NOTICES, STOP_SIGNALS
 from fullshard.launch.script.machines import MachinePlan
 from fullshard.launch.script.output import Output
 from fullshard.launch.script.peers import DOUBT_SECONDS, MachineEnded, PeerMonitor, RunFailure, lost_connection
@@ -237,7 +237,7 @@ class ScriptAgent(SimpleElasticAgent):
 def raised_signals(workers: Workers) -> Iterator[None]:
     """Raise torch's SignalException on Ctrl-C, SIGTERM, SIGHUP and SIGUSR1 inside; on a second one kill the ranks.
 
-    Notices (:data:`~fullshard.launch.interrupts.NOTICES`) count neither as first nor as second.
+    Notices (:data:`~fullshard.launch.local.NOTICES`) count neither as first nor as second.
     While ranks are being started, the exception is raised when all have been.
     """
     raised, counted = False, 0
