@@ -74,7 +74,11 @@ class Failure:
         elif not isinstance(error, UserError):
             trace = "".join(traceback.format_exception(error)).rstrip()
         exit_code = error.exit_code if isinstance(error, FullshardError) else 1
-        return cls(rank, type(error).__name__, str(error), trace, exit_code, time.time(), stopped, _is_transient(error))
+        if isinstance(error, FullshardError):
+            transient = error.transient
+        else:
+            transient = isinstance(error, ConnectionError | TimeoutError) or type(error).__name__ in _TRANSIENT
+        return cls(rank, type(error).__name__, str(error), trace, exit_code, time.time(), stopped, transient)
 
     @classmethod
     def read(cls, path: Path) -> Failure | None:
@@ -108,13 +112,6 @@ class Failure:
 
 _TRANSIENT = ("AcceleratorError", "DistBackendError", "DistNetworkError", "DistStoreError")
 """Names of torch's exceptions for a failed GPU or connection; compared by name, so that torch is not imported."""
-
-
-def _is_transient(error: BaseException) -> bool:
-    """Return True if the same run may succeed when restarted from its newest checkpoint."""
-    if isinstance(error, FullshardError):
-        return error.transient
-    return isinstance(error, ConnectionError | TimeoutError) or type(error).__name__ in _TRANSIENT
 
 
 def in_words(failure: Failure) -> str:

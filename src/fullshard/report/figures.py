@@ -8,18 +8,7 @@ from dataclasses import dataclass
 
 from fullshard.engine.step.recorder import Kind
 from fullshard.report.files import Record, RunFiles
-from fullshard.report.numbers import (
-    FEW_STEPS,
-    MOST_POINTS,
-    PERCENT,
-    WHOLE,
-    Points,
-    memory_unit,
-    series,
-    shown,
-    smooth,
-    thin,
-)
+from fullshard.report.numbers import FEW_STEPS, PERCENT, WHOLE, Points, memory_unit, series, shown, smooth, thin
 from fullshard.sizes import format_bytes, format_duration
 from fullshard.train.evaluation.metrics import higher_is_better
 from fullshard.train.reporting.scores import Confusion
@@ -91,11 +80,6 @@ def curves(files: RunFiles) -> list[Figure]:
         _curve(files, "mfu", "Model FLOPs utilization", "share of the devices' peak", "var(--blue)", smoothed=True),
     ]
     return [figure for figure in found if figure is not None]
-
-
-def is_thinned(files: RunFiles) -> bool:
-    """Return whether curves are drawn with fewer points than recorded."""
-    return len(files.steps) > MOST_POINTS
 
 
 def _loss(files: RunFiles) -> Figure | None:

@@ -163,7 +163,7 @@ def _curves(files: RunFiles) -> PageSection:
     if not drawn:
         return PageSection("curves", "Curves", tables.note("No step has been recorded yet."))
     body = placeholders(drawn) + tables.note("Drag over a chart to zoom in; double-click to reset.")
-    if figures.is_thinned(files):
+    if len(files.steps) > MOST_POINTS:
         body += tables.note(
             f"{len(files.steps):,} recorded steps are drawn with {MOST_POINTS:,} points: the minimum and maximum of "
             "each interval, after smoothing."

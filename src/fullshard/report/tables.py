@@ -128,7 +128,11 @@ def prediction_table(predictions: Sequence[Record], *, compared: bool) -> str:
         references = [str(text) for text in one.get("references", ())]
         texts = [_text(one.get("input", "")), _text(one.get("prediction", "")), "".join(map(_text, references))]
         cells = "".join(f"<td>{text}</td>" for text in texts)
-        rows.append(f"<tr>{cells}{_comparison(one, references) if compared else ''}</tr>")
+        if compared:
+            written = " ".join(str(one.get("prediction", "")).split())
+            equal = written in {" ".join(text.split()) for text in references}
+            cells += '<td class="same">equal</td>' if equal else '<td class="differs">differs</td>'
+        rows.append(f"<tr>{cells}</tr>")
     names = ("input", "prediction", "references", *(("compared",) if compared else ()))
     head = "".join(f'<th scope="col">{name}</th>' for name in names)
     caption = f"{count:,} of {len(predictions):,} predictions on held-out rows, evenly spaced"
@@ -136,12 +140,6 @@ def prediction_table(predictions: Sequence[Record], *, compared: bool) -> str:
         f'<div class="scroll"><table class="texts"><caption>{caption}</caption>'
         f"<thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table></div>"
     )
-
-
-def _comparison(one: Record, references: Sequence[str]) -> str:
-    written = " ".join(str(one.get("prediction", "")).split())
-    equal = written in {" ".join(text.split()) for text in references}
-    return '<td class="same">equal</td>' if equal else '<td class="differs">differs</td>'
 
 
 def _text(value: object) -> str:

@@ -10,23 +10,8 @@ torch that such scripts use are here too: ``checkpoint_wrapper``, ``CheckpointIm
 ``docs/reference/compat/``.
 """
 
-from fullshard.compat.torch_fsdp.api import (
-    BackwardPrefetch,
-    CPUOffload,
-    FullOptimStateDictConfig,
-    FullStateDictConfig,
-    LocalOptimStateDictConfig,
-    LocalStateDictConfig,
-    MixedPrecision,
-    OptimStateDictConfig,
-    OptimStateKeyType,
-    ShardedOptimStateDictConfig,
-    ShardedStateDictConfig,
-    ShardingStrategy,
-    StateDictConfig,
-    StateDictSettings,
-    StateDictType,
-)
+from fullshard.compat.torch_fsdp import api, fsdp2
+from fullshard.compat.torch_fsdp.api import *  # noqa: F403 (the names of its __all__, below too)
 from fullshard.compat.torch_fsdp.checkpointing import (
     CheckpointImpl,
     CheckpointWrapper,
@@ -36,17 +21,7 @@ from fullshard.compat.torch_fsdp.checkpointing import (
     checkpoint_wrapper,
     offload_wrapper,
 )
-from fullshard.compat.torch_fsdp.fsdp2 import (
-    CPUOffloadPolicy,
-    DataParallelMeshDims,
-    FSDPModule,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-    UnshardHandle,
-    fully_shard,
-    register_fsdp_forward_method,
-    share_comm_ctx,
-)
+from fullshard.compat.torch_fsdp.fsdp2 import *  # noqa: F403
 from fullshard.compat.torch_fsdp.fully_sharded_data_parallel import FullyShardedDataParallel
 from fullshard.compat.torch_fsdp.optim_state import load_sharded_optimizer_state_dict
 from fullshard.compat.torch_fsdp.sharded_grad_scaler import ShardedGradScaler
@@ -61,45 +36,23 @@ from fullshard.compat.torch_fsdp.wrap import (
 )
 
 __all__ = [
-    "BackwardPrefetch",
-    "CPUOffload",
-    "CPUOffloadPolicy",
     "CheckpointImpl",
     "CheckpointWrapper",
     "CustomPolicy",
-    "DataParallelMeshDims",
-    "FSDPModule",
-    "FullOptimStateDictConfig",
-    "FullStateDictConfig",
     "FullyShardedDataParallel",
-    "LocalOptimStateDictConfig",
-    "LocalStateDictConfig",
-    "MixedPrecision",
-    "MixedPrecisionPolicy",
     "ModuleWrapPolicy",
-    "OffloadPolicy",
     "OffloadWrapper",
-    "OptimStateDictConfig",
-    "OptimStateKeyType",
     "ShardedGradScaler",
-    "ShardedOptimStateDictConfig",
-    "ShardedStateDictConfig",
-    "ShardingStrategy",
-    "StateDictConfig",
-    "StateDictSettings",
-    "StateDictType",
-    "UnshardHandle",
     "always_wrap_policy",
     "apply_activation_checkpointing",
     "apply_activation_checkpointing_wrapper",
     "checkpoint_wrapper",
     "enable_wrap",
-    "fully_shard",
     "lambda_auto_wrap_policy",
     "load_sharded_optimizer_state_dict",
     "offload_wrapper",
-    "register_fsdp_forward_method",
-    "share_comm_ctx",
     "size_based_auto_wrap_policy",
     "transformer_auto_wrap_policy",
 ]
+__all__ += api.__all__
+__all__ += fsdp2.__all__
