@@ -88,7 +88,7 @@ def _loss(files: RunFiles) -> Figure | None:
         return None
     average, drawn = _smoothed(points, "training, ", "var(--blue)")
     held_out = series(files.evaluations, "loss")
-    data = [*drawn, _line(held_out, "held-out rows", "var(--orange)", mode="lines+markers")]
+    data = [*drawn, line(held_out, "held-out rows", "var(--orange)", mode="lines+markers")]
     text = f"Training loss, smoothed: {_from_to(average)}. Held-out loss: {_from_to(held_out)}."
     return Figure(
         "loss", "Loss", text, {"": _chart(data if held_out[0] else drawn, "loss per target token")}, 320, wide=True
@@ -108,11 +108,11 @@ def _metric_curves(files: RunFiles) -> list[Figure]:
         data, texts = [], []
         for place, name in enumerate(members):
             points, colour = series(flat, name), colours[place % len(colours)]
-            data.append(_line(points, name, colour, mode="lines+markers"))
+            data.append(line(points, name, colour, mode="lines+markers"))
             texts.append(f"{name}: {_from_to(points)}")
             if name in baselines and points[0]:
                 ends = [0.0, points[0][-1]]
-                data.append(_line((ends, [baselines[name]] * 2), f"{name}, baseline", colour, dash="dot"))
+                data.append(line((ends, [baselines[name]] * 2), f"{name}, baseline", colour, dash="dot"))
         if data:
             chart = _chart(data, axis)
             if members and higher_is_better(members[0]):
@@ -126,7 +126,7 @@ def _curve(files: RunFiles, key: str, title: str, axis: str, colour: str, *, smo
     if not points[0]:
         return None
     if not smoothed:
-        return Figure(key, title, f"{title}: {_from_to(points)}.", {"": _chart([_line(points, axis, colour)], axis)})
+        return Figure(key, title, f"{title}: {_from_to(points)}.", {"": _chart([line(points, axis, colour)], axis)})
     average, data = _smoothed(points, "", colour)
     return Figure(key, title, f"{title}, smoothed: {_from_to(average)}.", {"": _chart(data, axis)})
 
@@ -135,9 +135,9 @@ def _smoothed(points: Points, prefix: str, colour: str) -> tuple[Points, list[Re
     """Return the smoothed curve, and the lines to draw: it and each step; for a short run only each step."""
     average, over = smooth(points)
     if over == 1:
-        return points, [_line(points, f"{prefix}each step", colour)]
-    faint = _line(points, f"{prefix}each step", colour.replace(")", "-faint)"), width=1)
-    return average, [faint, _line(average, f"{prefix}smoothed over {over:,} steps", colour)]
+        return points, [line(points, f"{prefix}each step", colour)]
+    faint = line(points, f"{prefix}each step", colour.replace(")", "-faint)"), width=1)
+    return average, [faint, line(average, f"{prefix}smoothed over {over:,} steps", colour)]
 
 
 def _from_to(points: Points) -> str:
@@ -152,9 +152,10 @@ def _from_to(points: Points) -> str:
     )
 
 
-def _line(
+def line(
     points: Points, name: str, colour: str, *, width: float = 2, dash: str = "solid", mode: str = "lines"
 ) -> Record:
+    """Return a line through points, thinned if they are many."""
     steps, values = thin(points)
     if len(steps) == 1:
         mode = "markers"
@@ -233,6 +234,23 @@ def _stack(rank: RankTrace) -> Record:
     return stacked(rank.memory.seconds, columns, rank.peak_bytes, ("seconds from the start of the step", rank.seconds))
 
 
+def area(
+    name: str, x: Sequence[float], y: Sequence[float], colour: str, hover: str, *, shape: str = "linear"
+) -> Record:
+    """Return one of several stacked areas."""
+    return {
+        "type": "scatter",
+        "mode": "lines",
+        "name": name,
+        "stackgroup": "memory",
+        "x": list(x),
+        "y": [shown(value) for value in y],
+        "line": {"width": 0, "shape": shape, "color": colour},
+        "fillcolor": colour,
+        "hovertemplate": hover,
+    }
+
+
 def stacked(
     places: Sequence[float], columns: Mapping[str, tuple[Sequence[int], str]], peak: int, axis: tuple[str, float]
 ) -> Record:
@@ -245,18 +263,9 @@ def stacked(
         axis: Title and end of the horizontal axis.
     """
     unit, size = memory_unit([peak])
+    hover = f"%{{y:,.1f}} {unit}"
     data = [
-        {
-            "type": "scatter",
-            "mode": "lines",
-            "name": label,
-            "stackgroup": "memory",
-            "x": [shown(at) for at in places],
-            "y": [shown(nbytes / size) for nbytes in column],
-            "line": {"width": 0, "shape": "hv", "color": colour},
-            "fillcolor": colour,
-            "hovertemplate": f"%{{y:,.1f}} {unit}",
-        }
+        area(label, [shown(at) for at in places], [nbytes / size for nbytes in column], colour, hover, shape="hv")
         for label, (column, colour) in columns.items()
     ]
     layout = {

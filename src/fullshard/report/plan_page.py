@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from fullshard.planner import HOST_LABELS, LABELS, PHASE_LABELS, Course, Plan
 from fullshard.report import tables
-from fullshard.report.figures import Bar, Figure, Record, gantt, schedule_height, stacked
+from fullshard.report.figures import Bar, Figure, Record, area, gantt, line, schedule_height, stacked
 from fullshard.report.frame import PageSection, frame, placeholders
-from fullshard.report.numbers import kept, memory_unit, shown
+from fullshard.report.numbers import kept, memory_unit
 from fullshard.sizes import format_bytes, format_duration
 from fullshard.storage import write_text
 
@@ -140,17 +140,7 @@ def _memory_by_ranks(plans: Sequence[Plan], limit: int | None) -> Figure:
     ranks = [plan.world_size for plan in plans]
     unit, size = memory_unit([*(plan.needed_bytes for plan in plans), limit or 0])
     data: list[Record] = [
-        {
-            "type": "scatter",
-            "mode": "lines",
-            "name": LABELS[part],
-            "stackgroup": "memory",
-            "x": ranks,
-            "y": [shown(plan.parts[part] / size) for plan in plans],
-            "line": {"width": 0, "color": colour},
-            "fillcolor": colour,
-            "hovertemplate": f"%{{y:,.2f}} {unit}",
-        }
+        area(LABELS[part], ranks, [plan.parts[part] / size for plan in plans], colour, f"%{{y:,.2f}} {unit}")
         for part, colour in COLOURS.items()
         if any(plan.parts[part] for plan in plans)
     ]
@@ -182,16 +172,9 @@ def _time_by_ranks(timed: Sequence[Plan], plans: Sequence[Plan]) -> Figure:
 
 
 def _curve(name: str, ranks: list[int], values: list[float], colour: str, unit: str, dash: str) -> Record:
-    return {
-        "type": "scatter",
-        "mode": "lines+markers" if dash == "solid" else "lines",
-        "name": name,
-        "x": ranks,
-        "y": [shown(value) for value in values],
-        "line": {"color": colour, "width": 2, "dash": dash},
-        "marker": {"color": colour, "size": 6},
-        "hovertemplate": f"%{{y:,.4~r}} {unit}",
-    }
+    mode = "lines+markers" if dash == "solid" else "lines"
+    points = [float(number) for number in ranks], values
+    return line(points, name, colour, dash=dash, mode=mode) | {"hovertemplate": f"%{{y:,.4~r}} {unit}"}
 
 
 def _by_ranks(data: list[Record], ranks: Sequence[int], unit: str) -> dict[str, Any]:
