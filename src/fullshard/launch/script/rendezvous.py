@@ -27,6 +27,7 @@ from torch.distributed.elastic.rendezvous import (
 )
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_backend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
+from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
 from fullshard.errors import ProcessGroupError
 from fullshard.launch.failure import Failure
@@ -243,29 +244,22 @@ STORE_TIME = timedelta(seconds=60)
 """Timeout of one operation on the store."""
 
 
-class StaticRendezvous(RendezvousHandler):
+class StaticRendezvous(StaticTCPRendezvous):
     """Machines with fixed numbers meet at machine 0; one round per start of the ranks.
 
     The store counts the rounds: a machine that is started again, or whose store was lost with machine 0, joins the
-    newest one.
+    newest one. Ranks use the store too, since its port is already bound. Machines end by the failures that they
+    exchange, and the agent looks for others by its :class:`PeerMonitor`: the rest of torch's class is enough.
     """
 
     def __init__(self, plan: MachinePlan, timeout_s: float) -> None:
         """Meet as set in ``plan``, within ``timeout_s`` seconds per round."""
+        super().__init__(plan.host, plan.port, plan.node_rank, plan.nnodes.most, plan.run_id, int(timeout_s))
         self._plan = plan
         self._timeout_s = timeout_s
-        self._store: TCPStore | None = None
+        self._rounds: TCPStore | None = None
         self._card = make_card(plan)
         self.machines: list[str] = []
-
-    def get_backend(self) -> str:
-        """See torch's RendezvousHandler."""
-        return STATIC
-
-    @property
-    def use_agent_store(self) -> bool:
-        """Return True: ranks use this store too, since its port is already bound."""
-        return True
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Wait for all machines.
@@ -284,32 +278,13 @@ class StaticRendezvous(RendezvousHandler):
     def _meet(self, deadline: float) -> RendezvousInfo:
         if self._plan.node_rank != 0:
             # Connected anew: machine 0 may be another one by now, and a connection that was cut may be dead.
-            self._store = _join_store(self._plan, deadline)
-        elif self._store is None:
-            self._store = _host_store(self._plan)
-        assert self._store is not None
-        self.machines, store = meet_newest(self._store, self._plan, self._card, deadline)
-        place = RendezvousStoreInfo(self._plan.host, self._store.port)
+            self._rounds = _join_store(self._plan, deadline)
+        elif self._rounds is None:
+            self._rounds = _host_store(self._plan)
+        assert self._rounds is not None
+        self.machines, store = meet_newest(self._rounds, self._plan, self._card, deadline)
+        place = RendezvousStoreInfo(self._plan.host, self._rounds.port)
         return RendezvousInfo(store, self._plan.node_rank, self._plan.nnodes.most, place)
-
-    def is_closed(self) -> bool:
-        """See torch's RendezvousHandler."""
-        return False
-
-    def set_closed(self) -> None:
-        """Do nothing: machines end by the failures that they exchange."""
-
-    def num_nodes_waiting(self) -> int:
-        """Return 0; the agent uses its :class:`PeerMonitor` instead."""
-        return 0
-
-    def get_run_id(self) -> str:
-        """See torch's RendezvousHandler."""
-        return self._plan.run_id
-
-    def shutdown(self) -> bool:
-        """See torch's RendezvousHandler."""
-        return True
 
 
 def meet_newest(store: Store, plan: MachinePlan, card: Card, deadline: float) -> tuple[list[str], Store]:
