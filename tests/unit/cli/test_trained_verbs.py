@@ -35,19 +35,7 @@ def started(monkeypatch):
 def test_evaluate_starts_as_many_ranks_as_the_run(started, tmp_path, capsys):
     run_file = str(write_run_file(tmp_path))
     data = tmp_path / "held_out.csv"
-    arguments = [
-        run_file,
-        "nproc=3",
-        "--model",
-        "m",
-        "--data",
-        str(data),
-        "--encoding",
-        "utf-16",
-        "--output",
-        "o",
-        "--json",
-    ]
+    arguments = [run_file, "nproc=3", "--model=m", f"--data={data}", "--encoding=utf-16", "--output=o", "--json"]
     assert cli.main(["evaluate", *arguments]) == 0
     assert started == [(["fullshard.launch.programs.evaluate", *arguments], 3, None)]
     assert capsys.readouterr().err.startswith("fullshard: starting 3 ranks; ")
