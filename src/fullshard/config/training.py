@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
     NonNegativeFloat,
@@ -12,6 +12,8 @@ from pydantic import (
     PositiveFloat,
     PositiveInt,
     SerializerFunctionWrapHandler,
+    Strict,
+    StrictBool,
     ValidationInfo,
     field_validator,
     model_serializer,
@@ -137,7 +139,7 @@ class TrainingConfig(ConfigSection):
     unchanged."""
     allow_fp16: bool = False
     """Allow fp16 for a model whose activations are known to overflow in it, such as T5."""
-    gradient_checkpointing: bool | NonNegativeInt | Literal["auto"] = "auto"
+    gradient_checkpointing: StrictBool | Annotated[NonNegativeInt, Strict()] | Literal["auto"] = "auto"
     """Recompute blocks' activations in backward instead of storing them, which is exact; Hugging Face also calls it
     activation_checkpointing. true: of all blocks; a number: of so many, evenly spread over the model, an encoder's
     blocks before its decoder's. auto: of the fewest with which the run's plan fits into 90 % of a GPU's free memory,

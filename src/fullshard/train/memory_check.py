@@ -247,6 +247,10 @@ class _Plans:
         self._load, self._data, self._comm, self._free, self._progress = load, data, comm, free, progress
         self._kind = comm.device.type
         self._config = load(())
+        training = self._config.training
+        self._lists = (
+            training.packing or training.per_device_train_batch_tokens is not None or self._config.data.weights
+        )
         self._found: dict[tuple[str, ...], list[_Rank]] = {}
 
     def of(self, chosen: Sequence[Choice]) -> list[_Rank]:
@@ -254,7 +258,7 @@ class _Plans:
         key = tuple(one.override for one in chosen if one.value not in ("false", "sharded"))  # auto's in a plan
         if key not in self._found:
             everyone = self._planned(chosen)
-            if shortage(everyone, self._kind) is not None:
+            if shortage(everyone, self._kind) is not None and not self._lists:
                 # Those batches are at least as large as the run's. Only batches that come count against it.
                 come = self._planned(chosen, listed=True)
                 if [_unplanned(rank) for rank in come] == [_unplanned(rank) for rank in everyone]:
