@@ -21,8 +21,8 @@ from ranks import on_two_ranks, quiet
 from torch import nn
 from transformers import T5Config, T5ForConditionalGeneration
 
-from fullshard.comm import MemoryMeter
 from fullshard.compat.accelerate import Accelerator, FullyShardedDataParallelPlugin
+from fullshard.core.comm import MemoryMeter
 
 LATEST = Path(__file__).parent / "results" / "accelerate_lora.json"
 SHAPES = {"d_model": 512, "d_kv": 64, "d_ff": 2048, "num_layers": 6, "num_heads": 8, "vocab_size": 32128}

@@ -40,7 +40,7 @@ from transformers import T5Config, T5ForConditionalGeneration
 from transformers.models.t5.modeling_t5 import T5Block
 
 import fullshard
-from fullshard.comm import Comm
+from fullshard.core.comm import Comm
 
 LATEST = Path(__file__).parent / "results" / "checkpoints.json"
 TIMEOUT_S = 240.0

@@ -15,7 +15,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 from transformers.models.t5.modeling_t5 import T5Block
 
 import fullshard
-from fullshard.models.loss import fuse_head, model_loss
+from fullshard.program.models.loss import fuse_head, model_loss
 
 LEARNING_RATE = 1e-4
 

@@ -29,7 +29,7 @@ sys.path.insert(0, str(ROOT / "tests"))
 
 from goodput import RECOVERED  # noqa: E402
 
-from fullshard.storage import survey  # noqa: E402
+from fullshard.state.storage import survey  # noqa: E402
 from support.tiny_run import MODEL, read_jsonl, write_run_file  # noqa: E402
 
 LATEST = Path(__file__).parent / "results" / "faults.json"

@@ -27,10 +27,10 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, T5Config, T5ForConditionalGeneration
 
 from fullshard import MixedPrecision, fully_shard
-from fullshard.models.adapters import base_of
-from fullshard.models.loss import fuse_head, model_loss
 from fullshard.planner import rehearsal
 from fullshard.planner.meter import Meter
+from fullshard.program.models.adapters import base_of
+from fullshard.program.models.loss import fuse_head, model_loss
 
 LATEST = Path(__file__).parent / "results" / "fragments.json"
 MIB = 1 << 20

@@ -11,7 +11,7 @@ from ranks import RankFailed, on_two_ranks, scenario_main, teller
 from step import race
 from torch import nn
 
-from fullshard.comm import Comm
+from fullshard.core.comm import Comm
 
 NAMES = ("ddp", "fsdp2", "fullshard_replicated", "fullshard_sharded")
 

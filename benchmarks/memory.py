@@ -8,8 +8,8 @@ from contenders import Contender, Task
 from measure import OperatorCounter, TensorMeter, loopback_sent_bytes, reset_resident_peak, resident_peak_bytes
 from ranks import RankFailed, on_two_ranks, scenario_main, teller
 
-from fullshard.comm import Comm
-from fullshard.testing import RecordingComm
+from fullshard.core.comm import Comm
+from fullshard.core.testing import RecordingComm
 
 NAMES = ("floor", "ddp", "fsdp1", "fsdp2", "fsdp2_no_reshard", "fullshard")
 PHASES = ("forward", "backward", "optimizer")

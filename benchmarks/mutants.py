@@ -29,10 +29,10 @@ from typing import Any
 from mutant_tests import OUTPUT, Chosen, Recorder, import_all, in_fork
 
 ROOT = Path(__file__).resolve().parent.parent
-SOURCES = ("src/fullshard/engine/step", "src/fullshard/layout")
+SOURCES = ("src/fullshard/core/engine/step", "src/fullshard/core/layout")
 TESTS = (
     *("tests/unit/layout", "tests/unit/engine", "tests/unit/optim", "tests/unit/shards", "tests/unit/comm"),
-    *("tests/sim", "src/fullshard/layout"),  # the layout has examples in its docstrings
+    *("tests/sim", "src/fullshard/core/layout"),  # the layout has examples in its docstrings
 )
 ROUNDS_S = (
     3.0,

@@ -30,9 +30,9 @@ from namespaces import on_two_machines
 from ranks import on_two_ranks, quiet, teller
 from step import entered
 
-from fullshard.comm import Comm, init_from_env, shutdown
-from fullshard.engine import record as recorded
-from fullshard.testing import RecordingComm
+from fullshard.core.comm import Comm, init_from_env, shutdown
+from fullshard.core.engine import record as recorded
+from fullshard.core.testing import RecordingComm
 
 LATEST = Path(__file__).parent / "results" / "network.json"
 ROUNDED = ("fullshard_bf16", "fullshard_fp8", "fullshard_bf16_home")

@@ -17,12 +17,12 @@ from typing import Any
 
 from ranks import RankFailed, on_ranks, reason
 
-from fullshard.comm import Comm
-from fullshard.config import RunConfig, load_run
-from fullshard.train import train
-from fullshard.train.dry_run import dry_run
-from fullshard.train.reporting.reports import StepReport
-from fullshard.train.setup.prepare import prepare
+from fullshard.core.comm import Comm
+from fullshard.program.config import RunConfig, load_run
+from fullshard.program.train import train
+from fullshard.program.train.dry_run import dry_run
+from fullshard.program.train.reporting.reports import StepReport
+from fullshard.program.train.setup.prepare import prepare
 
 LATEST = Path(__file__).parent / "results" / "optimizer_loss.json"
 DEMO = Path(__file__).parents[1] / "examples" / "banking77_tiny.yaml"

@@ -42,8 +42,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fullshard
 from fullshard import optim
-from fullshard.comm import Comm
-from fullshard.testing import RecordingComm
+from fullshard.core.comm import Comm
+from fullshard.core.testing import RecordingComm
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from support import optimizers as zoo

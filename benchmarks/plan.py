@@ -52,11 +52,11 @@ from transformers import (
 
 import fullshard
 from fullshard import MixedPrecision, ShardingStrategy, optim
-from fullshard.comm import Comm, MemoryMeter, RecordingComm
-from fullshard.comm.machine_axes import axes_of
-from fullshard.models import fuse_head, model_loss
+from fullshard.core.comm import Comm, MemoryMeter, RecordingComm
+from fullshard.core.comm.machine_axes import axes_of
 from fullshard.planner import Rates, Rehearsed, Timing, measure_rates, rehearse, time_step
 from fullshard.planner.plan import MARGIN
+from fullshard.program.models import fuse_head, model_loss
 
 LATEST = Path(__file__).parent / "results" / "plan.json"
 TIMEOUT_S = 120.0

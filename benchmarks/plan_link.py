@@ -22,7 +22,7 @@ from plan import Configuration
 from plan_time import figures, measured
 from ranks import quiet
 
-from fullshard.comm import init_from_env, shutdown
+from fullshard.core.comm import init_from_env, shutdown
 
 LATEST = Path(__file__).parent / "results" / "plan_link.json"
 CHOSEN = (

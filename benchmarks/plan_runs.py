@@ -12,17 +12,17 @@ import torch
 import yaml
 from transformers import PreTrainedModel
 
-from fullshard.comm import Comm
-from fullshard.config import RunConfig, load_run
-from fullshard.data import Batch, steps
-from fullshard.models import Objective, train_tokenizer
+from fullshard.core.comm import Comm
 from fullshard.planner import Rates, Timing
-from fullshard.train.bench import measure_rates
-from fullshard.train.evaluation.evaluate import evaluate
-from fullshard.train.plan import largest_steps, middle_step, plan_prepared, plan_run, prepare_plan
-from fullshard.train.run.assemble import Assembly, assemble
-from fullshard.train.run.step import StepSpec, issue_step
-from fullshard.train.setup.prepare import prepare
+from fullshard.program.config import RunConfig, load_run
+from fullshard.program.data import Batch, steps
+from fullshard.program.models import Objective, train_tokenizer
+from fullshard.program.train.bench import measure_rates
+from fullshard.program.train.evaluation.evaluate import evaluate
+from fullshard.program.train.plan import largest_steps, middle_step, plan_prepared, plan_run, prepare_plan
+from fullshard.program.train.run.assemble import Assembly, assemble
+from fullshard.program.train.run.step import StepSpec, issue_step
+from fullshard.program.train.setup.prepare import prepare
 
 Mark = Callable[[str], None]
 """Says that a phase begins."""

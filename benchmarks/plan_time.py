@@ -24,7 +24,7 @@ from plan import LATEST, Configuration, configurations, summary
 from plan_runs import Run
 from ranks import on_ranks, quiet
 
-from fullshard.comm import Comm
+from fullshard.core.comm import Comm
 from fullshard.planner import Rates, Timing
 
 TIMEOUT_S = 300.0

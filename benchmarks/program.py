@@ -43,11 +43,11 @@ from transformers import (
 )
 from transformers.models.t5.modeling_t5 import T5Block
 
-from fullshard.comm import Comm, init_from_env, shutdown
-from fullshard.config import RunConfig
-from fullshard.models import train_tokenizer
-from fullshard.train import train
-from fullshard.train.setup.prepare import Prepared, prepare
+from fullshard.core.comm import Comm, init_from_env, shutdown
+from fullshard.program.config import RunConfig
+from fullshard.program.models import train_tokenizer
+from fullshard.program.train import train
+from fullshard.program.train.setup.prepare import Prepared, prepare
 
 LATEST = Path(__file__).parent / "results" / "program.json"
 TIMEOUT_S = 3000.0

@@ -29,13 +29,13 @@ from torch import nn
 from transformers import T5Config, T5ForConditionalGeneration
 
 import fullshard
-from fullshard.comm import Comm, RecordingComm
-from fullshard.engine.setup.quantise import CHUNK
-from fullshard.models import AdapterSpec, add_adapter, enable_activation_checkpointing
-from fullshard.quantized import QuantizedLinear, format_of
-from fullshard.quantized.bitsandbytes_door import bitsandbytes
-from fullshard.saving import AdaptedWeights, Pretrained
-from fullshard.shards import rows_of
+from fullshard.core.comm import Comm, RecordingComm
+from fullshard.core.engine.setup.quantise import CHUNK
+from fullshard.core.quantized import QuantizedLinear, format_of
+from fullshard.core.quantized.bitsandbytes_door import bitsandbytes
+from fullshard.core.shards import rows_of
+from fullshard.program.models import AdaptedWeights, AdapterSpec, add_adapter, enable_activation_checkpointing
+from fullshard.state.saving import Pretrained
 
 RESULT = Path(__file__).parent / "results" / "qlora.json"
 SHAPE = {"d_model": 1024, "d_kv": 64, "num_heads": 16, "d_ff": 4096, "num_layers": 6, "vocab_size": 4096}

@@ -9,7 +9,7 @@ from measure import interleaved, slowest, summary
 from ranks import on_two_ranks, reason, scenario_main, teller
 from torch import nn
 
-from fullshard.comm import Comm
+from fullshard.core.comm import Comm
 
 NAMES = ("floor", "ddp", "fsdp1", "fsdp2", "fsdp2_no_reshard", "fullshard")
 JUDGED_ROUNDS = 2

@@ -25,9 +25,9 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from fullshard.cli.main import main
-from fullshard.config.schema import RunConfig
-from fullshard.data.reading.columns import KNOWN_SHAPES
+from fullshard.program.cli.main import main
+from fullshard.program.config.schema import RunConfig
+from fullshard.program.data.reading.columns import KNOWN_SHAPES
 
 REFERENCE = Path(__file__).parent / "reference"
 VERBS = (

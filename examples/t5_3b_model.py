@@ -12,7 +12,7 @@ import torch
 from transformers import T5Config, T5ForConditionalGeneration
 
 import fullshard
-from fullshard.models import train_tokenizer
+from fullshard.program.models import train_tokenizer
 
 SIZES = {"d_model": 1024, "d_kv": 128, "d_ff": 16384, "num_heads": 32, "num_layers": 24, "vocab_size": 32128}
 

@@ -17,7 +17,7 @@ from torch.cuda import nccl
 import fullshard
 from benchmarks.gpu.machine import Machine, output_of
 from benchmarks.gpu.record import Case, Lacking
-from fullshard.comm import Comm
+from fullshard.core.comm import Comm
 
 LIBRARIES = {
     "accelerate": "fullshard launch with Accelerate's files; tests of compat/",

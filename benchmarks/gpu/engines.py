@@ -21,7 +21,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 import fullshard
-from fullshard.comm import Comm
+from fullshard.core.comm import Comm
 
 BF16, FP32 = torch.bfloat16, torch.float32
 

@@ -22,9 +22,9 @@ from benchmarks.gpu.machine import Machine
 from benchmarks.gpu.races import prepare, settled
 from benchmarks.gpu.record import Case
 from benchmarks.gpu.shapes import SHAPES, TINY, Method, Shape
-from fullshard.comm import Comm
-from fullshard.comm.memory import LOGITS_AT_ONCE
-from fullshard.models import loss as losses
+from fullshard.core.comm import Comm
+from fullshard.core.comm.memory import LOGITS_AT_ONCE
+from fullshard.program.models import loss as losses
 
 KINDS = {
     "attention": ("flash", "fmha", "attn", "attention", "softmax"),

@@ -19,7 +19,7 @@ from benchmarks.gpu.races import prepare, settled, timed
 from benchmarks.gpu.record import Case
 from benchmarks.gpu.shapes import SHAPES, TINY, Method, Shape
 from benchmarks.gpu.wire import LINKS, Link, TimedComm, Wire, join
-from fullshard.comm import shutdown
+from fullshard.core.comm import shutdown
 
 ENGINES = ("fullshard", "fsdp2")
 WORLDS = (8, 64, 512)

@@ -22,7 +22,7 @@ from benchmarks.gpu.engines import ENTRIES, Entry, Racer
 from benchmarks.gpu.machine import Machine
 from benchmarks.gpu.record import Lacking
 from benchmarks.gpu.shapes import Method, Shape, check_lora, flops_module
-from fullshard.comm import Comm, MemoryMeter
+from fullshard.core.comm import Comm, MemoryMeter
 
 SHARE_OF_MEMORY = 0.7
 """Contenders are all alive at once if their state takes at most this share of the device; activations need the rest."""

@@ -15,8 +15,8 @@ from transformers.models.t5.modeling_t5 import T5Block
 
 from benchmarks.gpu import ROOT
 from benchmarks.gpu.record import Lacking
-from fullshard.models.activation_checkpointing import enable_activation_checkpointing
-from fullshard.models.compile import compile_blocks
+from fullshard.program.models.activation_checkpointing import enable_activation_checkpointing
+from fullshard.program.models.compile import compile_blocks
 
 _T5 = {"d_model": 1024, "num_layers": 24, "vocab_size": 32128, "dropout_rate": 0.0, "decoder_start_token_id": 0}
 _LLAMA = {
@@ -150,8 +150,8 @@ TINY = {"t5-large": _t5("t5-tiny", 2, 8, 4, **_TINY_T5), "llama-3-8b": Shape("ll
 
 
 def flops_module() -> ModuleType:
-    """Return ``fullshard.train.reporting.flops``, loaded by its path: its package imports pydantic, it does not."""
-    path = ROOT / "src/fullshard/train/reporting/flops.py"
+    """Return ``fullshard.program.train.reporting.flops``, loaded by its path: only its package imports pydantic."""
+    path = ROOT / "src/fullshard/program/train/reporting/flops.py"
     spec = importlib.util.spec_from_file_location("fullshard_flops", path)
     assert spec is not None
     assert spec.loader is not None

@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
-from fullshard.comm import SoloComm
-from fullshard.comm.protocol import ReduceOp, Work
+from fullshard.core.comm import SoloComm
+from fullshard.core.comm.protocol import ReduceOp, Work
 
 BACKEND = "timed"
 
@@ -96,7 +96,7 @@ class _TimedWork:
         self._wire, self._end = wire, end
 
     def wait(self) -> None:
-        """See :meth:`fullshard.comm.protocol.Work.wait`."""
+        """See :meth:`fullshard.core.comm.protocol.Work.wait`."""
         self._wire.arrived(self._end)
 
 

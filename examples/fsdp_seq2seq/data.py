@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from fullshard.data import Example, SourceSpec, read_split
+from fullshard.program.data import Example, SourceSpec, read_split
 
 __all__ = ["Collate", "read_rows"]
 

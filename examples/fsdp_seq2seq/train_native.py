@@ -18,7 +18,7 @@ from transformers.models.t5.modeling_t5 import T5Block
 
 import fullshard
 from fullshard import MixedPrecision, TransformerBlocks, fully_shard
-from fullshard.data import Example
+from fullshard.program.data import Example
 
 
 def shares(rows: list[Example], batch_size: int) -> Iterator[list[Example]]:

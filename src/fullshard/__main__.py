@@ -1,6 +1,6 @@
 """Entry point of ``python -m fullshard``, the same program as ``fullshard``."""
 
-from fullshard.cli.main import entry
+from fullshard.program.cli.main import entry
 
 if __name__ == "__main__":
     entry()

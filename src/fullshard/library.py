@@ -1,7 +1,7 @@
 """The library: collects ``fullshard``'s public names in one import."""
 
-from fullshard.comm import init_from_env as init, shutdown
-from fullshard.engine import (
+from fullshard.core.comm import init_from_env as init, shutdown
+from fullshard.core.engine import (
     UnitTable,
     average_ignored_gradients,
     broadcast_buffers,
@@ -17,9 +17,8 @@ from fullshard.engine import (
     unsharded,
     vocab_parallel_loss,
 )
-from fullshard.optim import ShardedGradScaler, StepInBackward, clip_grad_norm_, step_in_backward
-from fullshard.planner import Plan, plan
-from fullshard.policy import (
+from fullshard.core.optim import ShardedGradScaler, StepInBackward, clip_grad_norm_, step_in_backward
+from fullshard.core.policy import (
     BackwardPrefetch,
     CPUOffload,
     MinNumel,
@@ -30,7 +29,9 @@ from fullshard.policy import (
     ShardingStrategy,
     TransformerBlocks,
 )
-from fullshard.saving import (
+from fullshard.core.shards import Shard
+from fullshard.planner import Plan, plan
+from fullshard.state.saving import (
     Checkpoints,
     Pretrained,
     Restored,
@@ -41,7 +42,6 @@ from fullshard.saving import (
     save,
     write_assets,
 )
-from fullshard.shards import Shard
 from fullshard.version import __version__
 
 __all__ = [

@@ -4,8 +4,8 @@ import subprocess
 
 import pytest
 
-from fullshard.cli.main import parse
-from fullshard.config import load_run
+from fullshard.program.cli.main import parse
+from fullshard.program.config import load_run
 from support.doc_blocks import ROOT, blocks_of, run_block, write_given, write_readers_files
 
 PAGES = [

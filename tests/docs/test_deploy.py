@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from fullshard.cli.main import parse
-from fullshard.launch.local import STOPPED_EXIT_CODE
+from fullshard.program.cli.main import parse
+from fullshard.program.launch.local import STOPPED_EXIT_CODE
 from fullshard.version import __version__
 
 DEPLOY = Path(__file__).parents[2] / "deploy"

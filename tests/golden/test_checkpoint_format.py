@@ -14,9 +14,9 @@ import torch
 from torch import nn
 
 from fullshard import Checkpoints, fully_shard, load_checkpoint
-from fullshard.storage import read_index
-from fullshard.storage.verify import verify
-from fullshard.testing import run_ranks
+from fullshard.core.testing import run_ranks
+from fullshard.state.storage import read_index
+from fullshard.state.storage.verify import verify
 from support.states import rank_runs, whole
 
 GOLDEN = Path(__file__).parent

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from fullshard.cli.main import main
+from fullshard.program.cli.main import main
 
 HERE = Path(__file__).parent / "help"
 

@@ -8,10 +8,10 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import fullshard
-from fullshard.comm import MemoryMeter, SoloComm
-from fullshard.engine import record
-from fullshard.engine.registry import runtime_of
-from fullshard.train.setup.activation_offload import ActivationOffload
+from fullshard.core.comm import MemoryMeter, SoloComm
+from fullshard.core.engine import record
+from fullshard.core.engine.registry import runtime_of
+from fullshard.program.train.setup.activation_offload import ActivationOffload
 from support.models import KINDS, TinyLM, batches, lm_loss, seq2seq_loss, t5
 from support.parity import ROWS_PER_RANK, replicas, train_sharded, train_unsharded
 from support.rank_script import found, parse, print_result

@@ -8,8 +8,8 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import fullshard
-from fullshard.comm import staged
-from fullshard.comm.process import comm_of_group
+from fullshard.core.comm import staged
+from fullshard.core.comm.process import comm_of_group
 from support import staged as cases
 from support.processes import first_gpu
 from support.rank_script import parse, print_result

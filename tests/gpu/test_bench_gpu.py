@@ -7,9 +7,9 @@ import sys
 import pytest
 import torch
 
-from fullshard.config import load_run
 from fullshard.planner import hardware, read_rates
-from fullshard.train.plan import plan_prepared, prepare_plan
+from fullshard.program.config import load_run
+from fullshard.program.train.plan import plan_prepared, prepare_plan
 from support.processes import environment
 from support.tiny_run import settings
 

@@ -1,6 +1,6 @@
 import pytest
 
-from fullshard.engine.setup import wrap
+from fullshard.core.engine.setup import wrap
 from support import poison
 
 

@@ -6,13 +6,13 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, Trainer
 
 from fullshard import unsharded
-from fullshard.config import RunConfig
-from fullshard.data import CollateSpec, LengthStats, RowRef, TokenizedSet, collate
-from fullshard.models import AdapterSpec, add_adapter, build_model
-from fullshard.testing import run_ranks
-from fullshard.train.run.step import StepSpec
-from fullshard.train.setup.model import prepare_model, shard_model
-from fullshard.train.setup.optimizers import make_optimizer
+from fullshard.core.testing import run_ranks
+from fullshard.program.config import RunConfig
+from fullshard.program.data import CollateSpec, LengthStats, RowRef, TokenizedSet, collate
+from fullshard.program.models import AdapterSpec, add_adapter, build_model
+from fullshard.program.train.run.step import StepSpec
+from fullshard.program.train.setup.model import prepare_model, shard_model
+from fullshard.program.train.setup.optimizers import make_optimizer
 from support.one_step import train_step
 
 T5 = {

@@ -2,7 +2,7 @@
 
 import torch
 
-from fullshard.comm import settle
+from fullshard.core.comm import settle
 
 PIECE = 1000  # elements that a test's host buffers hold
 

@@ -11,8 +11,8 @@ import sys
 
 import torch
 
-from fullshard.launch.programs import train as rank
-from fullshard.train.run import loop
+from fullshard.program.launch.programs import train as rank
+from fullshard.program.train.run import loop
 
 real_step = loop.issue_step
 

@@ -3,7 +3,7 @@
 import hashlib
 import json
 
-from fullshard.storage.json_file import SEAL, seal
+from fullshard.state.storage.json_file import SEAL, seal
 
 
 def forge_index(checkpoint, change):

@@ -9,7 +9,7 @@ from transformers.models.t5.modeling_t5 import T5Block
 from fullshard.compat.torch_fsdp.api import MixedPrecision
 from fullshard.compat.torch_fsdp.fully_sharded_data_parallel import FullyShardedDataParallel as FSDP
 from fullshard.compat.torch_fsdp.wrap import ModuleWrapPolicy
-from fullshard.testing import run_ranks
+from fullshard.core.testing import run_ranks
 from support.models import Block, TinyLM, lm_loss, lm_with_frozen_parts, seq2seq_loss, t5
 from support.parity import replicas
 

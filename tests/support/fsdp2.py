@@ -1,7 +1,7 @@
 """Models sharded by FSDP2's ``fully_shard`` on rank threads."""
 
 from fullshard.compat.torch_fsdp.fsdp2 import fully_shard
-from fullshard.testing import run_ranks
+from fullshard.core.testing import run_ranks
 from support.models import TinyLM, batches
 from support.parity import ROWS_PER_RANK, replicas
 

@@ -5,10 +5,10 @@ import threading
 
 import pytest
 
-from fullshard.config import RunConfig
+from fullshard.core.testing import run_ranks
 from fullshard.errors import RunStopped
-from fullshard.testing import run_ranks
-from fullshard.train import FileSink, StopRequest, train
+from fullshard.program.config import RunConfig
+from fullshard.program.train import FileSink, StopRequest, train
 from support.tiny_run import MODEL, Memory, read_jsonl, settings
 
 STEPS = 8

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from fullshard.launch import launch
+from fullshard.program.launch import launch
 from support.processes import SOURCE, TESTS
 
 

@@ -5,7 +5,7 @@ import inspect
 import torch
 from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING
 
-from fullshard.models import build_model
+from fullshard.program.models import build_model
 
 # Options of configurations by their usual names; a configuration has some of them.
 SMALL = {

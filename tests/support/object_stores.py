@@ -8,7 +8,7 @@ import uuid
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
-from fullshard.storage import object_client
+from fullshard.state.storage import object_client
 
 HAS_S3 = all(importlib.util.find_spec(name) for name in ("s3fs", "moto", "flask"))
 

@@ -1,6 +1,6 @@
 """A step of the program whose numbers are read at once."""
 
-from fullshard.train.run.step import issue_step
+from fullshard.program.train.run.step import issue_step
 
 
 def train_step(*inputs):

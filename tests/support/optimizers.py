@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from fullshard import fully_shard, unsharded
-from fullshard.testing import run_ranks
+from fullshard.core.testing import run_ranks
 
 TOKENS, ROWS = 11, 2
 

@@ -6,7 +6,7 @@ from functools import partial
 import torch
 
 from fullshard import clip_grad_norm_, fully_shard, unsharded
-from fullshard.shards import rows_of
+from fullshard.core.shards import rows_of
 
 ROWS_PER_RANK = 2
 

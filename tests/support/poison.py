@@ -11,9 +11,9 @@ import weakref
 
 import torch
 
-from fullshard.comm.device import CpuDevice
-from fullshard.engine.setup import api
-from fullshard.testing.threads import ThreadComm
+from fullshard.core.comm.device import CpuDevice
+from fullshard.core.engine.setup import api
+from fullshard.core.testing.threads import ThreadComm
 
 NAN_BYTE = 0xFF
 """Of all floating dtypes, a number of such bytes is nan."""

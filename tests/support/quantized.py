@@ -20,10 +20,9 @@ from transformers import (
 )
 
 from fullshard import Pretrained, Quantize, fully_shard, unsharded
-from fullshard.models import AdapterSpec, add_adapter
-from fullshard.quantized import QuantizedLinear
-from fullshard.quantized.bitsandbytes_door import bitsandbytes
-from fullshard.saving import AdaptedWeights
+from fullshard.core.quantized import QuantizedLinear
+from fullshard.core.quantized.bitsandbytes_door import bitsandbytes
+from fullshard.program.models import AdaptedWeights, AdapterSpec, add_adapter
 from support import models
 from support.tiny_lm import VOCAB
 

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 
 from fullshard import CPUOffload, fully_shard, optim
-from fullshard.comm import GlooComm
-from fullshard.comm.staged import Stage, StagedComm
+from fullshard.core.comm import GlooComm
+from fullshard.core.comm.staged import Stage, StagedComm
 from support.behaviours import BEHAVIOURS, Ranks
 from support.collectives import PIECE as PIECE, check_collectives
 from support.optimizers import LAYOUTS, batches, of_rank, train, update_errors, whole, zoo

@@ -9,14 +9,14 @@ from collections import deque
 
 import torch
 
-from fullshard.comm.staged import Job, Stage, StagedComm
+from fullshard.core.comm.staged import Job, Stage, StagedComm
 from support.streams import span
 
 THREAD = "collectives thread"
 
 
 class CheckedStaging:
-    """A :class:`~fullshard.comm.staging.Staging` with CUDA's streams for a checker, and the CPU's memory."""
+    """A :class:`~fullshard.core.comm.staging.Staging` with CUDA's streams for a checker, and the CPU's memory."""
 
     def __init__(self, checker, name):
         self.checker, self.clocks = checker, checker.clocks

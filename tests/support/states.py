@@ -2,9 +2,9 @@
 
 import torch
 
-from fullshard.engine import local_tensors
-from fullshard.optim.walk import parameter_states, part_of_state
-from fullshard.shards import rows_of
+from fullshard.core.engine import local_tensors
+from fullshard.core.optim.walk import parameter_states, part_of_state
+from fullshard.core.shards import rows_of
 
 
 def rank_runs(model, optimizer=None):

@@ -9,9 +9,9 @@ import signal
 import sys
 from pathlib import Path
 
-from fullshard.launch.programs import train as rank
-from fullshard.train.evaluation import evaluate
-from fullshard.train.run import loop
+from fullshard.program.launch.programs import train as rank
+from fullshard.program.train.evaluation import evaluate
+from fullshard.program.train.run import loop
 
 requests = []
 

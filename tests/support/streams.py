@@ -25,8 +25,8 @@ from functools import cache, partial
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fullshard.comm import DONE
-from fullshard.comm.device import CpuDevice, CudaDevice
+from fullshard.core.comm import DONE
+from fullshard.core.comm.device import CpuDevice, CudaDevice
 
 COMPUTE = "compute"
 HOST = "host"
@@ -347,7 +347,7 @@ _here = threading.local()
 
 def install(monkeypatch):
     """Let the engine use the device of the checker that its thread has entered; once a test, on any thread."""
-    monkeypatch.setattr("fullshard.engine.setup.api.device_of", lambda _device: _here.checker.device)
+    monkeypatch.setattr("fullshard.core.engine.setup.api.device_of", lambda _device: _here.checker.device)
     for name in ("tolist", "numpy"):
         monkeypatch.setattr(torch.Tensor, name, _host_read(getattr(torch.Tensor, name)))
 
@@ -401,7 +401,7 @@ class CheckedWork:
 
 
 class CheckedDevice:
-    """A :class:`~fullshard.comm.device.Device` with CUDA's streams for a checker, and the CPU's memory."""
+    """A :class:`~fullshard.core.comm.device.Device` with CUDA's streams for a checker, and the CPU's memory."""
 
     reduces_behind = CudaDevice.reduces_behind
 

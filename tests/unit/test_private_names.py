@@ -8,8 +8,8 @@ import transformers
 from accelerate.state import PartialState
 
 from fullshard.compat.accelerate import private
+from fullshard.core.transformers_private import TRAINER_METHODS, attention_of, attentions, class_of
 from fullshard.errors import ConfigError
-from fullshard.transformers_private import TRAINER_METHODS, attention_of, attentions, class_of
 
 
 class WithoutNames:

@@ -58,7 +58,7 @@ import importlib, re, sys, torch, torch.distributed, torch.nn.init, torch.optim,
 names = re.findall(r'_named\\("(.+?)", "(.+?)"\\)', open(sys.argv[1]).read())
 for module, name in names:
     delattr(importlib.import_module(module), name)
-import fullshard, fullshard.engine.setup.api, fullshard.optim, fullshard.quantized, fullshard.testing
+import fullshard, fullshard.core.engine.setup.api, fullshard.optim, fullshard.quantized, fullshard.testing
 from fullshard import torch_private
 from fullshard.errors import ConfigError
 for variable in re.findall(r'^(\\w+)(?:: .*)? = _named', open(sys.argv[1]).read(), re.M):
@@ -91,8 +91,8 @@ from torch import nn
 torchs = torch.autograd.backward
 import fullshard
 from fullshard import fully_shard
-from fullshard.comm import SoloComm
-from fullshard.testing import run_ranks
+from fullshard.core.comm import SoloComm
+from fullshard.core.testing import run_ranks
 replaced = lambda: torch.autograd.backward is not torchs
 print("imported", replaced())
 

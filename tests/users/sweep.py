@@ -18,13 +18,13 @@ from zlib import crc32
 import torch
 from torch.overrides import get_testing_overrides
 
+from fullshard.core.layout import ShardMeta
+from fullshard.core.layout.lanes import LaneLayout, Placement
+from fullshard.core.shards import Cut, Shard, as_shard, cut_of, draws
+from fullshard.core.shards.elementwise import about, refused
+from fullshard.core.shards.rules import find_rule, plain_name
+from fullshard.core.testing import run_ranks
 from fullshard.errors import ShardingError
-from fullshard.layout import ShardMeta
-from fullshard.layout.lanes import LaneLayout, Placement
-from fullshard.shards import Cut, Shard, as_shard, cut_of, draws
-from fullshard.shards.elementwise import about, refused
-from fullshard.shards.rules import find_rule, plain_name
-from fullshard.testing import run_ranks
 
 RANKS = 2
 NAME = "the.weight"

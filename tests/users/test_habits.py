@@ -8,8 +8,8 @@ import torch
 from fullshard import fully_shard, unsharded
 from fullshard.compat.accelerate import FullyShardedDataParallelPlugin as Plugin, prepare
 from fullshard.compat.torch_fsdp import FullyShardedDataParallel, fully_shard as fully_shard_2
+from fullshard.core.testing import run_ranks
 from fullshard.errors import ShardingError
-from fullshard.testing import run_ranks
 from users.habits import HABITS, Net
 
 FACES = {

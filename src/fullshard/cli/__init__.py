@@ -1,1 +1,1 @@
-"""The command ``fullshard``: one file for each verb."""
+"""For ``python -m fullshard.cli.main``; the verbs are in ``fullshard.program.cli``."""

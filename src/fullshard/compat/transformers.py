@@ -26,8 +26,8 @@ from fullshard.compat.accelerate.prepare import unwrapped
 from fullshard.compat.accelerate.private import prepared_by
 from fullshard.compat.torch_fsdp.api import StateDictType
 from fullshard.compat.torch_fsdp.plain_tree import plain_tree
+from fullshard.core.transformers_private import TRAINER_METHODS
 from fullshard.errors import private_name
-from fullshard.transformers_private import TRAINER_METHODS
 
 __all__ = ["Seq2SeqTrainer", "Trainer", "install"]
 

@@ -6,8 +6,8 @@ import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 
-from fullshard.comm import Comm, hides_messages
-from fullshard.comm.device import device_of
+from fullshard.core.comm import Comm, hides_messages
+from fullshard.core.comm.device import device_of
 from fullshard.errors import ConfigError
 from fullshard.planner.links import measure_collectives
 from fullshard.planner.rates import Rates

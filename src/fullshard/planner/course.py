@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from fullshard.comm import Work
-from fullshard.engine.step.recorder import Kind, SilentRecorder, Transfer
+from fullshard.core.comm import Work
+from fullshard.core.engine.step.recorder import Kind, SilentRecorder, Transfer
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,7 @@ from torch._subclasses.fake_tensor import (
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
+from fullshard.core.torch_private import in_backward
 from fullshard.errors import ModelError
 from fullshard.planner.forms import (
     CONSTANTS_LIKE,
@@ -40,7 +41,6 @@ from fullshard.planner.forms import (
 from fullshard.planner.limit import spend
 from fullshard.planner.meter import Meter
 from fullshard.planner.work import IN_PLACE
-from fullshard.torch_private import in_backward
 
 
 class UnplannedStepError(ModelError):

@@ -8,8 +8,8 @@ from math import ceil
 
 import torch
 
-from fullshard.comm import Comm, Work, settle
-from fullshard.comm.stopwatch import stopwatch_of
+from fullshard.core.comm import Comm, Work, settle
+from fullshard.core.comm.stopwatch import stopwatch_of
 from fullshard.planner.work import Issued
 
 KINDS = ("all_gather", "reduce_scatter", "all_reduce")

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from fullshard.comm import Comm, planned_memory
-from fullshard.comm.device import CudaDevice
-from fullshard.comm.machine_axes import axes_of
-from fullshard.engine import fully_shard
-from fullshard.engine.registry import runtime_of
+from fullshard.core.comm import Comm, planned_memory
+from fullshard.core.comm.device import CudaDevice
+from fullshard.core.comm.machine_axes import axes_of
+from fullshard.core.engine import fully_shard
+from fullshard.core.engine.registry import runtime_of
 from fullshard.errors import ConfigError
 from fullshard.planner.blocks import OUTSIDE, REST
 from fullshard.planner.hardware import Hardware, hardware

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from fullshard.comm import DONE, Comm, RecordingComm, SoloComm, Work
-from fullshard.comm.protocol import ReduceOp
+from fullshard.core.comm import DONE, Comm, RecordingComm, SoloComm, Work
+from fullshard.core.comm.protocol import ReduceOp
 
 
 class PlannedComm:

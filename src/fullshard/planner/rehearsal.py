@@ -13,9 +13,11 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from fullshard.comm import Comm, Work as CommWork
-from fullshard.engine.registry import runtime_of
-from fullshard.engine.step.recorder import Kind, SilentRecorder, Transfer
+from fullshard.core.comm import Comm, Work as CommWork
+from fullshard.core.engine.registry import runtime_of
+from fullshard.core.engine.step.recorder import Kind, SilentRecorder, Transfer
+from fullshard.core.quantized import QuantizedLinear
+from fullshard.core.torch_private import in_backward
 from fullshard.planner.blocks import REST, Blocks
 from fullshard.planner.course import Course, CourseRecorder
 from fullshard.planner.hollow import HollowMode
@@ -24,8 +26,6 @@ from fullshard.planner.limit import TooMuchWorkError
 from fullshard.planner.meter import PHASES, Meter
 from fullshard.planner.ranks import Ledger
 from fullshard.planner.work import Work
-from fullshard.quantized import QuantizedLinear
-from fullshard.torch_private import in_backward
 
 STEPS = 3
 """Steps of a rehearsal: the first makes the optimizer's state and learns the order of units."""

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from fullshard.comm import Comm, Work as CommWork, settle
-from fullshard.comm.protocol import ReduceOp
-from fullshard.comm.stopwatch import Stopwatch, stopwatch_of
+from fullshard.core.comm import Comm, Work as CommWork, settle
+from fullshard.core.comm.protocol import ReduceOp
+from fullshard.core.comm.stopwatch import Stopwatch, stopwatch_of
 from fullshard.planner.ranks import Ledger, PlannedComm
 from fullshard.planner.rehearsal import Rehearsed
 from fullshard.planner.work import Awaited, Computed, Issued, Operator, Work

@@ -10,7 +10,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
-from fullshard.comm import Work as CommWork
+from fullshard.core.comm import Work as CommWork
 
 _MOVES_NOTHING = {
     *("aten::empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty", "aten::new_empty_strided"),

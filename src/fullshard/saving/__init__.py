@@ -1,11 +1,3 @@
-"""Saving and loading of models, optimizers and runs; combines engine, optim and storage."""
+"""Checkpoints and full saves: the public name of ``fullshard.state.saving``."""
 
-# fullshard.saving.dcp is left out: torch's checkpoint module takes a quarter of the import time (1.5 of 5.3 s).
-from fullshard.saving.adapted import AdaptedWeights as AdaptedWeights
-from fullshard.saving.checkpoints import Checkpoints as Checkpoints
-from fullshard.saving.described import SaveReport as SaveReport
-from fullshard.saving.full import save as save, write_assets as write_assets
-from fullshard.saving.full_optimizer import full_optimizer_state as full_optimizer_state
-from fullshard.saving.loading import Restored as Restored, load_checkpoint as load_checkpoint
-from fullshard.saving.optimizer_state import load_optimizer_state as load_optimizer_state
-from fullshard.saving.weights import Pretrained as Pretrained, load as load
+from fullshard.state.saving import *  # noqa: F403

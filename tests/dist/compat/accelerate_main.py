@@ -1123,7 +1123,7 @@ def ignored_modules():
         accelerator = ours(LM | {"fsdp_version": version, "ignored_modules": r"blocks\.\d\.side"})
         model = accelerator.prepare(seeded(TinyLM))
         left = {name for name, p in accelerator.unwrap_model(model).named_parameters() if not hasattr(p, "shard_meta")}
-        left = {fullshard.engine.plain_name(name) for name in left}
+        left = {fullshard.core.engine.plain_name(name) for name in left}
         assert left == {f"blocks.{i}.side.{what}" for i in range(4) for what in ("weight", "bias")}, left
 
 

@@ -18,8 +18,8 @@ from transformers.models.t5.modeling_t5 import T5Block
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import fullshard.compat.torch_fsdp as our_fsdp
+from fullshard.core.shards import rows_of
 from fullshard.errors import ProcessGroupError, ShardingError
-from fullshard.shards import rows_of
 from support.both_fsdps import OURS, TORCH, compare, language_model, whole, wrapped
 from support.models import Block, batches, lm_loss, seq2seq_loss, t5
 from support.rank_script import parse, print_result, run_checks

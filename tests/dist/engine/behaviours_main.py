@@ -15,7 +15,7 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import fullshard
-from fullshard.comm import GlooComm
+from fullshard.core.comm import GlooComm
 from support.behaviours import BEHAVIOURS, Ranks
 from support.rank_script import parse, print_result, traceback_of
 

@@ -11,7 +11,7 @@ import sys
 import torch
 import torch.distributed as dist
 
-from fullshard.comm import GlooComm
+from fullshard.core.comm import GlooComm
 from fullshard.errors import UserError
 
 PATIENT_S, IMPATIENT_S = 60.0, 8.0

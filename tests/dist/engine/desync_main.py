@@ -19,7 +19,7 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from fullshard import MinNumel, fully_shard
-from fullshard.comm import GlooComm, settle, watchdog
+from fullshard.core.comm import GlooComm, settle, watchdog
 from fullshard.errors import UserError
 from support.collectives import finish
 from support.rank_script import parse, print_result

@@ -6,9 +6,9 @@ import sys
 
 import torch.distributed as dist
 
-from fullshard.comm import GlooComm, SoloComm, machine_axes
-from fullshard.launch.programs import train as rank
-from fullshard.train.setup import model as modelling
+from fullshard.core.comm import GlooComm, SoloComm, machine_axes
+from fullshard.program.launch.programs import train as rank
+from fullshard.program.train.setup import model as modelling
 
 found = []
 

@@ -9,8 +9,8 @@ import torch
 from transformers import AutoConfig, T5ForConditionalGeneration
 
 import fullshard
-from fullshard.engine import local_tensors
-from fullshard.saving import Pretrained, load
+from fullshard.core.engine import local_tensors
+from fullshard.state.saving import Pretrained, load
 
 
 def peak_bytes(field):

@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import fullshard
 from fullshard import MinNumel, fully_shard
-from fullshard.comm import GlooComm
+from fullshard.core.comm import GlooComm
 from support.processes import free_port
 
 TIMEOUT_S = 40.0  # of the groups: nothing here waits for it

@@ -18,8 +18,8 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from fullshard.comm import ENDINGS, GlooComm, ProcessComm
-from fullshard.comm.process import start_pulse
+from fullshard.core.comm import ENDINGS, GlooComm, ProcessComm
+from fullshard.core.comm.process import start_pulse
 from support.processes import free_port
 
 

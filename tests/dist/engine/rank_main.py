@@ -9,11 +9,11 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import fullshard
-from fullshard.comm import MemoryMeter
-from fullshard.comm.host_sum import host_sum_of
-from fullshard.engine.setup import wrap
+from fullshard.core.comm import MemoryMeter
+from fullshard.core.comm.host_sum import host_sum_of
+from fullshard.core.engine.setup import wrap
+from fullshard.core.testing import RecordingComm
 from fullshard.errors import MismatchError
-from fullshard.testing import RecordingComm
 from support.models import KINDS, TinyLM, batches, lm_loss, t5
 from support.parity import ROWS_PER_RANK, assert_same_run, replicas, train_sharded, train_unsharded
 from support.rank_script import parse, print_result

@@ -14,8 +14,8 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import fullshard
-from fullshard.comm import shutdown
-from fullshard.engine.registry import runtime_of
+from fullshard.core.comm import shutdown
+from fullshard.core.engine.registry import runtime_of
 from support.models import TinyLM, batches, lm_loss
 from support.parity import optimizer_for
 

@@ -9,7 +9,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import fullshard
-from fullshard.comm import staged
+from fullshard.core.comm import staged
 from support import staged as cases
 from support.rank_script import parse, print_result
 from support.saving_case import saving

@@ -11,7 +11,7 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import fullshard
-from fullshard.comm import GlooComm, TorchComm
+from fullshard.core.comm import GlooComm, TorchComm
 from support.collectives import check_collectives, run_collectives
 from support.models import KINDS, batches
 from support.parity import ROWS_PER_RANK, assert_same_run, replicas, train_sharded, train_unsharded
@@ -70,7 +70,7 @@ def collective_times():
                 started = time.perf_counter()
                 work = run()
                 work.wait()
-                fullshard.comm.settle(work)
+                fullshard.core.comm.settle(work)
                 taken.setdefault(f"{kind}, {name}", []).append(1e3 * (time.perf_counter() - started))
     return {key: [round(min(times), 2), round(statistics.median(times), 2)] for key, times in taken.items()}
 

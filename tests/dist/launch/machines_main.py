@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import fullshard
-from fullshard.comm import gloo
+from fullshard.core.comm import gloo
 
 STEPS, WIDTH = 4, 160
 

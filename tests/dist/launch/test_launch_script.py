@@ -16,8 +16,8 @@ from pathlib import Path
 
 import pytest
 
-from fullshard.cli.main import main
-from fullshard.launch.script import workers
+from fullshard.program.cli.main import main
+from fullshard.program.launch.script import workers
 
 SOURCE = Path(__file__).parents[3] / "src"
 
@@ -329,7 +329,7 @@ SAVES = """
     import os, signal, sys, time
     from pathlib import Path
     from fullshard.errors import RunStopped
-    from fullshard.launch.failure import Failure, report_saving
+    from fullshard.program.launch.failure import Failure, report_saving
     def save(*_):
         time.sleep(0.5)
         stopped = RunStopped("Stopped after step 3.", step=3, checkpoint="here")
@@ -389,7 +389,7 @@ def test_an_error_of_the_users_in_a_program_of_ours_is_not_tried_again(launch):
         import os, sys
         from pathlib import Path
         from fullshard.errors import DataError
-        from fullshard.launch.failure import Failure
+        from fullshard.program.launch.failure import Failure
         print("started")
         Failure.of(DataError("no rows"), 0).write(Path(os.environ["FULLSHARD_FAILURE_FILE"]))
         sys.exit(3)
@@ -405,7 +405,7 @@ def test_slurms_notice_lets_ranks_save_and_the_signal_after_it_does_not_kill_the
         import os, signal, sys
         from pathlib import Path
         from fullshard.errors import RunStopped
-        from fullshard.launch.failure import Failure, report_saving
+        from fullshard.program.launch.failure import Failure, report_saving
         signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
         os.kill(os.getppid(), signal.SIGUSR1)
         signal.sigwait([signal.SIGUSR1])

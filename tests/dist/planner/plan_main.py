@@ -13,17 +13,17 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import fullshard
-from fullshard.comm import GlooComm, MemoryMeter, RecordingComm
-from fullshard.config import load_run
-from fullshard.engine import saved_tensors
-from fullshard.engine.registry import runtime_of
-from fullshard.saving import Checkpoints, load_checkpoint, save
-from fullshard.storage.shard_file import BLOCK_BYTES
-from fullshard.train.evaluation.evaluate import evaluate
-from fullshard.train.plan import largest_steps
-from fullshard.train.run.assemble import assemble
-from fullshard.train.run.step import StepSpec, issue_step
-from fullshard.train.setup.prepare import prepare
+from fullshard.core.comm import GlooComm, MemoryMeter, RecordingComm
+from fullshard.core.engine import saved_tensors
+from fullshard.core.engine.registry import runtime_of
+from fullshard.program.config import load_run
+from fullshard.program.train.evaluation.evaluate import evaluate
+from fullshard.program.train.plan import largest_steps
+from fullshard.program.train.run.assemble import assemble
+from fullshard.program.train.run.step import StepSpec, issue_step
+from fullshard.program.train.setup.prepare import prepare
+from fullshard.state.saving import Checkpoints, load_checkpoint, save
+from fullshard.state.storage.shard_file import BLOCK_BYTES
 from fullshard.variables import KEEP_VARIABLE, RESTARTS_VARIABLE
 from support.planned import OPTIONS, RUNS, build
 from support.rank_script import parse, print_result

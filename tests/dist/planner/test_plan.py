@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 
 import fullshard
-from fullshard.config import load_run
 from fullshard.planner import Rates
 from fullshard.planner.plan import highest
-from fullshard.train.plan import plan_prepared, plan_run, prepare_plan
+from fullshard.program.config import load_run
+from fullshard.program.train.plan import plan_prepared, plan_run, prepare_plan
 from support.planned import OPTIONS, RUNS, batch, build, make_model
 from support.processes import run_processes
 

@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from fullshard import ShardingStrategy, fully_shard, step_in_backward
 from fullshard.errors import CheckpointError
-from fullshard.saving.dcp import load_dcp, save_dcp
+from fullshard.state.saving.dcp import load_dcp, save_dcp
 from support.models import TinyLM, batches, seq2seq_loss, t5
 from support.odd import adafactor, adagrad, eight_bit, gathered, odd, odd_loss
 from support.rank_script import parse, print_result, run_checks

@@ -13,8 +13,8 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from fullshard.comm import GlooComm, settle
-from fullshard.saving.dcp import load_dcp, save_dcp
+from fullshard.core.comm import GlooComm, settle
+from fullshard.state.saving.dcp import load_dcp, save_dcp
 from support.odd import adafactor, adagrad, eight_bit, gathered, odd
 from support.states import assert_same_bits
 

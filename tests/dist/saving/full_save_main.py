@@ -15,8 +15,8 @@ from transformers import T5Config, T5ForConditionalGeneration
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import fullshard
-from fullshard.comm import GlooComm, MemoryMeter, run_together
-from fullshard.engine import full_state_dict
+from fullshard.core.comm import GlooComm, MemoryMeter, run_together
+from fullshard.core.engine import full_state_dict
 from support.models import TinyLM
 from support.parity import replicas
 from support.rank_script import parse, print_result

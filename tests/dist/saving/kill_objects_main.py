@@ -17,10 +17,10 @@ sys.path.insert(0, str(Path(__file__).parent))
 import kill_main
 
 from fullshard import Checkpoints
-from fullshard.comm import SoloComm
-from fullshard.saving import checkpoints
-from fullshard.storage import as_place, find_checkpoints
-from fullshard.storage.object_store import ObjectStore
+from fullshard.core.comm import SoloComm
+from fullshard.state.saving import checkpoints
+from fullshard.state.storage import as_place, find_checkpoints
+from fullshard.state.storage.object_store import ObjectStore
 from support.object_stores import ObjectFiles
 from support.rank_script import parse, print_result
 from support.states import rank_runs, whole

@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from fullshard.saving.dcp import load_dcp, save_dcp
-from fullshard.testing import run_ranks
+from fullshard.core.testing import run_ranks
+from fullshard.state.saving.dcp import load_dcp, save_dcp
 from support.odd import Odd, adagrad, odd
 from support.processes import run_processes
 from support.states import assert_same_bits, rank_runs, whole

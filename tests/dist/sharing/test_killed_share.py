@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from fullshard.config import RunConfig
+from fullshard.program.config import RunConfig
 from support.fake_hub import Repository, environment, fake_hub
 from support.processes import environment as of_ranks
 from support.tiny_run import settings
@@ -46,7 +46,7 @@ def run(tmp_path_factory):
 # Forked from a process that has imported everything: fifty starts of Python would take minutes.
 SERVER = """
 import os, sys
-import fullshard.sharing, fullshard.cli.main as cli
+import fullshard.program.sharing, fullshard.cli.main as cli
 for line in sys.stdin:
     run, *more = line.split()
     child = os.fork()

@@ -10,7 +10,7 @@ import sys
 import pytest
 import yaml
 
-from fullshard.data import SourceSpec, read_inputs
+from fullshard.program.data import SourceSpec, read_inputs
 from support.tiny_run import read_jsonl
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow, pytest.mark.timeout(400)]

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from fullshard.launch import attempts
+from fullshard.program.launch import attempts
 from support.launched import launch_support
 from support.tiny_run import MODEL, read_jsonl, write_run_file
 

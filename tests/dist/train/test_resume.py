@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from fullshard.storage import DirectoryLock
+from fullshard.state.storage import DirectoryLock
 from support.processes import free_port
 from support.tiny_run import MODEL, read_jsonl, write_run_file
 

@@ -28,7 +28,7 @@ LORA = {"type": "lora", "r": 2, "lora_alpha": 4}
 def attempts(directory, size, each=None, **changes):
     directory.mkdir()
     write_run_file(directory, **(CHANGES | changes), nproc=each or size)
-    command = ["-m", "fullshard.launch.programs.train", str(directory / "run.yaml"), "--no-plan"]
+    command = ["-m", "fullshard.program.launch.programs.train", str(directory / "run.yaml"), "--no-plan"]
     (directory / "keep").mkdir(mode=0o700)
     return Attempts(command, directory / "keep", size=size, each=each)
 

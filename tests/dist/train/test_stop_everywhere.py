@@ -4,7 +4,7 @@ import signal
 
 import pytest
 
-from fullshard.launch import Notice, launch, rank_command
+from fullshard.program.launch import Notice, launch, rank_command
 from support.launched import launch_support
 from support.tiny_run import MODEL, write_run_file
 
@@ -31,7 +31,7 @@ def stopped(directory, phase, how, **more):
 
 def weights_when_finished(directory):
     """What the same command ends with."""
-    command = rank_command("fullshard.launch.programs.train", [str(directory / "run.yaml"), "--no-plan"])
+    command = rank_command("fullshard.program.launch.programs.train", [str(directory / "run.yaml"), "--no-plan"])
     assert launch(command, nproc=2) is None
     return (directory / "out" / "model.safetensors").read_bytes()
 

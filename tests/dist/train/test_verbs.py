@@ -9,8 +9,8 @@ import sys
 
 import pytest
 
-from fullshard.config import RunConfig
-from fullshard.models import build_model, train_tokenizer
+from fullshard.program.config import RunConfig
+from fullshard.program.models import build_model, train_tokenizer
 from support.tiny_run import MODEL, read_jsonl, settings
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]

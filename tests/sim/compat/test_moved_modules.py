@@ -14,13 +14,13 @@ from fullshard.compat.torch_fsdp import fsdp2
 from fullshard.compat.torch_fsdp.fully_sharded_data_parallel import FullyShardedDataParallel as FSDP
 from fullshard.compat.torch_fsdp.optim_state import full_optim_state_dict
 from fullshard.compat.torch_fsdp.wrap import ModuleWrapPolicy, transformer_auto_wrap_policy
-from fullshard.engine import local_tensors, sharded_roots, state_entries, tree
-from fullshard.engine.setup import api
+from fullshard.core.engine import local_tensors, sharded_roots, state_entries, tree
+from fullshard.core.engine.setup import api
+from fullshard.core.optim import step_in_backward
+from fullshard.core.optim.average import ExponentialMovingAverage
+from fullshard.core.testing import run_ranks
 from fullshard.errors import MismatchError, ShardingError
-from fullshard.optim import step_in_backward
-from fullshard.optim.average import ExponentialMovingAverage
-from fullshard.saving.pieces import plan_save
-from fullshard.testing import run_ranks
+from fullshard.state.saving.pieces import plan_save
 from support.models import Block, TinyLM, batches, lm_loss
 
 SIZE, ROWS = 2, 2

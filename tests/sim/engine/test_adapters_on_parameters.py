@@ -7,8 +7,8 @@ from transformers import MixtralConfig, MixtralForCausalLM
 
 from fullshard import MinNumel, fully_shard
 from fullshard.compat.torch_fsdp.fsdp2 import fully_shard as fsdp2
+from fullshard.core.testing import run_ranks
 from fullshard.errors import ShardingError
-from fullshard.testing import run_ranks
 from support.models import TinyLM, batches, causal_loss, lm_loss
 from support.parity import ROWS_PER_RANK, assert_same_run, replicas, train_sharded, train_unsharded
 

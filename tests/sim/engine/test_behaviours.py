@@ -2,8 +2,8 @@
 
 import pytest
 
-from fullshard.comm.device import CpuDevice, CudaDevice
-from fullshard.testing import run_ranks
+from fullshard.core.comm.device import CpuDevice, CudaDevice
+from fullshard.core.testing import run_ranks
 from support.behaviours import BEHAVIOURS, Ranks
 
 pytestmark = pytest.mark.parity

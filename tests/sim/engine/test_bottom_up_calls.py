@@ -5,9 +5,9 @@ import torch
 from torch import nn
 
 from fullshard import MixedPrecision, Named, ShardingStrategy, TransformerBlocks, fully_shard, units
-from fullshard.engine.setup import wrap
+from fullshard.core.engine.setup import wrap
+from fullshard.core.testing import RecordingComm, run_ranks
 from fullshard.errors import ProcessGroupError, ShardingError, WrapError
-from fullshard.testing import RecordingComm, run_ranks
 from support.models import KINDS, TinyLM, batches, lm_loss
 from support.parity import ROWS_PER_RANK, assert_same_run, optimizer_for, replicas, train_sharded, train_unsharded
 

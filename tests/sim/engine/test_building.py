@@ -8,9 +8,9 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, T5ForConditionalGeneration
 
 from fullshard import full_tensors, fully_shard, units, unsharded
-from fullshard.comm.device import CpuDevice
+from fullshard.core.comm.device import CpuDevice
+from fullshard.core.testing import run_ranks
 from fullshard.errors import WrapError
-from fullshard.testing import run_ranks
 from support.models import TinyLM, batches, causal_loss, lm_loss, seq2seq_loss, t5, tiny_t5_config
 from support.parity import replicas
 

@@ -8,9 +8,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from fullshard import MixedPrecision, fully_shard, register_forward_method, unsharded
-from fullshard.engine import full_state_dict, root_held
+from fullshard.core.engine import full_state_dict, root_held
+from fullshard.core.testing import RecordingComm, run_ranks
 from fullshard.errors import MismatchError, ShardingError
-from fullshard.testing import RecordingComm, run_ranks
 from support.models import KINDS, TinyLM, batches, lm_loss, t5
 from support.parity import (
     ROWS_PER_RANK,

@@ -11,8 +11,8 @@ from torch import nn
 
 import fullshard
 from fullshard import ShardingStrategy, fully_shard, no_all_reduce, no_sync, unsharded
+from fullshard.core.testing import run_ranks
 from fullshard.errors import MismatchError, ShardingError
-from fullshard.testing import run_ranks
 
 SIZE = 3
 

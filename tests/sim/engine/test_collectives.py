@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 from fullshard import fully_shard, no_sync, unsharded
-from fullshard.engine.step.lane import LaneState
-from fullshard.testing import RecordingComm, run_ranks
+from fullshard.core.engine.step.lane import LaneState
+from fullshard.core.testing import RecordingComm, run_ranks
 from support.models import TinyLM, batches, lm_loss
 from support.parity import assert_gradients, replicas, sharded_gradients
 

@@ -5,10 +5,10 @@ import torch
 from torch import nn
 
 from fullshard import MixedPrecision, ShardingStrategy, TransformerBlocks, full_state_dict, fully_shard
-from fullshard.engine import FirstValues
+from fullshard.core.engine import FirstValues
+from fullshard.core.shards import rows_of
+from fullshard.core.testing import RecordingComm, run_ranks
 from fullshard.errors import ConfigError, FullshardError, MismatchError, WrapError
-from fullshard.shards import rows_of
-from fullshard.testing import RecordingComm, run_ranks
 from support.models import Block, TinyLM, batches, lm_loss
 
 BLOCKS = TransformerBlocks({Block})

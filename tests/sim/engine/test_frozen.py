@@ -5,10 +5,10 @@ import torch
 from torch import nn
 
 from fullshard import MixedPrecision, ShardingStrategy, TransformerBlocks, full_tensors, fully_shard, units
-from fullshard.engine.setup import api, wrap
+from fullshard.core.engine.setup import api, wrap
+from fullshard.core.shards import rows_of
+from fullshard.core.testing import RecordingComm, run_ranks
 from fullshard.errors import ConfigError, MismatchError
-from fullshard.shards import rows_of
-from fullshard.testing import RecordingComm, run_ranks
 from support.models import KINDS, TinyLM, batches, lm_loss, lm_with_frozen_parts
 from support.parity import ROWS_PER_RANK, assert_same_run, replicas, train_sharded, train_unsharded
 

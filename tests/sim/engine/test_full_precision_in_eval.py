@@ -7,10 +7,10 @@ import torch
 from torch import nn
 
 from fullshard import MixedPrecision, ShardingStrategy, fully_shard, no_sync, unsharded
-from fullshard.engine import root_held
+from fullshard.core.engine import root_held
+from fullshard.core.shards import rows_of
+from fullshard.core.testing import RecordingComm, run_ranks
 from fullshard.errors import ShardingError
-from fullshard.shards import rows_of
-from fullshard.testing import RecordingComm, run_ranks
 from support.models import TinyLM, batches, lm_loss, lm_with_frozen_parts
 from support.parity import assert_gradients, optimizer_for, replicas, sharded_gradients
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from fullshard import ShardingStrategy, fully_shard, unsharded
+from fullshard.core.testing import run_ranks
 from fullshard.errors import MismatchError
-from fullshard.testing import run_ranks
 from support.models import TinyLM, bart, batches, gpt2, lm_loss, t5
 from support.parity import assert_gradients, replicas, sharded_gradients
 

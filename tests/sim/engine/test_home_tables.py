@@ -14,14 +14,14 @@ from fullshard import (
     unsharded,
     vocab_parallel_loss,
 )
-from fullshard.comm import SoloComm
-from fullshard.comm.memory import LOGITS_AT_ONCE
-from fullshard.engine.registry import runtime_of
-from fullshard.engine.setup import wrap
-from fullshard.engine.tables.table_lane import TableLane
+from fullshard.core.comm import SoloComm
+from fullshard.core.comm.memory import LOGITS_AT_ONCE
+from fullshard.core.engine.registry import runtime_of
+from fullshard.core.engine.setup import wrap
+from fullshard.core.engine.tables.table_lane import TableLane
+from fullshard.core.testing import RecordingComm, run_ranks
 from fullshard.errors import ConfigError, MismatchError
-from fullshard.models.loss import Objective, fuse_head, model_loss
-from fullshard.testing import RecordingComm, run_ranks
+from fullshard.program.models.loss import Objective, fuse_head, model_loss
 from support.models import KINDS, VOCAB, TinyLM, batches, gpt2, llama, lm_loss, t5, t5_untied
 from support.parity import (
     ROWS_PER_RANK,

@@ -7,14 +7,14 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from fullshard import MixedPrecision, ShardingStrategy, fully_shard, vocab_parallel_loss
-from fullshard.comm.memory import LOGITS_AT_ONCE
-from fullshard.engine import controls
-from fullshard.engine.registry import runtime_of
-from fullshard.engine.setup import wrap
-from fullshard.engine.tables.table_lane import TableLane
+from fullshard.core.comm.memory import LOGITS_AT_ONCE
+from fullshard.core.engine import controls
+from fullshard.core.engine.registry import runtime_of
+from fullshard.core.engine.setup import wrap
+from fullshard.core.engine.tables.table_lane import TableLane
+from fullshard.core.shards import rows_of
+from fullshard.core.testing import run_ranks
 from fullshard.errors import ShardingError
-from fullshard.shards import rows_of
-from fullshard.testing import run_ranks
 from support.parity import assert_gradients, replicas, sharded_gradients
 from support.tiny_lm import VOCAB, HiddenLM, TinyLM, batches, lm_loss
 

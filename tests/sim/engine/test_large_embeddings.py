@@ -6,8 +6,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from fullshard import ShardingStrategy, fully_shard, units
-from fullshard.engine.setup import wrap
-from fullshard.testing import RecordingComm, run_ranks
+from fullshard.core.engine.setup import wrap
+from fullshard.core.testing import RecordingComm, run_ranks
 from support.models import KINDS, TinyLM, batches, lm_loss
 from support.parity import (
     ROWS_PER_RANK,

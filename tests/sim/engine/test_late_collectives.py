@@ -19,14 +19,14 @@ from fullshard import (
     unsharded,
     vocab_parallel_loss,
 )
-from fullshard.engine.setup import wrap
-from fullshard.engine.step import unit
-from fullshard.engine.step.lane import Lane, LaneState
-from fullshard.engine.step.reduce import finish_reduce
-from fullshard.optim import step_in_backward
-from fullshard.policy import CPUOffload
-from fullshard.shards import rows_of
-from fullshard.testing import run_ranks
+from fullshard.core.engine.setup import wrap
+from fullshard.core.engine.step import unit
+from fullshard.core.engine.step.lane import Lane, LaneState
+from fullshard.core.engine.step.reduce import finish_reduce
+from fullshard.core.optim import step_in_backward
+from fullshard.core.policy import CPUOffload
+from fullshard.core.shards import rows_of
+from fullshard.core.testing import run_ranks
 from support import poison
 from support.models import SkippingLM, TinyLM, batches, lm_loss, lm_with_frozen_parts, t5, two_forwards_loss
 from support.parity import replicas

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from fullshard import MixedPrecision, TransformerBlocks, fully_shard, unsharded
+from fullshard.core.testing import run_ranks
 from fullshard.errors import MismatchError, ProcessGroupError, ShardingError, WrapError
-from fullshard.testing import run_ranks
 from support.models import TinyLM, batches, lm_loss, t5
 from support.parity import replicas
 

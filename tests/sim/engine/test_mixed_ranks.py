@@ -7,11 +7,11 @@ import torch
 from torch import nn
 
 from fullshard import CPUOffload, ShardingStrategy, clip_grad_norm_, full_state_dict, fully_shard, save, unsharded
+from fullshard.core.optim import ShardedGradScaler
+from fullshard.core.shards import rows_of
+from fullshard.core.testing import run_ranks
 from fullshard.errors import MismatchError, ShardingError
-from fullshard.optim import ShardedGradScaler
-from fullshard.saving import Checkpoints
-from fullshard.shards import rows_of
-from fullshard.testing import run_ranks
+from fullshard.state.saving import Checkpoints
 from support.models import TinyLM, batches, lm_loss
 from support.parity import ROWS_PER_RANK, assert_same_run, replicas, train_sharded, train_unsharded
 

@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 
 from fullshard import Checkpoints, ShardingStrategy, fully_shard
-from fullshard.comm import Comm, GlooComm, TorchComm, axes_of
-from fullshard.comm.process import _warn_of, comm_of_group
+from fullshard.core.comm import Comm, GlooComm, TorchComm, axes_of
+from fullshard.core.comm.process import _warn_of, comm_of_group
 from support.behaviours import BEHAVIOURS, Ranks
 from support.collectives import check_collectives
 from support.models import KINDS, batches

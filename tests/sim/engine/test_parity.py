@@ -4,7 +4,7 @@ import pytest
 from torch import nn
 from transformers import LlamaForCausalLM, T5ForConditionalGeneration
 
-from fullshard.testing import run_ranks
+from fullshard.core.testing import run_ranks
 from support.models import KINDS, VOCAB, Block, batches, causal_loss, llama, lm_loss, seq2seq_loss, tiny_t5_config
 from support.parity import ROWS_PER_RANK, assert_same_run, replicas, steps_for, train_sharded, train_unsharded
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from fullshard import BackwardPrefetch, Prefetch, TransformerBlocks, fully_shard
+from fullshard.core.testing import RecordingComm, run_ranks
 from fullshard.errors import ConfigError, WrapError
-from fullshard.testing import RecordingComm, run_ranks
 from support.models import KINDS, TinyLM, batches, lm_loss
 from support.parity import ROWS_PER_RANK, replicas, train_sharded
 

@@ -10,11 +10,11 @@ import torch
 from torch.nn import functional
 
 from fullshard import fully_shard
-from fullshard.engine.registry import runtime_of
-from fullshard.models import blocks_of, enable_activation_checkpointing
-from fullshard.testing import run_ranks
-from fullshard.train.setup import activation_offload
-from fullshard.train.setup.activation_offload import ActivationOffload
+from fullshard.core.engine.registry import runtime_of
+from fullshard.core.testing import run_ranks
+from fullshard.program.models import blocks_of, enable_activation_checkpointing
+from fullshard.program.train.setup import activation_offload
+from fullshard.program.train.setup.activation_offload import ActivationOffload
 from support.models import TinyLM, bart, batches, gpt2, llama, lm_loss, t5, two_forwards_loss
 from support.parity import replicas, train_sharded
 from support.streams import CheckedWork, StreamChecker, install

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from fullshard import MixedPrecision, ShardingStrategy, fully_shard, no_sync
-from fullshard.engine import record, units
-from fullshard.engine.setup import wrap
-from fullshard.shards import rows_of
-from fullshard.testing import RecordingComm, run_ranks
+from fullshard.core.engine import record, units
+from fullshard.core.engine.setup import wrap
+from fullshard.core.shards import rows_of
+from fullshard.core.testing import RecordingComm, run_ranks
 from support.models import KINDS, batches
 from support.parity import replicas
 

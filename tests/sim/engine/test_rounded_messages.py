@@ -7,15 +7,15 @@ import pytest
 import torch
 
 from fullshard import MixedPrecision, ShardingStrategy, clip_grad_norm_, full_state_dict, fully_shard, unsharded
-from fullshard.comm.rounded import BLOCK
-from fullshard.engine import unshard
-from fullshard.engine.full.summon import summoned_parameters
-from fullshard.engine.registry import runtime_of
-from fullshard.engine.setup import wrap
-from fullshard.engine.tables.table_param import TableParam
+from fullshard.core.comm.rounded import BLOCK
+from fullshard.core.engine import unshard
+from fullshard.core.engine.full.summon import summoned_parameters
+from fullshard.core.engine.registry import runtime_of
+from fullshard.core.engine.setup import wrap
+from fullshard.core.engine.tables.table_param import TableParam
+from fullshard.core.shards import rows_of
+from fullshard.core.testing import RecordingComm, run_ranks
 from fullshard.errors import ConfigError
-from fullshard.shards import rows_of
-from fullshard.testing import RecordingComm, run_ranks
 from support.models import TinyLM, batches, lm_loss, lm_with_frozen_parts
 from support.parity import ROWS_PER_RANK, optimizer_for, replicas, train_unsharded
 

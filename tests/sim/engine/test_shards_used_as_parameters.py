@@ -18,11 +18,11 @@ from fullshard import (
     register_forward_method,
     unsharded,
 )
-from fullshard.engine.setup import wrap
+from fullshard.core.engine.setup import wrap
+from fullshard.core.shards import ShardParameter
+from fullshard.core.testing import run_ranks
+from fullshard.core.testing.threads import ThreadComm
 from fullshard.errors import MismatchError, ShardingError
-from fullshard.shards import ShardParameter
-from fullshard.testing import run_ranks
-from fullshard.testing.threads import ThreadComm
 from support.models import SkippingLM, TinyLM, batches, lm_loss
 from support.parity import (
     ROWS_PER_RANK,

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from fullshard import MixedPrecision, ShardingStrategy, clip_grad_norm_, full_tensors, fully_shard, no_sync, unsharded
-from fullshard.comm import staged as staged_module
-from fullshard.comm.staged import StagedWork
-from fullshard.testing import run_ranks
+from fullshard.core.comm import staged as staged_module
+from fullshard.core.comm.staged import StagedWork
+from fullshard.core.testing import run_ranks
 from support.collectives import PIECE, check_collectives
 from support.optimizers import batches as zoo_batches, of_rank, train as train_zoo, zoo
 from support.parity import replicas

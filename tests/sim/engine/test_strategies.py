@@ -13,8 +13,8 @@ import torch
 
 import fullshard
 from fullshard import BackwardPrefetch, MinNumel, ShardingStrategy, full_tensors, fully_shard, units
+from fullshard.core.testing import RecordingComm, run_ranks
 from fullshard.errors import ConfigError, ProcessGroupError, WrapError
-from fullshard.testing import RecordingComm, run_ranks
 from support.models import KINDS, TinyLM, batches, lm_loss, lm_with_frozen_parts
 from support.parity import ROWS_PER_RANK, assert_same_run, replicas, steps_for, train_sharded, train_unsharded
 

@@ -15,11 +15,11 @@ from fullshard import (
     no_sync,
     vocab_parallel_loss,
 )
-from fullshard.engine import no_all_reduce
-from fullshard.engine.setup import wrap
-from fullshard.engine.step import unit
-from fullshard.engine.step.lane import Lane, LaneState
-from fullshard.testing import run_ranks
+from fullshard.core.engine import no_all_reduce
+from fullshard.core.engine.setup import wrap
+from fullshard.core.engine.step import unit
+from fullshard.core.engine.step.lane import Lane, LaneState
+from fullshard.core.testing import run_ranks
 from support.models import TinyLM, batches, lm_loss, lm_with_frozen_parts, two_forwards_loss
 from support.parity import replicas
 from support.streams import CheckedDevice, CheckedWork, ReleasedMemoryError, StreamChecker, install

@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 from fullshard import MixedPrecision, ShardingStrategy, fully_shard
-from fullshard.engine import full_runs, full_state_dict, saved_tensors
-from fullshard.testing import RecordingComm, run_ranks
+from fullshard.core.engine import full_runs, full_state_dict, saved_tensors
+from fullshard.core.testing import RecordingComm, run_ranks
 from support.models import KINDS, TinyLM, batches, lm_with_frozen_parts, t5
 from support.parity import replicas, train_sharded
 

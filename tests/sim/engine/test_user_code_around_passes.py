@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from fullshard import MixedPrecision, clip_grad_norm_, full_tensors, fully_shard, no_sync, unsharded
-from fullshard.engine.step.unit import Unit
+from fullshard.core.engine.step.unit import Unit
+from fullshard.core.testing import run_ranks
 from fullshard.errors import ProcessGroupError, ShardingError
-from fullshard.testing import run_ranks
 from support.models import Block, TinyLM, batches, lm_loss, lm_with_frozen_parts, seq2seq_loss, t5
 from support.parity import assert_gradients, replicas, sharded_gradients
 

@@ -8,10 +8,10 @@ import transformers
 from torch import nn
 
 from fullshard import MixedPrecision, fully_shard
+from fullshard.core.optim.adafactor.adafactor import Adafactor, TorchAdafactor
+from fullshard.core.optim.adafactor.matrices import matrices_of
+from fullshard.core.testing import RecordingComm, ThreadComm, run_ranks
 from fullshard.errors import ConfigError
-from fullshard.optim.adafactor.adafactor import Adafactor, TorchAdafactor
-from fullshard.optim.adafactor.matrices import matrices_of
-from fullshard.testing import RecordingComm, ThreadComm, run_ranks
 from support.optimizers import (
     LAYOUTS,
     assert_same_updates,

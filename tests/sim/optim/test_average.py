@@ -8,10 +8,10 @@ import torch
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from fullshard import ShardingStrategy, fully_shard, unsharded
-from fullshard.comm import SoloComm
+from fullshard.core.comm import SoloComm
+from fullshard.core.optim.average import ExponentialMovingAverage
+from fullshard.core.testing import run_ranks
 from fullshard.errors import CheckpointError, ConfigError, ShardingError
-from fullshard.optim.average import ExponentialMovingAverage
-from fullshard.testing import run_ranks
 from support.optimizers import LAYOUTS, batches, loss_of, of_rank, whole, zoo
 
 DECAY = 0.8

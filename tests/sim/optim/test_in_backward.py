@@ -11,10 +11,10 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.checkpoint import checkpoint
 
 from fullshard import clip_grad_norm_, fully_shard, memory_summary, no_sync, unsharded
+from fullshard.core.optim import ShardedGradScaler, step_in_backward
+from fullshard.core.shards import rows_of
+from fullshard.core.testing import run_ranks
 from fullshard.errors import CheckpointError, ConfigError, ShardingError
-from fullshard.optim import ShardedGradScaler, step_in_backward
-from fullshard.shards import rows_of
-from fullshard.testing import run_ranks
 from support.models import KINDS, TinyLM, batches, lm_loss
 from support.parity import ROWS_PER_RANK, assert_gradients, optimizer_for, replicas, sharded_gradients
 

@@ -5,14 +5,14 @@ import torch
 from torch import nn
 
 from fullshard import MixedPrecision, ShardingStrategy, clip_grad_norm_, fully_shard
+from fullshard.core.optim import step_in_backward
+from fullshard.core.optim.muon import rounds as muon_rounds
+from fullshard.core.optim.muon.balance import SplitMatrix, newton_schulz_flops, plan_rounds
+from fullshard.core.optim.muon.muon import Muon
+from fullshard.core.optim.muon.muon_groups import muon_groups
+from fullshard.core.shards import rows_of
+from fullshard.core.testing import RecordingComm, run_ranks
 from fullshard.errors import ConfigError
-from fullshard.optim import step_in_backward
-from fullshard.optim.muon import rounds as muon_rounds
-from fullshard.optim.muon.balance import SplitMatrix, newton_schulz_flops, plan_rounds
-from fullshard.optim.muon.muon import Muon
-from fullshard.optim.muon.muon_groups import muon_groups
-from fullshard.shards import rows_of
-from fullshard.testing import RecordingComm, run_ranks
 from support.optimizers import (
     LAYOUTS,
     ROWS,

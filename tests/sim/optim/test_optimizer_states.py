@@ -10,19 +10,19 @@ from fullshard import Checkpoints, ShardingStrategy, fully_shard, load_checkpoin
 from fullshard.compat.torch_fsdp import fsdp2
 from fullshard.compat.torch_fsdp.api import FullOptimStateDictConfig, FullStateDictConfig, StateDictType
 from fullshard.compat.torch_fsdp.fully_sharded_data_parallel import FullyShardedDataParallel as FSDP
-from fullshard.engine import local_tensors
+from fullshard.core.engine import local_tensors
+from fullshard.core.optim.adafactor.adafactor import Adafactor, TorchAdafactor
+from fullshard.core.optim.average import ExponentialMovingAverage
+from fullshard.core.optim.lowbit.adamw_8bit import AdamW8bit
+from fullshard.core.optim.lowbit.adamw_bf16 import AdamWBF16
+from fullshard.core.optim.muon.muon import Muon
+from fullshard.core.optim.muon.muon_groups import muon_groups
+from fullshard.core.testing import run_ranks
 from fullshard.errors import CheckpointError
-from fullshard.optim.adafactor.adafactor import Adafactor, TorchAdafactor
-from fullshard.optim.average import ExponentialMovingAverage
-from fullshard.optim.lowbit.adamw_8bit import AdamW8bit
-from fullshard.optim.lowbit.adamw_bf16 import AdamWBF16
-from fullshard.optim.muon.muon import Muon
-from fullshard.optim.muon.muon_groups import muon_groups
-from fullshard.saving.dcp import load_dcp, save_dcp
-from fullshard.saving.full_optimizer import full_optimizer_state
-from fullshard.saving.optimizer_state import load_optimizer_state
-from fullshard.storage import read_index
-from fullshard.testing import run_ranks
+from fullshard.state.saving.dcp import load_dcp, save_dcp
+from fullshard.state.saving.full_optimizer import full_optimizer_state
+from fullshard.state.saving.optimizer_state import load_optimizer_state
+from fullshard.state.storage import read_index
 from support.optimizers import LAYOUTS, assert_same_updates, batches, loss_of, of_rank, train, zoo
 from support.states import assert_same_bits, rank_runs, whole as put_together
 

@@ -9,17 +9,17 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from fullshard import ShardedGradScaler, clip_grad_norm_, fully_shard, no_sync, step_in_backward
+from fullshard.core.optim import Places, repoint
+from fullshard.core.optim.adafactor.adafactor import Adafactor, TorchAdafactor
+from fullshard.core.optim.average import ExponentialMovingAverage
+from fullshard.core.optim.lowbit.adamw_8bit import AdamW8bit
+from fullshard.core.optim.lowbit.adamw_bf16 import AdamWBF16
+from fullshard.core.optim.muon.muon import Muon
+from fullshard.core.optim.muon.muon_groups import muon_groups
+from fullshard.core.policy import CPUOffload
+from fullshard.core.shards import rows_of
+from fullshard.core.testing import run_ranks
 from fullshard.errors import ConfigError, MismatchError
-from fullshard.optim import Places, repoint
-from fullshard.optim.adafactor.adafactor import Adafactor, TorchAdafactor
-from fullshard.optim.average import ExponentialMovingAverage
-from fullshard.optim.lowbit.adamw_8bit import AdamW8bit
-from fullshard.optim.lowbit.adamw_bf16 import AdamWBF16
-from fullshard.optim.muon.muon import Muon
-from fullshard.optim.muon.muon_groups import muon_groups
-from fullshard.policy import CPUOffload
-from fullshard.shards import rows_of
-from fullshard.testing import run_ranks
 from support.optimizers import assert_same_updates, batches, loss_of, of_rank, whole, zoo
 
 RANKS, STEPS = 2, 3

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from fullshard.optim.owner_reduce import OwnerReduce, OwnerValue
-from fullshard.testing import RecordingComm, run_ranks
+from fullshard.core.optim.owner_reduce import OwnerReduce, OwnerValue
+from fullshard.core.testing import RecordingComm, run_ranks
 
 OWNERS = [range(0, 2), range(1, 4), range(0, 4), range(2, 4)]
 SIZES = [7, 5, 1, 2]

@@ -10,10 +10,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from fullshard import MixedPrecision, ShardingStrategy, clip_grad_norm_, fully_shard, unsharded
+from fullshard.core.optim import ShardedGradScaler
+from fullshard.core.shards import rows_of
+from fullshard.core.testing import RecordingComm, run_ranks
 from fullshard.errors import ConfigError
-from fullshard.optim import ShardedGradScaler
-from fullshard.shards import rows_of
-from fullshard.testing import RecordingComm, run_ranks
 from support.models import TinyLM, batches, lm_loss
 from support.parity import ROWS_PER_RANK, optimizer_for, replicas
 

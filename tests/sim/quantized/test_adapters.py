@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import BitsAndBytesConfig
 
-from fullshard.testing import run_ranks
+from fullshard.core.testing import run_ranks
 from support import quantized
 from support.models import batches, causal_loss, seq2seq_loss
 from support.parity import ROWS_PER_RANK, train_sharded, train_unsharded

@@ -8,10 +8,10 @@ from safetensors.torch import save_file
 from torch import nn
 
 from fullshard import Pretrained, Quantize, fully_shard
-from fullshard.comm import RecordingComm
-from fullshard.quantized.bitsandbytes_door import bitsandbytes
-from fullshard.quantized.formats import FourBit
-from fullshard.testing import run_ranks
+from fullshard.core.comm import RecordingComm
+from fullshard.core.quantized.bitsandbytes_door import bitsandbytes
+from fullshard.core.quantized.formats import FourBit
+from fullshard.core.testing import run_ranks
 from support import quantized
 from support.quantized import t5
 

@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from fullshard import Checkpoints, load_checkpoint, save
-from fullshard.shards import rows_of
-from fullshard.testing import run_ranks
+from fullshard.core.shards import rows_of
+from fullshard.core.testing import run_ranks
 from support import quantized
 from support.models import batches, seq2seq_loss
 from support.parity import ROWS_PER_RANK, optimizer_for

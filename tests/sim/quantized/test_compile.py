@@ -5,9 +5,8 @@ import torch
 from torch._dynamo.utils import counters
 
 from fullshard import Pretrained, Quantize, fully_shard
-from fullshard.models import AdapterSpec, add_adapter, compile_blocks
-from fullshard.saving import AdaptedWeights
-from fullshard.testing import run_ranks
+from fullshard.core.testing import run_ranks
+from fullshard.program.models import AdaptedWeights, AdapterSpec, add_adapter, compile_blocks
 from support import quantized
 from support.models import batches, causal_loss, seq2seq_loss
 from support.parity import ROWS_PER_RANK, train_sharded

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from fullshard import Checkpoints, Pretrained, Quantize, fully_shard, load_checkpoint, unsharded
+from fullshard.core.quantized import QuantizedLinear, bitsandbytes_door
+from fullshard.core.testing import run_ranks
 from fullshard.errors import CheckpointError, ConfigError, MismatchError, ShardingError
-from fullshard.quantized import QuantizedLinear, bitsandbytes_door
-from fullshard.testing import run_ranks
 from support import quantized
 from support.quantized import NF4, t5
 

@@ -8,10 +8,10 @@ from safetensors.torch import save_file
 from torch import nn
 
 from fullshard import Pretrained, Quantize, fully_shard
-from fullshard.engine.setup import quantise
+from fullshard.core.engine.setup import quantise
+from fullshard.core.quantized.formats import FourBit
+from fullshard.core.testing import run_ranks
 from fullshard.errors import CheckpointError
-from fullshard.quantized.formats import FourBit
-from fullshard.testing import run_ranks
 from support import quantized
 
 SHAPES = [(64, 64), (130, 40), (33, 96), (5, 33)]

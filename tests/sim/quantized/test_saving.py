@@ -11,9 +11,9 @@ from torch import nn
 from transformers import T5ForConditionalGeneration
 
 from fullshard import Pretrained, Quantize, fully_shard, save, unsharded
-from fullshard.quantized import format_of
-from fullshard.saving import full
-from fullshard.testing import run_ranks
+from fullshard.core.quantized import format_of
+from fullshard.core.testing import run_ranks
+from fullshard.state.saving import full
 from support import quantized
 from support.quantized import NF4, t5
 

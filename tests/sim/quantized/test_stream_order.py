@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from fullshard import ShardingStrategy, TransformerBlocks, clip_grad_norm_, fully_shard
-from fullshard.engine.step.lane import Lane
-from fullshard.testing import run_ranks
+from fullshard.core.engine.step.lane import Lane
+from fullshard.core.testing import run_ranks
 from support import quantized
 from support.models import batches, seq2seq_loss
 from support.quantized import NF4, t5

@@ -5,7 +5,7 @@ import copy
 import pytest
 
 from fullshard import Quantize
-from fullshard.testing import run_ranks
+from fullshard.core.testing import run_ranks
 from support import quantized
 from support.models import batches
 from support.parity import ROWS_PER_RANK, steps_for, train_sharded, train_unsharded

@@ -22,12 +22,12 @@ from fullshard import (
     units,
     unsharded,
 )
-from fullshard.comm import RecordingComm
+from fullshard.core.comm import RecordingComm
+from fullshard.core.quantized import QuantizedLinear
+from fullshard.core.shards import rows_of
+from fullshard.core.testing import run_ranks
 from fullshard.errors import ShardingError
-from fullshard.models import enable_activation_checkpointing, fuse_head
-from fullshard.quantized import QuantizedLinear
-from fullshard.shards import rows_of
-from fullshard.testing import run_ranks
+from fullshard.program.models import enable_activation_checkpointing, fuse_head
 from support import quantized
 from support.models import batches, causal_loss, seq2seq_loss
 from support.parity import ROWS_PER_RANK, steps_for, train_sharded, train_unsharded

@@ -8,11 +8,11 @@ import torch
 from torch import nn
 
 from fullshard import Quantize, TransformerBlocks, fully_shard
+from fullshard.core.quantized import QuantizedLinear, formats, workspace
+from fullshard.core.quantized.formats import format_of
+from fullshard.core.quantized.linear import Held
+from fullshard.core.testing import run_ranks
 from fullshard.planner import Rehearsed, rehearse
-from fullshard.quantized import QuantizedLinear, formats, workspace
-from fullshard.quantized.formats import format_of
-from fullshard.quantized.linear import Held
-from fullshard.testing import run_ranks
 from support import quantized
 from support.models import batches, seq2seq_loss
 from support.quantized import NF4, t5

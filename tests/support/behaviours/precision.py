@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from fullshard import CPUOffload, MixedPrecision, ShardedGradScaler, ShardingStrategy, clip_grad_norm_, fully_shard
-from fullshard.shards import rows_of
+from fullshard.core.shards import rows_of
 from support.behaviours.running import HYBRID, assert_rows, compare, data_for, expect, lm, plain_step, shard, weights_of
 from support.parity import optimizer_for
 from support.tiny_lm import Block, lm_loss

@@ -4,9 +4,9 @@ import copy
 
 import torch
 
-from fullshard.comm import SoloComm
-from fullshard.policy import ShardingStrategy
-from fullshard.testing import RecordingComm
+from fullshard.core.comm import SoloComm
+from fullshard.core.policy import ShardingStrategy
+from fullshard.core.testing import RecordingComm
 from support.parity import steps_for
 
 SHORT = {"all_gather": "AG", "reduce_scatter": "RS", "all_reduce": "AR"}

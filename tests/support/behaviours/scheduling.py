@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 from fullshard import BackwardPrefetch, CPUOffload, MixedPrecision, Prefetch, ShardingStrategy
-from fullshard.comm import device_of
+from fullshard.core.comm import device_of
 from support.behaviours.running import (
     HYBRID,
     compare,

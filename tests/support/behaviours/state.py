@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from fullshard import full_tensors
+from fullshard.core.layout import UnitLayout
+from fullshard.core.testing import run_ranks
 from fullshard.errors import MismatchError
-from fullshard.layout import UnitLayout
-from fullshard.testing import run_ranks
 from support.behaviours.ranks import Ranks
 from support.behaviours.running import assert_weights, expect, lm, lm_step, runtime, shard, weights_of
 from support.parity import optimizer_for

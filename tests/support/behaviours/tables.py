@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 from fullshard import vocab_parallel_loss
-from fullshard.engine.tables.table_param import TableParam
+from fullshard.core.engine.tables.table_param import TableParam
 from support.behaviours.running import compare, expect, runtime
 from support.tiny_lm import HiddenLM
 

@@ -7,8 +7,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from fullshard import Named, ShardingStrategy, units, unsharded
-from fullshard.comm import SoloComm
-from fullshard.shards import rows_of
+from fullshard.core.comm import SoloComm
+from fullshard.core.shards import rows_of
 from support.behaviours.running import (
     BLOCK_NAMES,
     HYBRID,

@@ -12,11 +12,11 @@ import torch
 from safetensors.torch import load_file
 
 from fullshard import Checkpoints, fully_shard
-from fullshard.cli import common, main as cli
-from fullshard.launch import progress as launch_progress
-from fullshard.saving.full import write_assets
+from fullshard.core.testing import run_ranks
+from fullshard.program.cli import common, main as cli
+from fullshard.program.launch import progress as launch_progress
 from fullshard.sizes import format_bytes
-from fullshard.testing import run_ranks
+from fullshard.state.saving.full import write_assets
 from support.forged import forge_completion
 from support.models import t5
 from support.parity import replicas

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from fullshard.cli import accelerate as config_file, common, main as cli
-from fullshard.config import RunConfig, load_run
+from fullshard.program.cli import accelerate as config_file, common, main as cli
+from fullshard.program.config import RunConfig, load_run
 from support.tiny_run import write_run_file
 
 

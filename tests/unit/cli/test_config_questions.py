@@ -15,8 +15,8 @@ import time
 
 import pytest
 
-from fullshard.cli import main as cli, questionnaire
 from fullshard.compat.accelerate_config.file import read_accelerate_file
+from fullshard.program.cli import main as cli, questionnaire
 from support.accelerate_files import VERSION_1
 
 SECONDS = 60

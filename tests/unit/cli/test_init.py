@@ -9,12 +9,12 @@ import pytest
 import yaml
 from transformers import AutoModelForSeq2SeqLM
 
-from fullshard.cli import main as cli
-from fullshard.config import load_run
-from fullshard.starter import Machine, look_at, machine as machines
-from fullshard.testing import run_ranks
-from fullshard.train import FileSink, train
-from fullshard.train.reporting.card import CardSink
+from fullshard.core.testing import run_ranks
+from fullshard.program.cli import main as cli
+from fullshard.program.config import load_run
+from fullshard.program.starter import Machine, look_at, machine as machines
+from fullshard.program.train import FileSink, train
+from fullshard.program.train.reporting.card import CardSink
 from support.tiny_run import LABELS, WORDS
 
 

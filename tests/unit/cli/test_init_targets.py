@@ -6,11 +6,11 @@ import sys
 
 import pytest
 
-from fullshard.cli import main as cli
-from fullshard.config import load_run
-from fullshard.data import SourceSpec, read_split
 from fullshard.errors import DataError
-from fullshard.starter import machine as machines
+from fullshard.program.cli import main as cli
+from fullshard.program.config import load_run
+from fullshard.program.data import SourceSpec, read_split
+from fullshard.program.starter import machine as machines
 
 
 @pytest.fixture(autouse=True)

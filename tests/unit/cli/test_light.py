@@ -15,7 +15,7 @@ def test_nothing_heavy_is_imported(arguments, tmp_path):
     if "check" in arguments:
         arguments = [*arguments, str(write_run_file(tmp_path))]
     code = (
-        "import contextlib, sys\nfrom fullshard.cli.main import main\n"
+        "import contextlib, sys\nfrom fullshard.program.cli.main import main\n"
         "with contextlib.suppress(SystemExit):\n    assert not main(sys.argv[1:])\n"
         f"print('imported:', *[name for name in {HEAVY!r} if name in sys.modules])"
     )

@@ -7,9 +7,9 @@ import sys
 import pytest
 
 from fullshard import __version__
-from fullshard.cli import common, main as cli, train as train_verb
 from fullshard.errors import InvariantError
-from fullshard.launch import Failure
+from fullshard.program.cli import common, main as cli, train as train_verb
+from fullshard.program.launch import Failure
 from support.tiny_run import write_run_file
 
 
@@ -120,7 +120,7 @@ def test_train_starts_the_rank_program_and_passes_on_its_failure(tmp_path, capsy
     monkeypatch.setattr(common, "launch", lambda command, nproc, **_: started.append((command, nproc)) or failure)
     assert cli.main(["train", str(path), "seed=4", "--json"]) == 1
     ((command, nproc),) = started
-    assert command[1:] == ["-m", "fullshard.launch.programs.train", str(path), "seed=4", "--json"]
+    assert command[1:] == ["-m", "fullshard.program.launch.programs.train", str(path), "seed=4", "--json"]
     assert nproc == 2
     captured = capsys.readouterr()
     first, *others = captured.err.splitlines()
@@ -155,8 +155,8 @@ def test_only_what_is_required_is_named_as_missing(capsys):
 STUCK = """
 import gc, sys, time
 from torch.distributed import TCPStore
-from fullshard.cli import main as cli
-from fullshard.launch.script import peers
+from fullshard.program.cli import main as cli
+from fullshard.program.launch.script import peers
 
 store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 other = TCPStore("127.0.0.1", store.port, is_master=False, wait_for_workers=False)

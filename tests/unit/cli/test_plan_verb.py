@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from fullshard.cli.main import main
-from fullshard.cli.plan import memory
-from fullshard.config import load_run
-from fullshard.train.plan import longest_batch, prepare_plan
+from fullshard.program.cli.main import main
+from fullshard.program.cli.plan import memory
+from fullshard.program.config import load_run
+from fullshard.program.train.plan import longest_batch, prepare_plan
 from support.planned import write_directory_run, write_run
 
 
@@ -143,7 +143,8 @@ def test_a_length_that_cannot_be(run_file, length, capsys):
 @pytest.mark.slow
 def test_the_steps_of_all_plans_are_told(run_file, capsys, monkeypatch):
     told = []
-    monkeypatch.setattr("fullshard.launch.progress.WorkProgress.__call__", lambda bar, *counts: told.append(counts))
+    name = "fullshard.program.launch.progress.WorkProgress.__call__"
+    monkeypatch.setattr(name, lambda bar, *counts: told.append(counts))
     assert main(["plan", run_file, "--world", "1,3", "--gpu", "t4"]) == 0
     shares = [done / total for done, total in told]
     assert len(shares) == 6 + 12

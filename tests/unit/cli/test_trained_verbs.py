@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from fullshard.cli import common, main as cli, predict
-from fullshard.launch.streams import UnreadOutputError
+from fullshard.program.cli import common, main as cli, predict
+from fullshard.program.launch.streams import UnreadOutputError
 from support.tiny_run import write_run_file
 
 
@@ -37,7 +37,7 @@ def test_evaluate_starts_as_many_ranks_as_the_run(started, tmp_path, capsys):
     data = tmp_path / "held_out.csv"
     arguments = [run_file, "nproc=3", "--model=m", f"--data={data}", "--encoding=utf-16", "--output=o", "--json"]
     assert cli.main(["evaluate", *arguments]) == 0
-    assert started == [(["fullshard.launch.programs.evaluate", *arguments], 3, None)]
+    assert started == [(["fullshard.program.launch.programs.evaluate", *arguments], 3, None)]
     assert capsys.readouterr().err.startswith("fullshard: starting 3 ranks; ")
 
 
@@ -101,7 +101,7 @@ def test_predict_hands_over_what_was_given(started, tmp_path):
     options[options.index("--prefix") : options.index("--nproc")] = ["--prefix=-a: "]
     assert cli.main(["predict", "m", str(file), *options]) == 0
     ((arguments, nproc, held),) = started
-    assert arguments[:3] == ["fullshard.launch.programs.predict", "m", str(file)]
+    assert arguments[:3] == ["fullshard.program.launch.programs.predict", "m", str(file)]
     given = ["--batch-size=2", "--encoding=windows-1252", "--num-beams=4", f"--output={tmp_path / 'o'}"]
     assert sorted(arguments[3:]) == [*given, "--prefix=-a: ", "--system="]
     assert (nproc, held) == (2, "text\none\n")

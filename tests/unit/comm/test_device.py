@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from fullshard.comm import device as device_module, device_of
-from fullshard.comm.device import HUGE_FROM_BYTES, HUGE_PAGE_BYTES, CpuDevice, CudaDevice
-from fullshard.comm.staging import CudaStaging
+from fullshard.core.comm import device as device_module, device_of
+from fullshard.core.comm.device import HUGE_FROM_BYTES, HUGE_PAGE_BYTES, CpuDevice, CudaDevice
+from fullshard.core.comm.staging import CudaStaging
 from fullshard.errors import ConfigError
 
 CPU = torch.device("cpu")

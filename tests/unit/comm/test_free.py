@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from fullshard.comm import free
-from fullshard.comm.free import free_memory as found
+from fullshard.core.comm import free
+from fullshard.core.comm.free import free_memory as found
 
 CPU = torch.device("cpu")
 

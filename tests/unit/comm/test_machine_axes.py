@@ -2,10 +2,10 @@
 
 import pytest
 
-from fullshard.comm import machine_axes
-from fullshard.comm.machine_axes import _ranks_of_named
+from fullshard.core.comm import machine_axes
+from fullshard.core.comm.machine_axes import _ranks_of_named
+from fullshard.core.testing import run_ranks
 from fullshard.errors import ProcessGroupError
-from fullshard.testing import run_ranks
 
 
 @pytest.fixture(autouse=True)

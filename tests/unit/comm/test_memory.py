@@ -6,8 +6,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from fullshard.comm import MemoryMeter
-from fullshard.comm.memory import live_tensor_bytes
+from fullshard.core.comm import MemoryMeter
+from fullshard.core.comm.memory import live_tensor_bytes
 
 MIB = 1 << 20
 

@@ -4,9 +4,9 @@ import platform
 
 import pytest
 
-from fullshard.comm import whereabouts
-from fullshard.comm.peer_memory import OTHER_MACHINE, PeerMemory
-from fullshard.comm.whereabouts import named_machine
+from fullshard.core.comm import whereabouts
+from fullshard.core.comm.peer_memory import OTHER_MACHINE, PeerMemory
+from fullshard.core.comm.whereabouts import named_machine
 
 
 @pytest.fixture(autouse=True)

@@ -6,9 +6,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fullshard.comm import device_memory_bytes, placement, process, shutdown
-from fullshard.comm.gloo import GlooComm
-from fullshard.comm.placement import SHARED, Placement, agree, gpu_of_rank, placement_of
+from fullshard.core.comm import device_memory_bytes, placement, process, shutdown
+from fullshard.core.comm.gloo import GlooComm
+from fullshard.core.comm.placement import SHARED, Placement, agree, gpu_of_rank, placement_of
 
 SLOW = "collectives go through host memory, which is slow and meant for testing."
 

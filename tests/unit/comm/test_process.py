@@ -8,9 +8,9 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from fullshard.comm import Comm, FakeComm, GlooComm, init_from_env, process, shutdown
-from fullshard.comm.mesh import SoloComm
-from fullshard.comm.process import comm_of_group
+from fullshard.core.comm import Comm, FakeComm, GlooComm, init_from_env, process, shutdown
+from fullshard.core.comm.mesh import SoloComm
+from fullshard.core.comm.process import comm_of_group
 
 
 @pytest.fixture

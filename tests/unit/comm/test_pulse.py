@@ -7,12 +7,22 @@ import pytest
 import torch
 from torch.distributed import HashStore
 
-from fullshard.comm import pulse
-from fullshard.comm.board import Board
-from fullshard.comm.flight_recorder import FlightRecorder
-from fullshard.comm.line import Line
-from fullshard.comm.pulse import ASLEEP_S, BEAT_S, FAR_S, IDLE_S, LIMIT_VARIABLE, NAME_S, SILENT_S, STOPPED_S, Pulse
-from fullshard.comm.whereabouts import main_thread_long_call
+from fullshard.core.comm import pulse
+from fullshard.core.comm.board import Board
+from fullshard.core.comm.flight_recorder import FlightRecorder
+from fullshard.core.comm.line import Line
+from fullshard.core.comm.pulse import (
+    ASLEEP_S,
+    BEAT_S,
+    FAR_S,
+    IDLE_S,
+    LIMIT_VARIABLE,
+    NAME_S,
+    SILENT_S,
+    STOPPED_S,
+    Pulse,
+)
+from fullshard.core.comm.whereabouts import main_thread_long_call
 from fullshard.errors import ConfigError
 
 

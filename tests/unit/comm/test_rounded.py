@@ -6,9 +6,9 @@ import math
 import pytest
 import torch
 
-from fullshard.comm import Mesh, RecordingComm, SoloComm, rounded as rounded_module
-from fullshard.comm.rounded import BLOCK, RoundedGroup
-from fullshard.testing import run_ranks
+from fullshard.core.comm import Mesh, RecordingComm, SoloComm, rounded as rounded_module
+from fullshard.core.comm.rounded import BLOCK, RoundedGroup
+from fullshard.core.testing import run_ranks
 from support import poison
 from support.poison import LateComm
 

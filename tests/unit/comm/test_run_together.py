@@ -2,9 +2,9 @@
 
 import pytest
 
-from fullshard.comm import together, together_in_background
+from fullshard.core.comm import together, together_in_background
+from fullshard.core.testing import run_ranks
 from fullshard.errors import CheckpointError, FullshardError
-from fullshard.testing import run_ranks
 
 
 @pytest.mark.parametrize("way", [together, together_in_background])

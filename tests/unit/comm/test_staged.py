@@ -6,9 +6,9 @@ import weakref
 import pytest
 import torch
 
-from fullshard.comm import Comm, staged as staged_module
-from fullshard.comm.staged import JobThread, Stage, StagedComm
-from fullshard.testing import run_ranks
+from fullshard.core.comm import Comm, staged as staged_module
+from fullshard.core.comm.staged import JobThread, Stage, StagedComm
+from fullshard.core.testing import run_ranks
 from support.collectives import PIECE, check_collectives
 from support.staged import HostStaging
 

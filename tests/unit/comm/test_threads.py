@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from fullshard.comm import Comm
+from fullshard.core.comm import Comm
+from fullshard.core.testing import RecordingComm, run_ranks
 from fullshard.errors import MismatchError
-from fullshard.testing import RecordingComm, run_ranks
 
 
 def collectives(comm):

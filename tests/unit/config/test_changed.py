@@ -1,6 +1,6 @@
 """The settings that differ from the schema's defaults."""
 
-from fullshard.config import RunConfig, changed_settings
+from fullshard.program.config import RunConfig, changed_settings
 from support.tiny_run import settings
 
 

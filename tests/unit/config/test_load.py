@@ -8,10 +8,10 @@ from typing import get_args
 import pytest
 from pydantic import BaseModel
 
-from fullshard.config import RunConfig, load_run, read_run, require_output_dir
-from fullshard.config.evaluation import EvaluationConfig
-from fullshard.config.schema import ShardingConfig
 from fullshard.errors import ConfigError
+from fullshard.program.config import RunConfig, load_run, read_run, require_output_dir
+from fullshard.program.config.evaluation import EvaluationConfig
+from fullshard.program.config.schema import ShardingConfig
 
 
 def problems(path, *overrides):

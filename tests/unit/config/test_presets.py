@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from fullshard.config import load_run
-from fullshard.data import SourceSpec, read_split
 from fullshard.errors import ConfigError
+from fullshard.program.config import load_run
+from fullshard.program.data import SourceSpec, read_split
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 PRESETS = ("banking77_tiny", "causal_sft", "phrasebank_lora", "scitldr_t5", "t5_3b_qlora", "wikihow_t5")

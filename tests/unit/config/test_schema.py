@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from pydantic import BaseModel, ValidationError
 
-from fullshard.config import load_run
-from fullshard.config.schema import RunConfig, TrainingConfig
 from fullshard.errors import ConfigError
+from fullshard.program.config import load_run
+from fullshard.program.config.schema import RunConfig, TrainingConfig
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "banking77_tiny.yaml"
 

@@ -5,9 +5,9 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
-from fullshard.data import Example, SourceSpec, fingerprint, read_split
-from fullshard.data.reading import arrow
 from fullshard.errors import DataError
+from fullshard.program.data import Example, SourceSpec, fingerprint, read_split
+from fullshard.program.data.reading import arrow
 
 COLUMNS = {"text": ["a", "b\nc", "d"], "label": [1, 0, 1], "more": [["x", "y"], ["z"], ["z", "z"]]}
 FEATURES = datasets.Features(

@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from fullshard.data.batching.budget import TokenPlan
-from fullshard.data.batching.collate import CollateSpec, RowRef, collate
-from fullshard.data.batching.padding import padding_share, step_sizes
-from fullshard.data.batching.stream import EpochPlan, steps
-from fullshard.data.tokenizing.tokenize import LengthStats, TokenizedSet
 from fullshard.errors import DataError
+from fullshard.program.data.batching.budget import TokenPlan
+from fullshard.program.data.batching.collate import CollateSpec, RowRef, collate
+from fullshard.program.data.batching.padding import padding_share, step_sizes
+from fullshard.program.data.batching.stream import EpochPlan, steps
+from fullshard.program.data.tokenizing.tokenize import LengthStats, TokenizedSet
 
 STATS = LengthStats(1.0, 9, 0, 9)
 

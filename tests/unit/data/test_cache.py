@@ -8,12 +8,12 @@ import threading
 import numpy as np
 import pytest
 
-from fullshard.data.examples import Example
-from fullshard.data.tokenizing import cache
-from fullshard.data.tokenizing.cache import CONTENTS_NAME, cached, default_directory, open_tokens, tokenize_to
-from fullshard.data.tokenizing.ragged import Ragged
-from fullshard.data.tokenizing.tokenize import TokenizeSpec, tokenize
 from fullshard.errors import DataError
+from fullshard.program.data.examples import Example
+from fullshard.program.data.tokenizing import cache
+from fullshard.program.data.tokenizing.cache import CONTENTS_NAME, cached, default_directory, open_tokens, tokenize_to
+from fullshard.program.data.tokenizing.ragged import Ragged
+from fullshard.program.data.tokenizing.tokenize import TokenizeSpec, tokenize
 
 ROWS = [Example("a b", ("label",), 2), Example("a b c d e", ("label label label",), 3), Example("c", ("b",), 4)]
 
@@ -27,7 +27,7 @@ def entry_of(directory, text="content"):
 def test_tokens_from_the_cache_are_those_in_memory(tmp_path, t5_like, causal, monkeypatch):
     spec = TokenizeSpec(4, 3, source_prefix="prefix: ", causal=causal)
     expected = tokenize(ROWS, t5_like, spec)
-    monkeypatch.setattr(sys.modules["fullshard.data.tokenizing.tokenize"], "CHUNK_ROWS", 2)
+    monkeypatch.setattr(sys.modules["fullshard.program.data.tokenizing.tokenize"], "CHUNK_ROWS", 2)
     told = []
     stats = tokenize_to(tmp_path, ROWS, t5_like, spec, lambda *where: told.append(where))
     mapped = open_tokens(tmp_path, stats)

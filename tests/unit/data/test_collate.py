@@ -2,9 +2,9 @@
 
 import torch
 
-from fullshard.data.batching.collate import CollateSpec, RowRef, collate
-from fullshard.data.examples import Example
-from fullshard.data.tokenizing.tokenize import TokenizeSpec, tokenize
+from fullshard.program.data.batching.collate import CollateSpec, RowRef, collate
+from fullshard.program.data.examples import Example
+from fullshard.program.data.tokenizing.tokenize import TokenizeSpec, tokenize
 
 ROWS = [Example("a b c", ("label",), 2), Example("a", ("label label",), 3)]
 BOTH = [RowRef(0), RowRef(1)]

@@ -3,10 +3,10 @@
 import pytest
 import yaml
 
-from fullshard.data import SourceSpec
-from fullshard.data.reading.columns import KNOWN_SHAPES, choose, choose_sources, parse_template
-from fullshard.data.reading.tables import Row
 from fullshard.errors import ConfigError, DataError
+from fullshard.program.data import SourceSpec
+from fullshard.program.data.reading.columns import KNOWN_SHAPES, choose, choose_sources, parse_template
+from fullshard.program.data.reading.tables import Row
 
 
 def example(columns, cells=None, **options):

@@ -9,8 +9,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from fullshard.data import SourceSpec, answers_as_rows, read_inputs, read_split
 from fullshard.errors import DataError
+from fullshard.program.data import SourceSpec, answers_as_rows, read_inputs, read_split
 
 OPENAI = [
     {"role": "system", "content": "Be short."},

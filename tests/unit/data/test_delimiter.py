@@ -2,8 +2,8 @@
 
 import pytest
 
-from fullshard.data import SourceSpec, read_split
 from fullshard.errors import DataError
+from fullshard.program.data import SourceSpec, read_split
 
 
 def table(tmp_path, text, **options):

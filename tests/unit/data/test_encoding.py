@@ -7,8 +7,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from fullshard.data import SourceSpec, encoding_of_rows, read_inputs
 from fullshard.errors import DataError
+from fullshard.program.data import SourceSpec, encoding_of_rows, read_inputs
 
 ROWS = [f"{'Straße' if number % 2 else 'Weg'} {number}" for number in range(22)]
 

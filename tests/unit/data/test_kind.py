@@ -12,12 +12,20 @@ from dataclasses import replace
 import pandas
 import pytest
 
-from fullshard.cli import main as cli
-from fullshard.data import SourceSpec, StreamedRows, TokenizeSpec, encoding_of_rows, index_to, read_inputs, read_split
-from fullshard.data.reading import kind
-from fullshard.data.reading.tables import parse_json
 from fullshard.errors import DataError
-from fullshard.starter import look_at
+from fullshard.program.cli import main as cli
+from fullshard.program.data import (
+    SourceSpec,
+    StreamedRows,
+    TokenizeSpec,
+    encoding_of_rows,
+    index_to,
+    read_inputs,
+    read_split,
+)
+from fullshard.program.data.reading import kind
+from fullshard.program.data.reading.tables import parse_json
+from fullshard.program.starter import look_at
 
 ROWS = [{"text": f"where is card {i}", "label": f"kind {i % 3}"} for i in range(12)]
 FRAME = pandas.DataFrame(ROWS)

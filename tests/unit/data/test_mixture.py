@@ -7,8 +7,8 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from fullshard.data import EpochPlan, LengthStats, Mixture, TokenizedSet, chained
-from fullshard.data.mixing.mixture import shares
+from fullshard.program.data import EpochPlan, LengthStats, Mixture, TokenizedSet, chained
+from fullshard.program.data.mixing.mixture import shares
 
 CASES = [((10, 30), (1.0, 1.0)), ((7, 100, 3), (0.5, 0.3, 0.2)), ((5, 5), (3.0, 1.0)), ((1, 50), (0.001, 1.0))]
 

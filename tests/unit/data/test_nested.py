@@ -8,9 +8,17 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from fullshard.data import SourceSpec, StreamedRows, TokenizeSpec, fingerprint, index_to, read_inputs, read_split
-from fullshard.data.reading import conversations, opened, split
 from fullshard.errors import DataError
+from fullshard.program.data import (
+    SourceSpec,
+    StreamedRows,
+    TokenizeSpec,
+    fingerprint,
+    index_to,
+    read_inputs,
+    read_split,
+)
+from fullshard.program.data.reading import conversations, opened, split
 
 ROWS = [{"id": str(i), "translation": {"en": f"the card {i}", "de": f"die Karte, {i}"}} for i in range(6)]
 NAMES = {"source_column": "translation.en", "target_column": "translation.de"}

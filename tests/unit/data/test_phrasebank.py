@@ -2,8 +2,8 @@
 
 import pytest
 
-from fullshard.data import Example, SourceSpec, fingerprint, read_split
 from fullshard.errors import DataError
+from fullshard.program.data import Example, SourceSpec, fingerprint, read_split
 
 TEXT = "Sales rose @ 5 % in Jyväskylä .@positive\r\nIt is flat .@neutral\r\n\r\nProfit fell .@negative\r\n"
 ROWS = [

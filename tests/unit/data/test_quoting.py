@@ -8,8 +8,9 @@ from dataclasses import replace
 import pandas
 import pytest
 
-from fullshard.config import DataConfig
-from fullshard.data import (
+from fullshard.errors import DataError
+from fullshard.program.config import DataConfig
+from fullshard.program.data import (
     SourceSpec,
     StreamedRows,
     TokenizeSpec,
@@ -19,8 +20,7 @@ from fullshard.data import (
     read_split,
     with_rows_of,
 )
-from fullshard.data.reading import split as split_module
-from fullshard.errors import DataError
+from fullshard.program.data.reading import split as split_module
 
 WORDS = ["so", "nice", "day", "card", "it's", "he", "said", "ok,", "5", "no", "über", "really"]
 
@@ -130,7 +130,8 @@ def test_streaming_reads_the_same_rows_without_a_second_look(lone, tmp_path, t5_
     entry.mkdir()
     kept = json.loads(json.dumps(index_to(entry, spec, None, 10)))
     assert (kept["quoting"], kept["in_place"]) == ("none", True)
-    monkeypatch.setattr("fullshard.data.reading.tables.look_at_quotes", lambda *given: pytest.fail("a second look"))
+    name = "fullshard.program.data.reading.tables.look_at_quotes"
+    monkeypatch.setattr(name, lambda *given: pytest.fail("a second look"))
     how = TokenizeSpec(causal=False, max_source_length=9, max_target_length=9)
     rows = StreamedRows(entry, kept, spec, t5_like, how)
     found = [(row.source, row.target) for row in rows.examples(range(kept["rows"]))]

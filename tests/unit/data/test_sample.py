@@ -8,12 +8,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from fullshard.config import RunConfig
-from fullshard.data import Sample, SourceSpec, read_split, training_texts
-from fullshard.data.examples import Example
-from fullshard.data.streaming.index import index_to
-from fullshard.train.setup.prepare import prepare
-from fullshard.train.setup.set_rows import MOST_LABELS
+from fullshard.program.config import RunConfig
+from fullshard.program.data import Sample, SourceSpec, read_split, training_texts
+from fullshard.program.data.examples import Example
+from fullshard.program.data.streaming.index import index_to
+from fullshard.program.train.setup.prepare import prepare
+from fullshard.program.train.setup.set_rows import MOST_LABELS
 from support.tiny_run import settings
 
 LABELS = 77

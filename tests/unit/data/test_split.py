@@ -8,8 +8,8 @@ from dataclasses import replace
 
 import pytest
 
-from fullshard.data import Example, SourceSpec, fingerprint, read_split
 from fullshard.errors import DataError
+from fullshard.program.data import Example, SourceSpec, fingerprint, read_split
 
 ADVICE = "Correct or remove them, or raise data.max_bad_rows (now 0) to skip them:"
 

@@ -9,12 +9,12 @@ import torch
 from hypothesis import assume, given, strategies as st
 from torch.utils.data import DistributedSampler
 
-from fullshard.data.batching import stream
-from fullshard.data.batching.collate import CollateSpec
-from fullshard.data.batching.stream import EpochPlan, batches, row_refs
-from fullshard.data.examples import Example
-from fullshard.data.tokenizing.tokenize import TokenizeSpec, tokenize
 from fullshard.errors import DataError
+from fullshard.program.data.batching import stream
+from fullshard.program.data.batching.collate import CollateSpec
+from fullshard.program.data.batching.stream import EpochPlan, batches, row_refs
+from fullshard.program.data.examples import Example
+from fullshard.program.data.tokenizing.tokenize import TokenizeSpec, tokenize
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 7])

@@ -13,17 +13,17 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from fullshard.data import Sample, SourceSpec, chained, read_split, tokenize, training_texts
-from fullshard.data.batching import ahead
-from fullshard.data.batching.collate import CollateSpec
-from fullshard.data.batching.stream import EpochPlan, steps
-from fullshard.data.reading.tables import CsvFile
-from fullshard.data.streaming import rows as rows_module
-from fullshard.data.streaming.index import ROWS_NAME, TargetCounts, index_to
-from fullshard.data.streaming.rows import StreamedRows, lengths_to, open_stream, sample_lengths
-from fullshard.data.tokenizing.tokenize import TokenizeSpec
 from fullshard.errors import DataError
-from fullshard.train.setup.set_rows import MOST_LABELS
+from fullshard.program.data import Sample, SourceSpec, chained, read_split, tokenize, training_texts
+from fullshard.program.data.batching import ahead
+from fullshard.program.data.batching.collate import CollateSpec
+from fullshard.program.data.batching.stream import EpochPlan, steps
+from fullshard.program.data.reading.tables import CsvFile
+from fullshard.program.data.streaming import rows as rows_module
+from fullshard.program.data.streaming.index import ROWS_NAME, TargetCounts, index_to
+from fullshard.program.data.streaming.rows import StreamedRows, lengths_to, open_stream, sample_lengths
+from fullshard.program.data.tokenizing.tokenize import TokenizeSpec
+from fullshard.program.train.setup.set_rows import MOST_LABELS
 
 WORDS = ["a", "b", "c", "d", "e", "label"]
 T5 = TokenizeSpec(max_source_length=6, max_target_length=3, source_prefix="prefix: ")

@@ -2,10 +2,10 @@
 
 import pytest
 
-from fullshard.data import choose_separator, describe_separator
-from fullshard.data.examples import Example
-from fullshard.data.tokenizing.tokenize import LengthStats, TokenizeSpec, tokenize
 from fullshard.errors import DataError
+from fullshard.program.data import choose_separator, describe_separator
+from fullshard.program.data.examples import Example
+from fullshard.program.data.tokenizing.tokenize import LengthStats, TokenizeSpec, tokenize
 from support.trained_tokenizer import byte_tokenizer
 
 ROWS = [Example("a b", ("label",), 2), Example("a b c d e", ("label label label label",), 3)]

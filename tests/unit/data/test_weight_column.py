@@ -4,7 +4,8 @@ import dataclasses
 
 import pytest
 
-from fullshard.data import (
+from fullshard.errors import DataError
+from fullshard.program.data import (
     Example,
     SourceSpec,
     TokenizeSpec,
@@ -16,7 +17,6 @@ from fullshard.data import (
     read_split,
     tokenize_to,
 )
-from fullshard.errors import DataError
 
 
 def write(path, text):

@@ -2,9 +2,9 @@
 
 import pytest
 
-from fullshard.data import SourceSpec, fingerprint, read_split
-from fullshard.data.reading.wikihow import title_key
 from fullshard.errors import DataError
+from fullshard.program.data import SourceSpec, fingerprint, read_split
+from fullshard.program.data.reading.wikihow import title_key
 
 ARTICLE = "Line one of the article.\n\n, Line two of it...\n, and three.,\n" + "word " * 20
 

@@ -12,12 +12,12 @@ from types import SimpleNamespace
 import pytest
 
 from fullshard.errors import CheckpointError, ProcessGroupError
-from fullshard.launch import attempts, launch
-from fullshard.launch.attempts import Reached, Restarts, kept_directory
-from fullshard.launch.failure import Failure
-from fullshard.launch.programs import again
-from fullshard.launch.programs.again import ReachedSink, resume_again
-from fullshard.resilience import KeepDirectory
+from fullshard.program.launch import attempts, launch
+from fullshard.program.launch.attempts import Reached, Restarts, kept_directory
+from fullshard.program.launch.failure import Failure
+from fullshard.program.launch.programs import again
+from fullshard.program.launch.programs.again import ReachedSink, resume_again
+from fullshard.state.resilience import KeepDirectory
 
 PRELUDE = """
 import json, os, signal, sys
@@ -131,7 +131,7 @@ def kills(monkeypatch):
 
 
 NOTED = """
-from fullshard.launch.attempts import note_plan
+from fullshard.program.launch.attempts import note_plan
 rank or note_plan("planned: a rank needs at most 9.00 GiB for tensors; 8.00 GiB are free")
 rank or note_plan("another line")
 """

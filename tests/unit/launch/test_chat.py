@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from fullshard.config import RunConfig
-from fullshard.launch.programs.chat import about_model
-from fullshard.testing import run_ranks
-from fullshard.train.setup.devices import Devices
+from fullshard.core.testing import run_ranks
+from fullshard.program.config import RunConfig
+from fullshard.program.launch.programs.chat import about_model
+from fullshard.program.train.setup.devices import Devices
 from support.tiny_run import settings
 
 

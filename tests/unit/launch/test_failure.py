@@ -3,7 +3,7 @@
 import pytest
 
 from fullshard.errors import DataError, InvariantError, RunStopped
-from fullshard.launch import Failure
+from fullshard.program.launch import Failure
 
 
 def failure_of(error, rank=None):

@@ -13,8 +13,8 @@ import time
 
 import pytest
 
-from fullshard.launch import choose_nproc, launch, launched_elsewhere, local
-from fullshard.launch.streams import UnreadOutputError
+from fullshard.program.launch import choose_nproc, launch, launched_elsewhere, local
+from fullshard.program.launch.streams import UnreadOutputError
 from support.processes import SOURCE
 
 HOW = "interpreters"
@@ -320,7 +320,7 @@ def test_ranks_end_with_a_launcher_that_is_killed(still_imports, tmp_path):
     command = script(
         tmp_path,
         f"""
-        from fullshard.launch.local import end_with_launcher
+        from fullshard.program.launch.local import end_with_launcher
         signal.alarm(20)
         launcher = os.getppid()
         if not {still_imports}:
@@ -333,7 +333,7 @@ def test_ranks_end_with_a_launcher_that_is_killed(still_imports, tmp_path):
         """,
     )
     launcher = subprocess.Popen(
-        [sys.executable, "-c", f"from fullshard.launch import launch; launch({command!r}, nproc=1)"],
+        [sys.executable, "-c", f"from fullshard.program.launch import launch; launch({command!r}, nproc=1)"],
         stdout=subprocess.PIPE,
     )
     assert launcher.stdout.readline() == b"ready\n"

@@ -3,7 +3,7 @@
 import pytest
 
 from fullshard.errors import ConfigError
-from fullshard.launch.script.machines import (
+from fullshard.program.launch.script.machines import (
     MachinePlan,
     MachineSettings,
     Nodes,

@@ -10,11 +10,11 @@ from torch.distributed import HashStore, PrefixStore
 from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousStoreInfo
 
 from fullshard.errors import ProcessGroupError
-from fullshard.launch.failure import Failure, brief
-from fullshard.launch.script import peers
-from fullshard.launch.script.machines import MachinePlan, Nodes
-from fullshard.launch.script.peers import MachineEnded, PeerMonitor, RunFailure, lost_connection, post_failure
-from fullshard.launch.script.rendezvous import DynamicRendezvous, make_card, meet, meet_newest
+from fullshard.program.launch.failure import Failure, brief
+from fullshard.program.launch.script import peers
+from fullshard.program.launch.script.machines import MachinePlan, Nodes
+from fullshard.program.launch.script.peers import MachineEnded, PeerMonitor, RunFailure, lost_connection, post_failure
+from fullshard.program.launch.script.rendezvous import DynamicRendezvous, make_card, meet, meet_newest
 
 HOST = socket.gethostname()
 NAMES = ["machine 0 (a)", "machine 1 (b)"]
@@ -24,8 +24,8 @@ NAMES = ["machine 0 (a)", "machine 1 (b)"]
 def quick(monkeypatch):
     monkeypatch.setattr(peers, "BEAT_SECONDS", 0.02)
     monkeypatch.setattr(peers, "LEAVE_SECONDS", 0.2)
-    monkeypatch.setattr("fullshard.launch.script.rendezvous._LOOK_SECONDS", 0.01)
-    monkeypatch.setattr("fullshard.launch.script.rendezvous._LINGER_SECONDS", 0.0)
+    monkeypatch.setattr("fullshard.program.launch.script.rendezvous._LOOK_SECONDS", 0.01)
+    monkeypatch.setattr("fullshard.program.launch.script.rendezvous._LINGER_SECONDS", 0.0)
 
 
 def plan(number, nnodes=2, run_id="none"):

@@ -11,10 +11,10 @@ import time
 
 import pytest
 
-from fullshard.comm.whereabouts import has_ended
+from fullshard.core.comm.whereabouts import has_ended
 from fullshard.errors import ProcessGroupError
-from fullshard.launch import attempts, launch, local, processes
-from fullshard.launch.processes import Fork
+from fullshard.program.launch import attempts, launch, local, processes
+from fullshard.program.launch.processes import Fork
 from support.processes import SOURCE
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs Linux' PR_SET_CHILD_SUBREAPER")
@@ -168,7 +168,7 @@ def test_ranks_that_cannot_all_be_forked_end(tmp_path, capfd):
         os.fork = fork
     """
     command = module(tmp_path, "open(out + '/ran', 'w')", imports)
-    code = f"from fullshard.launch import launch; print(launch({command!r}, nproc=2).exit_code)"
+    code = f"from fullshard.program.launch import launch; print(launch({command!r}, nproc=2).exit_code)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.stdout == "1\n"
     assert "BlockingIOError: too many processes" in done.stderr
@@ -205,7 +205,7 @@ def test_a_signal_for_all_processes_prints_no_traceback_of_the_one_that_forks(tm
 
 def test_a_launcher_that_was_started_with_ignored_children_sees_how_ranks_end(tmp_path):
     command = module(tmp_path, "os._exit(7 * rank)")
-    code = f"from fullshard.launch import launch; print(launch({command!r}, nproc=2).exit_code)"
+    code = f"from fullshard.program.launch import launch; print(launch({command!r}, nproc=2).exit_code)"
     ignores = (
         "import os, signal, sys; signal.signal(signal.SIGCHLD, signal.SIG_IGN); os.execv(sys.executable, sys.argv[1:])"
     )

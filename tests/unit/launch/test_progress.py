@@ -2,9 +2,9 @@
 
 import pytest
 
-from fullshard.cli.common import ByteProgress, ShareProgress
-from fullshard.launch import progress as module
-from fullshard.launch.progress import WorkProgress
+from fullshard.program.cli.common import ByteProgress, ShareProgress
+from fullshard.program.launch import progress as module
+from fullshard.program.launch.progress import WorkProgress
 
 
 class Clock:

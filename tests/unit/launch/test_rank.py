@@ -5,10 +5,10 @@ import os
 
 import pytest
 
-from fullshard.launch.failure import Failure
-from fullshard.launch.programs import predict, rank
-from fullshard.launch.programs.row_file import RowWriter
-from fullshard.train.evaluation.predict import RowPrediction
+from fullshard.program.launch.failure import Failure
+from fullshard.program.launch.programs import predict, rank
+from fullshard.program.launch.programs.row_file import RowWriter
+from fullshard.program.train.evaluation.predict import RowPrediction
 
 
 class Ended(BaseException):

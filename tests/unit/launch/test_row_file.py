@@ -10,12 +10,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from fullshard.data import SourceSpec, read_inputs
-from fullshard.data.reading.tables import CsvFile
 from fullshard.errors import ConfigError
-from fullshard.launch.programs.row_file import RecordColumns, RowWriter
-from fullshard.launch.programs.row_formats import require_suffix
-from fullshard.train.evaluation.predict import RowPrediction
+from fullshard.program.data import SourceSpec, read_inputs
+from fullshard.program.data.reading.tables import CsvFile
+from fullshard.program.launch.programs.row_file import RecordColumns, RowWriter
+from fullshard.program.launch.programs.row_formats import require_suffix
+from fullshard.program.train.evaluation.predict import RowPrediction
 
 ROWS = [
     {"input": 'a, "b"\tc', "prediction": "zwei\nZeilen"},

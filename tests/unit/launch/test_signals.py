@@ -8,14 +8,14 @@ import sys
 
 import pytest
 
-from fullshard.launch.failure import say_ending
-from fullshard.launch.programs import signals
-from fullshard.launch.programs.signals import StopSignals
+from fullshard.program.launch.failure import say_ending
+from fullshard.program.launch.programs import signals
+from fullshard.program.launch.programs.signals import StopSignals
 
 AGAIN = """
 import ctypes, os, signal, threading
-from fullshard.launch.failure import say_ending
-from fullshard.launch.programs import signals
+from fullshard.program.launch.failure import say_ending
+from fullshard.program.launch.programs import signals
 
 def again():
     while not stop.requested:

@@ -10,7 +10,7 @@ PROGRAM = """
 import sys
 from rich.console import Console
 from fullshard.errors import DataError
-from fullshard.launch.streams import UnreadOutputError, guard_streams
+from fullshard.program.launch.streams import UnreadOutputError, guard_streams
 guard_streams(outlived={outlived})
 try:
     Console().print("through rich")  # which ends the process itself on a BrokenPipeError
@@ -58,7 +58,7 @@ def test_lost_output_is_told_once_or_ends_the_command(opened, reason, error, unb
 
 def test_nothing_ends_because_of_standard_error():
     program = (
-        "import sys; from fullshard.launch.streams import *; guard_streams(); print('x', file=sys.stderr); print(1)"
+        "from fullshard.program.launch.streams import *; guard_streams(); import sys; print(file=sys.stderr); print(1)"
     )
     with open("/dev/full", "w") as full:
         command = [sys.executable, "-c", program]
@@ -68,7 +68,7 @@ def test_nothing_ends_because_of_standard_error():
 
 def test_a_file_opened_later_is_not_written_into_by_messages(tmp_path):
     program = (
-        "import os, sys; from fullshard.launch.streams import *; guard_streams()\n"
+        "import os, sys; from fullshard.program.launch.streams import *; guard_streams()\n"
         f"file = open({str(tmp_path / 'weights')!r}, 'w'); assert file.fileno() > 2\n"
         "assert sys.stdin.read() == ''\n"
         "print('a message'); print('a message', file=sys.stderr); os.write(2, b'native code')\n"
@@ -83,7 +83,7 @@ def test_a_file_opened_later_is_not_written_into_by_messages(tmp_path):
 def test_a_pipe_that_is_not_blocking_gets_every_line():
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
-    program = "from fullshard.launch.streams import *; guard_streams()\nfor n in range(100_000): print(n)"
+    program = "from fullshard.program.launch.streams import *; guard_streams()\nfor n in range(100_000): print(n)"
     process = subprocess.Popen([sys.executable, "-c", program], stdout=writer)
     os.close(writer)
     with os.fdopen(reader) as lines:

@@ -9,10 +9,10 @@ import threading
 import pytest
 from torch.distributed.elastic.multiprocessing.api import SignalException
 
-from fullshard.launch.script import workers
-from fullshard.launch.script.agent import raised_signals
-from fullshard.launch.script.output import Output
-from fullshard.launch.script.workers import Workers
+from fullshard.program.launch.script import workers
+from fullshard.program.launch.script.agent import raised_signals
+from fullshard.program.launch.script.output import Output
+from fullshard.program.launch.script.workers import Workers
 
 
 class SlowReader(io.BytesIO):

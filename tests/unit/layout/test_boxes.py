@@ -5,7 +5,7 @@ from math import prod
 
 from hypothesis import given, settings, strategies as st
 
-from fullshard.layout import boxes
+from fullshard.core.layout import boxes
 
 bounded = settings(max_examples=200, deadline=None, derandomize=True)
 

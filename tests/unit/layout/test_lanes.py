@@ -6,8 +6,8 @@ from math import prod
 import pytest
 from hypothesis import given, settings, strategies as st
 
+from fullshard.core.layout import LaneLayout, Placement, plan_unit
 from fullshard.errors import InvariantError
-from fullshard.layout import LaneLayout, Placement, plan_unit
 
 shapes_of_units = st.lists(
     st.lists(st.sampled_from([1, 3, 8, 31, 64, 100, 768]), max_size=3).map(tuple), min_size=1, max_size=7

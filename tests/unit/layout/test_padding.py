@@ -4,7 +4,7 @@ from math import prod
 
 import pytest
 
-from fullshard.layout import UnitLayout, plan_unit
+from fullshard.core.layout import UnitLayout, plan_unit
 
 Shapes = tuple[tuple[int, ...], ...]
 

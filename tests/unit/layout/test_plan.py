@@ -5,8 +5,8 @@ from math import prod
 import pytest
 from hypothesis import given, settings, strategies as st
 
+from fullshard.core.layout import LaneLayout, Placement, UnitLayout, plan, plan_unit
 from fullshard.errors import ConfigError, ProcessGroupError, WrapError
-from fullshard.layout import LaneLayout, Placement, UnitLayout, plan, plan_unit
 
 ALIGNMENT = 16
 

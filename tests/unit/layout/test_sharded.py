@@ -4,7 +4,7 @@ from math import prod
 
 from hypothesis import given, settings, strategies as st
 
-from fullshard.layout import ShardMeta, plan_unit
+from fullshard.core.layout import ShardMeta, plan_unit
 
 
 def shards(shapes: tuple[tuple[int, ...], ...], world_size: int) -> list[list[ShardMeta]]:

@@ -5,8 +5,8 @@ from math import prod
 import pytest
 from hypothesis import given, settings, strategies as st
 
+from fullshard.core.layout import ShardMeta, along_rows, by_block, elementwise, on_all_owners, plan_unit
 from fullshard.errors import InvariantError
-from fullshard.layout import ShardMeta, along_rows, by_block, elementwise, on_all_owners, plan_unit
 
 SHAPES = st.lists(st.lists(st.sampled_from([1, 2, 5, 31, 64, 1000]), max_size=3).map(tuple), min_size=1, max_size=6)
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from fullshard.models import train_tokenizer
+from fullshard.program.models import train_tokenizer
 
 SENTENCES = [
     "How do I locate my card?",

@@ -5,7 +5,7 @@ import torch
 from transformers import T5Config, T5ForConditionalGeneration
 
 from fullshard.errors import ModelError
-from fullshard.models import blocks_of, build_model, enable_activation_checkpointing
+from fullshard.program.models import blocks_of, build_model, enable_activation_checkpointing
 
 T5 = {
     "model_type": "t5", "d_model": 16, "d_kv": 4, "d_ff": 32, "num_layers": 2, "num_heads": 2, "dropout_rate": 0.0,

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
 from fullshard.errors import ModelError
-from fullshard.models import build_model, build_skeleton, is_causal, load_model, load_tokenizer, train_tokenizer
+from fullshard.program.models import build_model, build_skeleton, is_causal, load_model, load_tokenizer, train_tokenizer
 
 T5 = {"model_type": "t5", "d_model": 16, "d_kv": 4, "d_ff": 32, "num_layers": 1, "num_heads": 2}
 GPT2 = {"model_type": "gpt2", "n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 32}
@@ -66,7 +66,7 @@ def test_a_chat_template_whose_name_leads_out_is_refused_before_it_is_saved(name
 @pytest.mark.slow
 def test_tokenizer_training_is_the_same_in_another_process(tokenizer, sentences):
     code = (
-        "import json, sys; from fullshard.models import train_tokenizer;"
+        "import json, sys; from fullshard.program.models import train_tokenizer;"
         "print(train_tokenizer(json.load(sys.stdin), 100).backend_tokenizer.to_str())"
     )
     done = subprocess.run(

@@ -9,9 +9,9 @@ from torch._dynamo.utils import counters
 from transformers import T5ForConditionalGeneration
 
 from fullshard import fully_shard
+from fullshard.core.testing import run_ranks
 from fullshard.errors import ModelError
-from fullshard.models import compile_blocks, uncompiled
-from fullshard.testing import run_ranks
+from fullshard.program.models import compile_blocks, uncompiled
 from support.models import TinyLM, bart, gpt2, llama, t5, tiny_t5_config
 
 DYNAMO = pytest.mark.filterwarnings("ignore")  # torch's compiler warns about its own code

@@ -4,7 +4,7 @@ import pytest
 from huggingface_hub import constants
 
 from fullshard.errors import ModelError
-from fullshard.models import resolve_model, stated_license
+from fullshard.program.models import resolve_model, stated_license
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
@@ -47,7 +47,7 @@ def test_only_what_a_model_needs_is_fetched_and_bin_only_without_safetensors(tmp
         asked.append(any(pattern.endswith(".bin") for pattern in allow_patterns))
         return str(tmp_path)
 
-    monkeypatch.setattr("fullshard.models.hub.snapshot_download", fetch)
+    monkeypatch.setattr("fullshard.program.models.hub.snapshot_download", fetch)
     resolve_model("someone/tiny")
     (tmp_path / "model.safetensors").touch()
     resolve_model("someone/tiny")

@@ -10,11 +10,19 @@ from transformers import Gemma2Config, Gemma2ForCausalLM
 from transformers.trainer_pt_utils import LabelSmoother
 
 from fullshard import fully_shard
-from fullshard.comm import MemoryMeter, device_memory_bytes, logits_at_once, planned_memory
-from fullshard.comm.memory import LOGITS_AT_ONCE
+from fullshard.core.comm import MemoryMeter, device_memory_bytes, logits_at_once, planned_memory
+from fullshard.core.comm.memory import LOGITS_AT_ONCE
+from fullshard.core.testing import run_ranks
 from fullshard.errors import ModelError
-from fullshard.models import PLAIN, Objective, fuse_head, fused_head_of, loss as loss_module, model_loss, summed_loss
-from fullshard.testing import run_ranks
+from fullshard.program.models import (
+    PLAIN,
+    Objective,
+    fuse_head,
+    fused_head_of,
+    loss as loss_module,
+    model_loss,
+    summed_loss,
+)
 from support.models import VOCAB, bart, gpt2, t5, t5_untied
 from support.parity import assert_gradients, replicas, sharded_gradients
 

@@ -7,7 +7,7 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel, MixtralConfig, MixtralForCausalLM
 
 from fullshard.errors import ModelError
-from fullshard.models import build_model, build_skeleton, converted_names, load_model, train_tokenizer
+from fullshard.program.models import build_model, build_skeleton, converted_names, load_model, train_tokenizer
 
 T5 = {"model_type": "t5", "d_model": 16, "d_kv": 4, "d_ff": 32, "num_layers": 1, "num_heads": 2}
 BART = {

@@ -8,7 +8,7 @@ from torch import nn
 from transformers import MT5Config, MT5ForConditionalGeneration, UMT5Config, UMT5ForConditionalGeneration
 
 from fullshard.errors import ModelError
-from fullshard.models import require_fp16_fit, set_attention_dropout
+from fullshard.program.models import require_fp16_fit, set_attention_dropout
 from support.models import bart, gpt2, t5, tiny_t5_config
 
 TINY = {"vocab_size": 50, "d_model": 16, "d_kv": 4, "d_ff": 16, "num_layers": 2, "num_heads": 2, "dropout_rate": 0.3}

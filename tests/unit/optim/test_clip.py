@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from fullshard import clip_grad_norm_, fully_shard
-from fullshard.comm import SoloComm
+from fullshard.core.comm import SoloComm
+from fullshard.core.shards import rows_of
+from fullshard.core.testing import run_ranks
 from fullshard.errors import ConfigError, TrainingError
-from fullshard.shards import rows_of
-from fullshard.testing import run_ranks
 from support.models import TinyLM, batches, lm_loss, lm_with_frozen_parts
 from support.parity import assert_gradients, replicas, sharded_gradients
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
-from fullshard.comm.protocol import DONE
-from fullshard.optim import ShardedGradScaler, clip_grad_norm_
+from fullshard.core.comm.protocol import DONE
+from fullshard.core.optim import ShardedGradScaler, clip_grad_norm_
 
 
 class DeviceComm:

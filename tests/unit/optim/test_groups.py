@@ -7,11 +7,11 @@ import torch
 from torch import nn
 
 from fullshard import fully_shard, step_in_backward
+from fullshard.core.optim.groups import decay_groups
+from fullshard.core.optim.muon.muon_groups import muon_groups
+from fullshard.core.shards import rows_of
+from fullshard.core.testing import run_ranks
 from fullshard.errors import ConfigError
-from fullshard.optim.groups import decay_groups
-from fullshard.optim.muon.muon_groups import muon_groups
-from fullshard.shards import rows_of
-from fullshard.testing import run_ranks
 from support.optimizers import copies, zoo
 
 

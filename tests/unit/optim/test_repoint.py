@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 from fullshard import fully_shard, unsharded
+from fullshard.core.optim import Places, repoint
+from fullshard.core.testing import run_ranks
 from fullshard.errors import ConfigError
-from fullshard.optim import Places, repoint
-from fullshard.testing import run_ranks
 from support.models import TinyLM, batches, lm_loss
 from support.parity import replicas
 

@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch import nn
 
+from fullshard.core.layout import ShardMeta, plan_unit
+from fullshard.core.optim.shards import as_rows, comm_of, is_split, meta_of, require_same_parameters
+from fullshard.core.testing import run_ranks
 from fullshard.errors import ConfigError
-from fullshard.layout import ShardMeta, plan_unit
-from fullshard.optim.shards import as_rows, comm_of, is_split, meta_of, require_same_parameters
-from fullshard.testing import run_ranks
 
 
 @pytest.mark.parametrize("shape", [(), (5,), (3, 4), (2, 3, 4)])

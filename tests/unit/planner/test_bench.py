@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from fullshard import fully_shard
+from fullshard.core.testing import run_ranks
 from fullshard.errors import ConfigError
 from fullshard.planner import Rehearsed, measure_rates, rehearse, time_step
 from fullshard.planner.bench import rates_of
 from fullshard.planner.trial import Trial, try_steps
 from fullshard.planner.work import Awaited, Computed, Issued, Operator
-from fullshard.testing import run_ranks
 from support.planned import batch, build, make_model
 
 CPU = torch.device("cpu")

@@ -5,13 +5,13 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from fullshard import Quantize
-from fullshard.comm import MemoryMeter
+from fullshard.core.comm import MemoryMeter
+from fullshard.core.quantized import formats, workspace
+from fullshard.core.quantized.bitsandbytes_door import bitsandbytes
+from fullshard.core.quantized.formats import format_of
 from fullshard.errors import ModelError
 from fullshard.planner.hollow import HollowMode, real_tensors
 from fullshard.planner.meter import Meter
-from fullshard.quantized import formats, workspace
-from fullshard.quantized.bitsandbytes_door import bitsandbytes
-from fullshard.quantized.formats import format_of
 
 ROWS = (64, 1024)
 

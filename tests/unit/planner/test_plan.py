@@ -11,7 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralFo
 
 import fullshard
 from fullshard import ShardingStrategy, optim
-from fullshard.comm import MemoryMeter
+from fullshard.core.comm import MemoryMeter
 from fullshard.errors import ConfigError, ModelError
 from fullshard.planner import Plan, Rehearsed, TooMuchWorkError, highest, rehearse
 from support.planned import batch, make_model

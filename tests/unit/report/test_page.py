@@ -9,14 +9,14 @@ from html.parser import HTMLParser
 
 import pytest
 
-from fullshard.cli import report as verb
-from fullshard.config import RunConfig
 from fullshard.errors import CheckpointError, ConfigError
-from fullshard.report import figures, frame, write_report
-from fullshard.report.files import read_run
-from fullshard.report.frame import STYLE
-from fullshard.report.numbers import MOST_POINTS, memory_unit, number, share, shown, smooth, thin
-from fullshard.report.page import MOST_RANKS, headline, make_page
+from fullshard.program.cli import report as verb
+from fullshard.program.config import RunConfig
+from fullshard.program.report import figures, frame, write_report
+from fullshard.program.report.files import read_run
+from fullshard.program.report.frame import STYLE
+from fullshard.program.report.numbers import MOST_POINTS, memory_unit, number, share, shown, smooth, thin
+from fullshard.program.report.page import MOST_RANKS, headline, make_page
 from fullshard.sizes import format_duration
 from support.report_run import NASTY, RUN, UNITS, make_trace, write_finished, write_small, write_unfinished
 from support.tiny_run import settings

@@ -6,8 +6,8 @@ import threading
 import pytest
 
 from fullshard.errors import CheckpointError
-from fullshard.saving import background
-from fullshard.saving.background import BackgroundWriter
+from fullshard.state.saving import background
+from fullshard.state.saving.background import BackgroundWriter
 
 
 class Disk:

@@ -9,10 +9,10 @@ from safetensors.torch import load_file
 from torch import nn
 
 from fullshard import Checkpoints, fully_shard, load_checkpoint, save
+from fullshard.core.testing import run_ranks
 from fullshard.errors import CheckpointError, FullshardError
-from fullshard.saving import checkpoints
-from fullshard.storage import CheckpointReader, Piece, find_checkpoints, read_index, writer
-from fullshard.testing import run_ranks
+from fullshard.state.saving import checkpoints
+from fullshard.state.storage import CheckpointReader, Piece, find_checkpoints, read_index, writer
 from support.forged import as_version_1, forge_completion, forge_index
 from support.models import TinyLM, batches, lm_loss
 from support.parity import replicas

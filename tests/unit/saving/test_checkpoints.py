@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 from fullshard import Checkpoints, ShardingStrategy, fully_shard, load_checkpoint, no_sync, step_in_backward
+from fullshard.core.testing import run_ranks
 from fullshard.errors import CheckpointError
-from fullshard.storage import find_checkpoints, read_index, writer
-from fullshard.testing import run_ranks
+from fullshard.state.storage import find_checkpoints, read_index, writer
 from support.models import TinyLM, batches, lm_loss, t5
 from support.parity import replicas
 from support.states import assert_same_bits, rank_runs, whole

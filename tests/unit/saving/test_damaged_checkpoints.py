@@ -8,10 +8,10 @@ import torch
 from torch import nn
 
 from fullshard import Checkpoints, fully_shard, load_checkpoint
-from fullshard.engine import local_tensors
+from fullshard.core.engine import local_tensors
+from fullshard.core.testing import run_ranks
 from fullshard.errors import CheckpointError
-from fullshard.storage.verify import verify
-from fullshard.testing import run_ranks
+from fullshard.state.storage.verify import verify
 from support.forged import as_version_1, forge_index
 from support.parity import replicas
 

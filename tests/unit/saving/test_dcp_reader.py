@@ -24,10 +24,10 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from fullshard import fully_shard
+from fullshard.core.testing import run_ranks
 from fullshard.errors import CheckpointError
-from fullshard.saving.dcp import load_dcp, save_dcp
-from fullshard.saving.dcp_reader import read_metadata
-from fullshard.testing import run_ranks
+from fullshard.state.saving.dcp import load_dcp, save_dcp
+from fullshard.state.saving.dcp_reader import read_metadata
 
 
 class Ran:
@@ -177,7 +177,7 @@ def named(module, name):
         ("torch.distributed.checkpoint.metadata", "Metadata.__init__"),
         ("torch.distributed.checkpoint.metadata", "os"),
         ("torch.distributed.checkpoint.filesystem", "pickle.loads"),
-        ("fullshard.saving.dcp_reader", "read_metadata"),
+        ("fullshard.state.saving.dcp_reader", "read_metadata"),
         ("pathlib", "Path.rmdir"),
         ("collections", "OrderedDict.fromkeys"),
     ],

@@ -12,11 +12,11 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from fullshard import Checkpoints, MixedPrecision, fully_shard, save
-from fullshard.comm import MemoryMeter
+from fullshard.core.comm import MemoryMeter
+from fullshard.core.testing import run_ranks
 from fullshard.errors import CheckpointError, ConfigError
-from fullshard.saving import export as exporting
-from fullshard.saving.export import ExportOptions, choose_checkpoint, describe_choice, export
-from fullshard.testing import run_ranks
+from fullshard.state.saving import export as exporting
+from fullshard.state.saving.export import ExportOptions, choose_checkpoint, describe_choice, export
 from support.models import bart, gpt2, t5, t5_untied
 from support.parity import replicas
 

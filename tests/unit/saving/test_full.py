@@ -12,11 +12,11 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
 
 from fullshard import MixedPrecision, ShardingStrategy, fully_shard, save
-from fullshard.comm import run_together
+from fullshard.core.comm import run_together
+from fullshard.core.testing import run_ranks
 from fullshard.errors import CheckpointError, ConfigError, ShardingError
-from fullshard.models import train_tokenizer
-from fullshard.saving import full
-from fullshard.testing import run_ranks
+from fullshard.program.models import train_tokenizer
+from fullshard.state.saving import full
 from support.models import TinyLM, bart, gpt2, t5, t5_untied
 from support.parity import replicas
 

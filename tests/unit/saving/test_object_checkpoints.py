@@ -7,12 +7,12 @@ import torch
 
 import fullshard
 from fullshard import Checkpoints, fully_shard, load_checkpoint
+from fullshard.core.testing import run_ranks
 from fullshard.errors import CheckpointError, ConfigError, StoreError
-from fullshard.saving.export import ExportOptions, choose_checkpoint, export
-from fullshard.storage import as_place, find_checkpoints, object_client, object_lock, read_index
-from fullshard.storage.contents import inspect_path
-from fullshard.storage.verify import verify
-from fullshard.testing import run_ranks
+from fullshard.state.saving.export import ExportOptions, choose_checkpoint, export
+from fullshard.state.storage import as_place, find_checkpoints, object_client, object_lock, read_index
+from fullshard.state.storage.contents import inspect_path
+from fullshard.state.storage.verify import verify
 from support import object_stores
 from support.models import TinyLM, batches, lm_loss, t5
 from support.parity import replicas

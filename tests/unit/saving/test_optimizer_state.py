@@ -8,10 +8,10 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimi
 from transformers import Trainer
 
 from fullshard import fully_shard, step_in_backward
-from fullshard.engine import unsharded
+from fullshard.core.engine import unsharded
+from fullshard.core.testing import run_ranks
 from fullshard.errors import CheckpointError
-from fullshard.saving.optimizer_state import _guesses, load_optimizer_state
-from fullshard.testing import run_ranks
+from fullshard.state.saving.optimizer_state import _guesses, load_optimizer_state
 from support.models import KINDS, TinyLM, bart, batches, gpt2, lm_loss, lm_with_frozen_parts, seq2seq_loss, t5
 from support.parity import replicas
 from support.states import assert_same_bits, rank_runs, whole

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from fullshard import Checkpoints, fully_shard
-from fullshard.resilience import partner, slot
-from fullshard.resilience.keep import KeepDirectory
-from fullshard.resilience.slot import Slot
-from fullshard.storage import find_checkpoints
-from fullshard.testing import run_ranks
+from fullshard.core.testing import run_ranks
+from fullshard.state.resilience import partner, slot
+from fullshard.state.resilience.keep import KeepDirectory
+from fullshard.state.resilience.slot import Slot
+from fullshard.state.storage import find_checkpoints
 from support.models import TinyLM, batches, lm_loss
 from support.parity import replicas
 from support.states import assert_same_bits, rank_runs, whole

@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import nn
 
+from fullshard.core.testing import run_ranks
 from fullshard.errors import ShardingError
-from fullshard.saving.shard_tensor import ShardTensor, part_or_full
-from fullshard.testing import run_ranks
+from fullshard.state.saving.shard_tensor import ShardTensor, part_or_full
 
 
 def part():

@@ -12,14 +12,14 @@ import pytest
 import torch
 
 from fullshard import Checkpoints, ShardingStrategy, fully_shard
+from fullshard.core.optim import AdamW8bit, Muon
+from fullshard.core.optim.average import ExponentialMovingAverage
+from fullshard.core.testing import run_ranks
 from fullshard.errors import CheckpointError
-from fullshard.optim import AdamW8bit, Muon
-from fullshard.optim.average import ExponentialMovingAverage
-from fullshard.resilience import checksums, keep as keep_directory, slot, snapshots
-from fullshard.resilience.slot import Described, Slot
-from fullshard.resilience.snapshots import _interval
-from fullshard.storage import find_checkpoints
-from fullshard.testing import run_ranks
+from fullshard.state.resilience import checksums, keep as keep_directory, slot, snapshots
+from fullshard.state.resilience.slot import Described, Slot
+from fullshard.state.resilience.snapshots import _interval
+from fullshard.state.storage import find_checkpoints
 from support.models import TinyLM, batches, lm_loss
 from support.parity import replicas
 from support.states import assert_same_bits, rank_runs, whole

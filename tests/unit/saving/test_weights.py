@@ -11,11 +11,11 @@ from torch import nn
 from transformers import GPT2Model, LlamaConfig, LlamaForCausalLM
 
 from fullshard import CPUOffload, MixedPrecision, ShardingStrategy, full_tensors, fully_shard, memory_summary, unsharded
-from fullshard.engine.setup import initial
+from fullshard.core.engine.setup import initial
+from fullshard.core.testing import run_ranks
 from fullshard.errors import CheckpointError, ConfigError, MismatchError, ShardingError
-from fullshard.saving import Pretrained, load
-from fullshard.storage import safetensors_reader
-from fullshard.testing import run_ranks
+from fullshard.state.saving import Pretrained, load
+from fullshard.state.storage import safetensors_reader
 from support.models import (
     TinyLM,
     bart,

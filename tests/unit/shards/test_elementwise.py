@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 from fullshard import fully_shard
+from fullshard.core.shards import rows_of
+from fullshard.core.testing import run_ranks
 from fullshard.errors import ShardingError
-from fullshard.shards import rows_of
-from fullshard.testing import run_ranks
 
 
 def test_two_models_on_groups_of_the_same_ranks_are_in_one_operation():

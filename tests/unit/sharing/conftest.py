@@ -6,10 +6,10 @@ import pytest
 from huggingface_hub import constants
 from huggingface_hub.utils import _http, close_session
 
-from fullshard.config import RunConfig
-from fullshard.testing import run_ranks
-from fullshard.train import FileSink, train
-from fullshard.train.reporting.card import CardSink
+from fullshard.core.testing import run_ranks
+from fullshard.program.config import RunConfig
+from fullshard.program.train import FileSink, train
+from fullshard.program.train.reporting.card import CardSink
 from support.fake_hub import TOKEN, fake_hub
 from support.tiny_run import settings
 

@@ -5,11 +5,11 @@ import threading
 import pytest
 from transformers import AutoModelForSeq2SeqLM
 
-from fullshard.config import RunConfig
-from fullshard.sharing import PushSink, push_finished
-from fullshard.testing import run_ranks
-from fullshard.train import FileSink, train
-from fullshard.train.reporting.card import CardSink
+from fullshard.core.testing import run_ranks
+from fullshard.program.config import RunConfig
+from fullshard.program.sharing import PushSink, push_finished
+from fullshard.program.train import FileSink, train
+from fullshard.program.train.reporting.card import CardSink
 from support.tiny_run import settings
 
 REPO = "ada/mine"

@@ -11,13 +11,13 @@ from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
-from fullshard.cli import main as cli
-from fullshard.config import RunConfig
-from fullshard.models import build_model, train_tokenizer
-from fullshard.sharing import hub as uploads
-from fullshard.testing import run_ranks
-from fullshard.train import FileSink, train
-from fullshard.train.reporting.card import CardSink
+from fullshard.core.testing import run_ranks
+from fullshard.program.cli import main as cli
+from fullshard.program.config import RunConfig
+from fullshard.program.models import build_model, train_tokenizer
+from fullshard.program.sharing import hub as uploads
+from fullshard.program.train import FileSink, train
+from fullshard.program.train.reporting.card import CardSink
 from support.fake_hub import TOKEN, Repository
 from support.tiny_run import MODEL, read_jsonl, settings
 

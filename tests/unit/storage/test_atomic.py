@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from fullshard.errors import CheckpointError
-from fullshard.storage import atomic, atomic_directory, publish_model, recover, write_text
-from fullshard.storage.weights_writer import WEIGHTS_INDEX_NAME as INDEX
+from fullshard.state.storage import atomic, atomic_directory, publish_model, recover, write_text
+from fullshard.state.storage.weights_writer import WEIGHTS_INDEX_NAME as INDEX
 
 
 class Killed(BaseException):

@@ -6,10 +6,10 @@ import pytest
 from torch import nn
 
 from fullshard import Checkpoints, fully_shard
+from fullshard.core.testing import run_ranks
 from fullshard.errors import CheckpointError
-from fullshard.storage import add_small_file, atomic, check_completion
-from fullshard.storage.verify import verify
-from fullshard.testing import run_ranks
+from fullshard.state.storage import add_small_file, atomic, check_completion
+from fullshard.state.storage.verify import verify
 
 
 class KilledError(Exception):

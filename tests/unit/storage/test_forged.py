@@ -14,14 +14,14 @@ import torch
 from torch import nn
 
 from fullshard import Checkpoints, fully_shard
+from fullshard.core.testing import run_ranks
 from fullshard.errors import CheckpointError
 from fullshard.file_names import stays_inside
-from fullshard.storage import find_checkpoints, read_index, rules, survey
-from fullshard.storage.object_path import ObjectPath
-from fullshard.storage.object_store import ObjectStore
-from fullshard.storage.verify import verify
-from fullshard.storage.weight_files import WeightFiles
-from fullshard.testing import run_ranks
+from fullshard.state.storage import find_checkpoints, read_index, rules, survey
+from fullshard.state.storage.object_path import ObjectPath
+from fullshard.state.storage.object_store import ObjectStore
+from fullshard.state.storage.verify import verify
+from fullshard.state.storage.weight_files import WeightFiles
 from support.forged import as_version_1, forge_completion, forge_index, put_index
 from support.parity import replicas
 
@@ -264,7 +264,7 @@ CHEAP = """
 import resource, sys, time
 from pathlib import Path
 from fullshard.errors import CheckpointError
-from fullshard.storage import read_index
+from fullshard.state.storage import read_index
 before, start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
 try:
     read_index(Path(sys.argv[1]))

@@ -5,7 +5,7 @@ import os
 
 import pytest
 
-from fullshard.storage.json_file import Bounds, parse_bounded, read_json, require_sealed, seal
+from fullshard.state.storage.json_file import Bounds, parse_bounded, read_json, require_sealed, seal
 
 FEW = Bounds(10_000, 100, 100)
 

@@ -9,9 +9,9 @@ import stat
 import pytest
 
 from fullshard import Checkpoints, fully_shard
+from fullshard.core.testing import run_ranks
 from fullshard.errors import CheckpointError
-from fullshard.storage import DirectoryLock, find_checkpoints
-from fullshard.testing import run_ranks
+from fullshard.state.storage import DirectoryLock, find_checkpoints
 from support.models import TinyLM
 from support.parity import replicas
 

@@ -2,9 +2,9 @@
 
 import pytest
 
-from fullshard.storage import object_path
-from fullshard.storage.object_path import ObjectPath
-from fullshard.storage.object_store import ObjectStore
+from fullshard.state.storage import object_path
+from fullshard.state.storage.object_path import ObjectPath
+from fullshard.state.storage.object_store import ObjectStore
 
 LISTED = {"config.json": 2, "sub/model.bin": 4, "sub/deep/a": 1, "empty": 0, "b": 3, "b/c": 3}
 

@@ -12,8 +12,8 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from fullshard.errors import CheckpointError
-from fullshard.storage import safetensors_reader
-from fullshard.storage.safetensors_reader import SafetensorsFile
+from fullshard.state.storage import safetensors_reader
+from fullshard.state.storage.safetensors_reader import SafetensorsFile
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 

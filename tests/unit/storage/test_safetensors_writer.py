@@ -9,7 +9,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from fullshard.errors import CheckpointError
-from fullshard.storage import SafetensorsWriter, TensorSpec, safetensors_writer
+from fullshard.state.storage import SafetensorsWriter, TensorSpec, safetensors_writer
 
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16]
 

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from fullshard.storage.completion import Completion, parse_completion
-from fullshard.storage.store import rank_by_metric
+from fullshard.state.storage.completion import Completion, parse_completion
+from fullshard.state.storage.store import rank_by_metric
 
 
 def found(*metrics):

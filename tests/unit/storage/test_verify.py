@@ -8,11 +8,11 @@ import torch
 from torch import nn
 
 from fullshard import Checkpoints, fully_shard
+from fullshard.core.testing import run_ranks
 from fullshard.errors import CheckpointError
-from fullshard.storage import read_index, shard_file, verify
-from fullshard.storage.kinds import Kind
-from fullshard.storage.verify import verify as verify_path
-from fullshard.testing import run_ranks
+from fullshard.state.storage import read_index, shard_file, verify
+from fullshard.state.storage.kinds import Kind
+from fullshard.state.storage.verify import verify as verify_path
 from support.forged import as_version_1, forge_completion, forge_index
 from support.models import t5
 from support.parity import replicas

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import save_file
 
 from fullshard.errors import CheckpointError
-from fullshard.storage import WeightFiles
+from fullshard.state.storage import WeightFiles
 
 TENSORS = {"a": torch.arange(12.0).view(3, 4), "b": torch.arange(5.0) + 100}
 

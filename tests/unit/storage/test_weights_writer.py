@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForSeq2SeqLM
 
 from fullshard.errors import CheckpointError, ConfigError
-from fullshard.storage import TensorSpec, WeightsWriter, holds_model, parse_size, publish_model
+from fullshard.state.storage import TensorSpec, WeightsWriter, holds_model, parse_size, publish_model
 from support.models import bart, gpt2, t5, t5_untied
 
 

@@ -8,7 +8,7 @@ from torch import nn
 from transformers.initialization import guard_torch_init_functions
 
 from fullshard import fully_shard, unsharded
-from fullshard.testing import run_ranks
+from fullshard.core.testing import run_ranks
 
 
 def test_two_ranks_that_build_transformers_models_at_once_leave_torchs_initialisers():

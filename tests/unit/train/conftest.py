@@ -5,8 +5,8 @@ import threading
 
 import pytest
 
-from fullshard.train.run import traced_step
-from fullshard.train.setup import model as modelling
+from fullshard.program.train.run import traced_step
+from fullshard.program.train.setup import model as modelling
 from support.interrupted_run import OFTEN, run
 
 

@@ -7,18 +7,18 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from fullshard.config import load_run
+from fullshard.core.testing import run_ranks
 from fullshard.errors import CheckpointError, ConfigError, MemoryLimitError
 from fullshard.planner import hardware
-from fullshard.resilience import KeepDirectory
-from fullshard.testing import run_ranks
-from fullshard.train import auto
-from fullshard.train.auto import chosen_precision, chosen_settings
-from fullshard.train.fit import search
-from fullshard.train.plan import plan_prepared, prepare_plan
-from fullshard.train.setup import devices as devices_module
-from fullshard.train.setup.devices import Devices, usable
-from fullshard.train.setup.resume import checkpoints_directory
+from fullshard.program.config import load_run
+from fullshard.program.train import auto
+from fullshard.program.train.auto import chosen_precision, chosen_settings
+from fullshard.program.train.fit import search
+from fullshard.program.train.plan import plan_prepared, prepare_plan
+from fullshard.program.train.setup import devices as devices_module
+from fullshard.program.train.setup.devices import Devices, usable
+from fullshard.program.train.setup.resume import checkpoints_directory
+from fullshard.state.resilience import KeepDirectory
 from support.planned import write_run
 
 

@@ -7,15 +7,15 @@ from itertools import cycle
 import pytest
 import torch
 
-from fullshard.comm import MemoryMeter
-from fullshard.config import load_run
-from fullshard.models import compile_blocks
-from fullshard.testing import run_ranks
-from fullshard.train.plan import largest_steps, plan_prepared
-from fullshard.train.run.assemble import assemble
-from fullshard.train.run.step import StepSpec, issue_step
-from fullshard.train.setup import model as setup
-from fullshard.train.setup.prepare import prepare
+from fullshard.core.comm import MemoryMeter
+from fullshard.core.testing import run_ranks
+from fullshard.program.config import load_run
+from fullshard.program.models import compile_blocks
+from fullshard.program.train.plan import largest_steps, plan_prepared
+from fullshard.program.train.run.assemble import assemble
+from fullshard.program.train.run.step import StepSpec, issue_step
+from fullshard.program.train.setup import model as setup
+from fullshard.program.train.setup.prepare import prepare
 from support.planned import write_run
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(900)]  # torch's compiler warns about its code

@@ -7,19 +7,19 @@ from functools import partial
 import pytest
 
 from fullshard import units
-from fullshard.config import RunConfig, load_run
-from fullshard.engine.setup import wrap as wrapping
+from fullshard.core.engine.setup import wrap as wrapping
+from fullshard.core.testing import run_ranks
 from fullshard.errors import CheckpointError, ConfigError, MemoryLimitError, ModelError, UserError, WrapError
 from fullshard.planner import hardware
-from fullshard.saving import full
-from fullshard.testing import run_ranks
-from fullshard.train import dry_run as dry_run_module
-from fullshard.train.dry_run import dry_run, inspect_units
-from fullshard.train.fit import search
-from fullshard.train.run.assemble import assemble
-from fullshard.train.setup import prepare
-from fullshard.train.setup.model import make_model
-from fullshard.train.setup.prepare import prepare_tokenizer
+from fullshard.program.config import RunConfig, load_run
+from fullshard.program.train import dry_run as dry_run_module
+from fullshard.program.train.dry_run import dry_run, inspect_units
+from fullshard.program.train.fit import search
+from fullshard.program.train.run.assemble import assemble
+from fullshard.program.train.setup import prepare
+from fullshard.program.train.setup.model import make_model
+from fullshard.program.train.setup.prepare import prepare_tokenizer
+from fullshard.state.saving import full
 from support.planned import write_run
 from support.tiny_run import MODEL, settings
 

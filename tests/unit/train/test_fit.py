@@ -6,11 +6,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from fullshard.config import load_run
 from fullshard.errors import ConfigError
 from fullshard.planner import Timing, hardware
-from fullshard.train import fit, plan
-from fullshard.train.plan import RunPlan, plan_run
+from fullshard.program.config import load_run
+from fullshard.program.train import fit, plan
+from fullshard.program.train.plan import RunPlan, plan_run
 from support.planned import write_run
 
 KEPT = {"no_shard": 80, "shard_grad_op": 40, "full_shard": 30}

@@ -5,13 +5,13 @@ import torch
 from torch.nn import functional
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
-from fullshard.data import CollateSpec, LengthStats, RowRef, TokenizedSet, collate
-from fullshard.engine import fully_shard
+from fullshard.core.engine import fully_shard
+from fullshard.core.shards import rows_of
+from fullshard.core.testing import run_ranks
 from fullshard.errors import ModelError
-from fullshard.models.packing import PACKABLE_CAUSAL, PACKABLE_SEQ2SEQ, enable_packing
-from fullshard.shards import rows_of
-from fullshard.testing import run_ranks
-from fullshard.train.forward import model_inputs
+from fullshard.program.data import CollateSpec, LengthStats, RowRef, TokenizedSet, collate
+from fullshard.program.models.packing import PACKABLE_CAUSAL, PACKABLE_SEQ2SEQ, enable_packing
+from fullshard.program.train.forward import model_inputs
 
 STATS = LengthStats(1.0, 9, 0, 9)
 VOCAB = 40

@@ -4,16 +4,16 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from fullshard.comm import lacking
-from fullshard.config import load_run
+from fullshard.core.comm import lacking
 from fullshard.errors import MemoryLimitError
 from fullshard.planner import hardware
 from fullshard.planner.ranks import PlannedComm
-from fullshard.train import memory_check
-from fullshard.train.least_memory import least_memory
-from fullshard.train.memory_check import check_memory, needed_bytes
-from fullshard.train.plan import plan_prepared
-from fullshard.train.setup.prepare import prepare
+from fullshard.program.config import load_run
+from fullshard.program.train import memory_check
+from fullshard.program.train.least_memory import least_memory
+from fullshard.program.train.memory_check import check_memory, needed_bytes
+from fullshard.program.train.plan import plan_prepared
+from fullshard.program.train.setup.prepare import prepare
 from support.planned import RUNS, write_run
 
 SIZES = {"6B": (4096, 11008, 32), "66B": (8192, 28672, 80)}

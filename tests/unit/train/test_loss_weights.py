@@ -9,12 +9,12 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from fullshard import fully_shard, unsharded
-from fullshard.data import CollateSpec, LengthStats, RowRef, TokenizedSet, collate
-from fullshard.models import Objective, fuse_head
-from fullshard.models.packing import enable_packing
-from fullshard.testing import run_ranks
-from fullshard.train.forward import losses
-from fullshard.train.run.step import StepSpec
+from fullshard.core.testing import run_ranks
+from fullshard.program.data import CollateSpec, LengthStats, RowRef, TokenizedSet, collate
+from fullshard.program.models import Objective, fuse_head
+from fullshard.program.models.packing import enable_packing
+from fullshard.program.train.forward import losses
+from fullshard.program.train.run.step import StepSpec
 from support.one_step import train_step
 
 STATS = LengthStats(mean=0.0, longest=0, truncated=0, limit=0)

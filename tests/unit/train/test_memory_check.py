@@ -8,16 +8,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from fullshard.config import RUN_NAME, load_run
 from fullshard.errors import MemoryLimitError
 from fullshard.planner import TooMuchWorkError
 from fullshard.planner.ranks import PlannedComm
+from fullshard.program.config import RUN_NAME, load_run
+from fullshard.program.train import memory_check, remedies
+from fullshard.program.train.auto import choices_without_plan
+from fullshard.program.train.memory_check import _Rank, check_memory, needed_bytes, shortage
+from fullshard.program.train.plan import plan_prepared, plan_run
+from fullshard.program.train.setup.prepare import prepare
 from fullshard.sizes import format_bytes
-from fullshard.train import memory_check, remedies
-from fullshard.train.auto import choices_without_plan
-from fullshard.train.memory_check import _Rank, check_memory, needed_bytes, shortage
-from fullshard.train.plan import plan_prepared, plan_run
-from fullshard.train.setup.prepare import prepare
 from support.planned import write_run
 
 BLOCKS = "training.gradient_checkpointing"

@@ -8,16 +8,16 @@ import torch
 from torch.nn import functional
 from transformers import T5ForConditionalGeneration
 
-from fullshard.config import RunConfig
-from fullshard.data import CollateSpec, RowRef, collate
 from fullshard.errors import CheckpointError, ConfigError, ModelError
-from fullshard.models import decoder_inputs, require_left_to_right, require_plain_loss, train_tokenizer
 from fullshard.planner import UnplannedStepError
-from fullshard.saving import full
-from fullshard.train.dry_run import dry_run
-from fullshard.train.forward import losses
-from fullshard.train.plan import try_step
-from fullshard.train.setup.prepare import prepare
+from fullshard.program.config import RunConfig
+from fullshard.program.data import CollateSpec, RowRef, collate
+from fullshard.program.models import decoder_inputs, require_left_to_right, require_plain_loss, train_tokenizer
+from fullshard.program.train.dry_run import dry_run
+from fullshard.program.train.forward import losses
+from fullshard.program.train.plan import try_step
+from fullshard.program.train.setup.prepare import prepare
+from fullshard.state.saving import full
 from support.adapter_steps import ROWS, batch_of
 from support.interrupted_run import STEPS, run
 from support.model_types import small_config, small_model, types

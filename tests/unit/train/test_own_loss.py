@@ -18,10 +18,11 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from fullshard import fully_shard, unsharded
-from fullshard.config import RunConfig
-from fullshard.data import CollateSpec, LengthStats, RowRef, TokenizedSet, collate
+from fullshard.core.testing import run_ranks
 from fullshard.errors import ConfigError
-from fullshard.models import (
+from fullshard.program.config import RunConfig
+from fullshard.program.data import CollateSpec, LengthStats, RowRef, TokenizedSet, collate
+from fullshard.program.models import (
     AdapterSpec,
     add_adapter,
     compile_blocks,
@@ -29,13 +30,12 @@ from fullshard.models import (
     fuse_head,
     router_loss,
 )
-from fullshard.models.own_loss import MIXTURES, RouterLoss, require_plain_loss
-from fullshard.testing import run_ranks
-from fullshard.train import train
-from fullshard.train.dry_run import dry_run
-from fullshard.train.forward import losses, model_inputs
-from fullshard.train.run.step import StepSpec
-from fullshard.train.setup.model import own_loss
+from fullshard.program.models.own_loss import MIXTURES, RouterLoss, require_plain_loss
+from fullshard.program.train import train
+from fullshard.program.train.dry_run import dry_run
+from fullshard.program.train.forward import losses, model_inputs
+from fullshard.program.train.run.step import StepSpec
+from fullshard.program.train.setup.model import own_loss
 from support.mixtures import CONFIGS, VOCAB, mixture
 from support.one_step import train_step
 from support.tiny_run import Memory, settings

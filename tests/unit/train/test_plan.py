@@ -6,16 +6,16 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from fullshard.config import load_run
-from fullshard.data import steps
+from fullshard.core.testing import run_ranks
 from fullshard.errors import ModelError
-from fullshard.testing import run_ranks
-from fullshard.train import plan as plan_module
-from fullshard.train.bench import measure_rates
-from fullshard.train.plan import largest_steps, longest_batch, longest_rows, plan_in, plan_prepared, plan_run
-from fullshard.train.setup.data_plan import make_plan
-from fullshard.train.setup.given_length import prepare_length
-from fullshard.train.setup.prepare import collate_spec, prepare
+from fullshard.program.config import load_run
+from fullshard.program.data import steps
+from fullshard.program.train import plan as plan_module
+from fullshard.program.train.bench import measure_rates
+from fullshard.program.train.plan import largest_steps, longest_batch, longest_rows, plan_in, plan_prepared, plan_run
+from fullshard.program.train.setup.data_plan import make_plan
+from fullshard.program.train.setup.given_length import prepare_length
+from fullshard.program.train.setup.prepare import collate_spec, prepare
 from support.planned import write_accumulating_run, write_adapter_run, write_directory_run, write_run
 
 

@@ -6,13 +6,13 @@ from functools import partial
 
 import pytest
 
-from fullshard.config import load_run
 from fullshard.errors import ModelError, UserError
 from fullshard.planner import hardware
-from fullshard.train import recompute
-from fullshard.train.plan import plan_prepared, prepare_plan
-from fullshard.train.recompute import MOST_PLANS, fewest_blocks, plan_chosen
-from fullshard.train.setup import activation_offload
+from fullshard.program.config import load_run
+from fullshard.program.train import recompute
+from fullshard.program.train.plan import plan_prepared, prepare_plan
+from fullshard.program.train.recompute import MOST_PLANS, fewest_blocks, plan_chosen
+from fullshard.program.train.setup import activation_offload
 from support.planned import write_run
 
 BLOCKS = "training.gradient_checkpointing"

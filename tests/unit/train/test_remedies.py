@@ -4,10 +4,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from fullshard.config import load_run
 from fullshard.errors import ModelError
-from fullshard.train import remedies
-from fullshard.train.remedies import Need, find_remedies
+from fullshard.program.config import load_run
+from fullshard.program.train import remedies
+from fullshard.program.train.remedies import Need, find_remedies
 from support.planned import write_run
 
 FUSED, CHECKPOINTED, HALF = (

@@ -4,19 +4,19 @@ import json
 
 import pytest
 
-from fullshard.config import RunConfig
-from fullshard.config.recorded import read_run, recorded_run
-from fullshard.data import InputRow
+from fullshard.core.testing import run_ranks
 from fullshard.errors import ConfigError
-from fullshard.launch.programs.predict import changed, make_parser
-from fullshard.models import build_model
-from fullshard.testing import run_ranks
-from fullshard.train import FileSink, train
-from fullshard.train.dry_run import dry_run
-from fullshard.train.evaluation import evaluate as evaluating, predict as predicting
-from fullshard.train.evaluation.trained import find_trained, load_trained
-from fullshard.train.setup import prepare as preparing
-from fullshard.train.setup.prepare import prepare, tokenize_spec
+from fullshard.program.config import RunConfig
+from fullshard.program.config.recorded import read_run, recorded_run
+from fullshard.program.data import InputRow
+from fullshard.program.launch.programs.predict import changed, make_parser
+from fullshard.program.models import build_model
+from fullshard.program.train import FileSink, train
+from fullshard.program.train.dry_run import dry_run
+from fullshard.program.train.evaluation import evaluate as evaluating, predict as predicting
+from fullshard.program.train.evaluation.trained import find_trained, load_trained
+from fullshard.program.train.setup import prepare as preparing
+from fullshard.program.train.setup.prepare import prepare, tokenize_spec
 from support.tiny_run import MODEL, Memory, settings
 from support.trained_tokenizer import byte_tokenizer
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from fullshard.data import (
+from fullshard.program.data import (
     CollateSpec,
     RowRef,
     SourceSpec,
@@ -16,7 +16,7 @@ from fullshard.data import (
     read_split,
     tokenize,
 )
-from fullshard.train.forward import loss_sum
+from fullshard.program.train.forward import loss_sum
 from support.trained_tokenizer import byte_tokenizer
 
 trl = pytest.importorskip("trl")

@@ -32,7 +32,6 @@ from accelerate.utils import DistributedType
 from torch import nn
 from torch.optim import Optimizer
 
-from fullshard.comm import Comm, axes_of, join_alone
 from fullshard.compat.accelerate import saving
 from fullshard.compat.accelerate.plugin import FullyShardedDataParallelPlugin
 from fullshard.compat.accelerate.prepare import (
@@ -52,9 +51,10 @@ from fullshard.compat.accelerate.private import (
     prepared_by,
     shared_states,
 )
-from fullshard.engine import full_state_dict, no_sync
+from fullshard.core.comm import Comm, axes_of, join_alone
+from fullshard.core.engine import full_state_dict, no_sync
+from fullshard.core.optim import Places, ShardedGradScaler, clip_grad_norm_, repoint
 from fullshard.errors import ConfigError
-from fullshard.optim import Places, ShardedGradScaler, clip_grad_norm_, repoint
 
 _library: Any = accelerate  # untyped: its annotations allow None where it is never None here
 _FSDP = DistributedType.FSDP

@@ -29,8 +29,8 @@ from fullshard.compat.torch_fsdp.api import (
 )
 from fullshard.compat.torch_fsdp.fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from fullshard.compat.torch_fsdp.wrap import RepeatedBlocks, size_based_auto_wrap_policy, transformer_auto_wrap_policy
+from fullshard.core.transformers_private import block_classes
 from fullshard.errors import ConfigError, WrapError
-from fullshard.transformers_private import block_classes
 
 E = TypeVar("E", bound=Enum)
 

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from fullshard.comm import Comm
 from fullshard.compat.accelerate.plugin import FullyShardedDataParallelPlugin
 from fullshard.compat.torch_fsdp.api import ShardingStrategy
 from fullshard.compat.torch_fsdp.checkpointing import (
@@ -25,10 +24,11 @@ from fullshard.compat.torch_fsdp.fsdp_module import class_names_kept
 from fullshard.compat.torch_fsdp.fully_sharded_data_parallel import FullyShardedDataParallel
 from fullshard.compat.torch_fsdp.plain_tree import plain_copy
 from fullshard.compat.torch_fsdp.wrap import modules_to_wrap
-from fullshard.engine import full_state_dict, plain_name
-from fullshard.engine.setup.wrap import LARGE_NUMEL, candidate_classes
+from fullshard.core.comm import Comm
+from fullshard.core.engine import full_state_dict, plain_name
+from fullshard.core.engine.setup.wrap import LARGE_NUMEL, candidate_classes
+from fullshard.core.transformers_private import generate_together
 from fullshard.errors import ConfigError, MismatchError
-from fullshard.transformers_private import generate_together
 
 Axes = tuple[Comm, Comm]
 """The ranks that hold replicas of this rank's shards, and those that it shares shards with."""

@@ -24,17 +24,17 @@ from accelerate.utils.other import TORCH_SAFE_GLOBALS
 from torch import nn
 from torch.optim import Optimizer
 
-from fullshard.comm import together, together_in_background
 from fullshard.compat.accelerate.prepare import is_sharded, unwrapped
 from fullshard.compat.accelerate.private import prepared_by
 from fullshard.compat.torch_fsdp.api import StateDictType
 from fullshard.compat.torch_fsdp.optim_state import full_optim_state_dict
-from fullshard.engine import full_state_dict, local_tensors, plain_name
-from fullshard.engine.full.state import load_full_state
+from fullshard.core.comm import together, together_in_background
+from fullshard.core.engine import full_state_dict, local_tensors, plain_name
+from fullshard.core.engine.full.state import load_full_state
 from fullshard.errors import CheckpointError
-from fullshard.saving import load_optimizer_state
-from fullshard.saving.dcp import load_dcp, load_dcp_optimizer, save_dcp, save_dcp_optimizer
-from fullshard.storage import commit, load_plain, recover, sibling, why_refused
+from fullshard.state.saving import load_optimizer_state
+from fullshard.state.saving.dcp import load_dcp, load_dcp_optimizer, save_dcp, save_dcp_optimizer
+from fullshard.state.storage import commit, load_plain, recover, sibling, why_refused
 
 _MODEL = "pytorch_model_fsdp"
 _OPTIMIZER = "optimizer"

@@ -11,7 +11,6 @@ from typing import Any
 
 import yaml
 
-from fullshard.config import RunConfig
 from fullshard.errors import ConfigError
 
 STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
@@ -217,6 +216,9 @@ SECTIONS: Mapping[str, tuple[str, Mapping[str, Key]]] = {
 """Sections that are read: the prefix of their keys, which may be left out in the file, and the keys."""
 
 
+RUN_FILE = ("output_dir", "seed", "nproc", "resume", "model", "data", "training", "sharding", "evaluation", "card")
+"""Top-level names of a run file, which is no file of Accelerate."""
+
 SHARDED = "FSDP"
 """The distributed type of files whose ``fsdp_config`` is used."""
 
@@ -338,8 +340,8 @@ def _at(line: int) -> str:
 
 def _refuse_run_file(path: Path, keys: set[str]) -> None:
     """Raise if the file is a run file of fullshard."""
-    ours = [key for key in RunConfig.model_fields if key in keys and key not in TOP]
-    if ours and keys <= set(RunConfig.model_fields):
+    ours = [key for key in RUN_FILE if key in keys and key not in TOP]
+    if ours and keys <= set(RUN_FILE):
         raise ConfigError(
             f"{path} is a run file of fullshard (it has {', '.join(ours)}), not a configuration file of Accelerate. It "
             f"needs no conversion: `fullshard train {path}` runs it, `fullshard config check {path}` prints its "

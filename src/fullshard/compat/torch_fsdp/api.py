@@ -28,7 +28,7 @@ from torch.distributed.fsdp.api import (
     StateDictType,
 )
 
-from fullshard.engine import sharded_roots
+from fullshard.core.engine import sharded_roots
 from fullshard.errors import ConfigError, ShardingError
 
 __all__ = [

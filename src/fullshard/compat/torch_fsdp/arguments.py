@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 from fullshard import policy
-from fullshard.comm import machines_of_world, named_ranks
 from fullshard.compat.torch_fsdp.api import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 from fullshard.compat.torch_fsdp.wrap import is_wrapper
+from fullshard.core.comm import machines_of_world, named_ranks
 from fullshard.errors import ConfigError, WrapError
 
 Member = TypeVar("Member", bound=Enum)

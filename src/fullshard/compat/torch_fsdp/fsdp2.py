@@ -13,7 +13,6 @@ from torch.distributed.fsdp import CPUOffloadPolicy, DataParallelMeshDims, Mixed
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fullshard import engine
-from fullshard.comm import as_mesh, device_mesh_of
 from fullshard.compat.torch_fsdp.api import StateDictType, set_state_dict_type
 from fullshard.compat.torch_fsdp.fsdp_module import (
     FSDPModule,
@@ -28,11 +27,12 @@ from fullshard.compat.torch_fsdp.fsdp_module import (
 from fullshard.compat.torch_fsdp.model_state import load_model_state_dict, model_state_dict
 from fullshard.compat.torch_fsdp.optimizer_hooks import describe_state_of
 from fullshard.compat.torch_fsdp.tensor import RaggedShard, Replicate, Shard
-from fullshard.engine import Unit
-from fullshard.engine.registry import runtime_of
-from fullshard.engine.step.param import ShardedParam
+from fullshard.core.comm import as_mesh, device_mesh_of
+from fullshard.core.engine import Unit
+from fullshard.core.engine.registry import runtime_of
+from fullshard.core.engine.step.param import ShardedParam
+from fullshard.core.policy import CPUOffload, MixedPrecision, ShardingStrategy
 from fullshard.errors import ConfigError, ShardingError, WrapError
-from fullshard.policy import CPUOffload, MixedPrecision, ShardingStrategy
 
 __all__ = [
     "CPUOffloadPolicy",

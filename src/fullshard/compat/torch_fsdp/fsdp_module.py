@@ -15,9 +15,9 @@ from torch import nn
 
 from fullshard import engine
 from fullshard.compat.torch_fsdp.model_state import load_model_state_dict, model_state_dict
-from fullshard.engine import Keep, LaneState, Unit
-from fullshard.engine.full.model_class import refuse_pickling, shallow_copy
-from fullshard.engine.setup.initial import marked_like
+from fullshard.core.engine import Keep, LaneState, Unit
+from fullshard.core.engine.full.model_class import refuse_pickling, shallow_copy
+from fullshard.core.engine.setup.initial import marked_like
 from fullshard.errors import ConfigError, ShardingError
 
 _STATE = "_fullshard_fsdp2"

@@ -36,11 +36,11 @@ from fullshard.compat.torch_fsdp.arguments import ignored_parts
 from fullshard.compat.torch_fsdp.model_state import load_model_state_dict, model_state_dict
 from fullshard.compat.torch_fsdp.sharding import Sharding, install_hooks, shard
 from fullshard.compat.torch_fsdp.wrap import WRAPPED
-from fullshard.engine import no_sync, on_state_dict, plain_class, plain_name, sharded_roots, summoned_parameters
-from fullshard.engine.registry import runtime_of
+from fullshard.core.engine import no_sync, on_state_dict, plain_class, plain_name, sharded_roots, summoned_parameters
+from fullshard.core.engine.registry import runtime_of
+from fullshard.core.optim import clip_grad_norm_
+from fullshard.core.torch_private import in_backward
 from fullshard.errors import ConfigError, ShardingError
-from fullshard.optim import clip_grad_norm_
-from fullshard.torch_private import in_backward
 
 
 @contextmanager

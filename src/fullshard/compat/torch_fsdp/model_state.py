@@ -10,7 +10,6 @@ import torch
 from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys
 
-from fullshard.comm import Comm, together
 from fullshard.compat.torch_fsdp.api import (
     FullStateDictConfig,
     ShardedStateDictConfig,
@@ -19,10 +18,19 @@ from fullshard.compat.torch_fsdp.api import (
 )
 from fullshard.compat.torch_fsdp.tensor import DTensor, place_like
 from fullshard.compat.torch_fsdp.torch_getters import getter_asks
-from fullshard.engine import StateEntry, gathered, mesh_of, plain_name, require_one_state, sharded_roots, state_entries
+from fullshard.core.comm import Comm, together
+from fullshard.core.engine import (
+    StateEntry,
+    gathered,
+    mesh_of,
+    plain_name,
+    require_one_state,
+    sharded_roots,
+    state_entries,
+)
+from fullshard.core.shards import rows_of
 from fullshard.errors import ShardingError
-from fullshard.saving.shard_tensor import ShardTensor, part_or_full
-from fullshard.shards import rows_of
+from fullshard.state.saving.shard_tensor import ShardTensor, part_or_full
 
 _EXTRA = "_extra_state"
 _PLACE = "fullshard_place"

@@ -17,17 +17,17 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.optim import Optimizer
 
-from fullshard.comm import Comm, Mesh, together
 from fullshard.compat.torch_fsdp.api import OptimStateKeyType, StateDictType, get_state_dict_type
-from fullshard.engine import LocalTensor, local_tensors, mesh_of, plain_name, require_one_state, sharded_roots
+from fullshard.core.comm import Comm, Mesh, together
+from fullshard.core.engine import LocalTensor, local_tensors, mesh_of, plain_name, require_one_state, sharded_roots
+from fullshard.core.layout import StatePart
+from fullshard.core.optim.shards import comm_of, holds_rows
+from fullshard.core.shards import STATE_ON_ALL_RANKS
 from fullshard.errors import CheckpointError, InvariantError, ProcessGroupError, ShardingError
-from fullshard.layout import StatePart
-from fullshard.optim.shards import comm_of, holds_rows
-from fullshard.saving.full_optimizer import Described, StateDict, StatesOfAll, group_options
-from fullshard.saving.optimizer_state import cut
-from fullshard.saving.shard_tensor import ShardTensor, state_as_part
-from fullshard.saving.stepped import Stepped, by_parameter, local_of, saved_options
-from fullshard.shards import STATE_ON_ALL_RANKS
+from fullshard.state.saving.full_optimizer import Described, StateDict, StatesOfAll, group_options
+from fullshard.state.saving.optimizer_state import cut
+from fullshard.state.saving.shard_tensor import ShardTensor, state_as_part
+from fullshard.state.saving.stepped import Stepped, by_parameter, local_of, saved_options
 
 
 class Contents:

@@ -16,13 +16,13 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from fullshard.comm import Comm
 from fullshard.compat.torch_fsdp.tensor import place_like
 from fullshard.compat.torch_fsdp.torch_getters import getter_asks
-from fullshard.optim.walk import has_shape_here, part_of_saved, part_of_state
-from fullshard.saving.optimizer_state import cut
-from fullshard.saving.shard_tensor import ShardTensor, state_as_part
-from fullshard.shards import STATE_ON_ALL_RANKS
+from fullshard.core.comm import Comm
+from fullshard.core.optim.walk import has_shape_here, part_of_saved, part_of_state
+from fullshard.core.shards import STATE_ON_ALL_RANKS
+from fullshard.state.saving.optimizer_state import cut
+from fullshard.state.saving.shard_tensor import ShardTensor, state_as_part
 
 _FSDP1 = "_fullshard_in_fsdp1"
 _HOOKED = "_fullshard_described"

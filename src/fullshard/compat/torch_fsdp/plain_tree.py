@@ -11,8 +11,8 @@ from torch import nn
 
 from fullshard.compat.torch_fsdp.checkpointing import ActivationWrapper
 from fullshard.compat.torch_fsdp.fully_sharded_data_parallel import FullyShardedDataParallel
-from fullshard.engine import plain_class, plain_name, sharded_roots
-from fullshard.layout.names import WRAPPERS
+from fullshard.core.engine import plain_class, plain_name, sharded_roots
+from fullshard.core.layout.names import WRAPPERS
 
 
 def inside_wrappers(module: nn.Module) -> nn.Module:

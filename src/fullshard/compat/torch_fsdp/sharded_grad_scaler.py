@@ -8,9 +8,9 @@ import torch
 from torch.optim import Optimizer
 
 from fullshard import optim
-from fullshard.comm import as_mesh
 from fullshard.compat.torch_fsdp.arguments import accelerator_type
-from fullshard.policy import ShardingStrategy
+from fullshard.core.comm import as_mesh
+from fullshard.core.policy import ShardingStrategy
 
 __all__ = ["ShardedGradScaler"]
 

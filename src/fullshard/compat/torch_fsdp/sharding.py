@@ -17,15 +17,15 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from fullshard import policy
-from fullshard.comm import as_mesh
 from fullshard.compat.torch_fsdp import arguments
 from fullshard.compat.torch_fsdp.arguments import UnitSettings
 from fullshard.compat.torch_fsdp.optimizer_hooks import describe_state_for_getters
 from fullshard.compat.torch_fsdp.wrap import RepeatedBlocks, is_wrapper, modules_to_wrap
-from fullshard.engine import FirstValues, Unit, fully_shard
-from fullshard.engine.registry import runtime_of
-from fullshard.engine.step.runtime import Runtime
-from fullshard.shards.untraced import untraced
+from fullshard.core.comm import as_mesh
+from fullshard.core.engine import FirstValues, Unit, fully_shard
+from fullshard.core.engine.registry import runtime_of
+from fullshard.core.engine.step.runtime import Runtime
+from fullshard.core.shards.untraced import untraced
 
 Ignored = tuple[set[nn.Module], set[nn.Parameter]]
 

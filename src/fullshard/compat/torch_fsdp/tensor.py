@@ -15,9 +15,9 @@ from torch.distributed import tensor as theirs
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
-from fullshard.comm import Mesh, settle
-from fullshard.saving.shard_tensor import ShardTensor, UnsplitTensor, part_or_full
-from fullshard.shards import Shard as Rows
+from fullshard.core.comm import Mesh, settle
+from fullshard.core.shards import Shard as Rows
+from fullshard.state.saving.shard_tensor import ShardTensor, UnsplitTensor, part_or_full
 
 __all__ = [
     "DTensor",

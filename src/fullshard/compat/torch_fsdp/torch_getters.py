@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint import state_dict as theirs
 
-from fullshard.saving.shard_tensor import ShardTensor, UnsplitTensor
+from fullshard.state.saving.shard_tensor import ShardTensor, UnsplitTensor
 
 _asking: ContextVar[bool] = ContextVar("asking", default=False)
 

@@ -25,7 +25,7 @@ from torch.distributed.fsdp.wrap import (
     transformer_auto_wrap_policy,
 )
 
-from fullshard.engine.setup.wrap import NoRepeatedBlocksError, find_units
+from fullshard.core.engine.setup.wrap import NoRepeatedBlocksError, find_units
 from fullshard.errors import ConfigError, WrapError
 
 __all__ = [

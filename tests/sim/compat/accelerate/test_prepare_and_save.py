@@ -10,12 +10,12 @@ import torch
 from torch import nn
 
 from fullshard import fully_shard, unsharded
-from fullshard.comm import axes_of
 from fullshard.compat.accelerate import FullyShardedDataParallelPlugin as Plugin, prepare as sharding, saving
 from fullshard.compat.torch_fsdp.api import StateDictType
 from fullshard.compat.torch_fsdp.wrap import transformer_auto_wrap_policy
+from fullshard.core.comm import axes_of
+from fullshard.core.testing import run_ranks
 from fullshard.errors import FullshardError
-from fullshard.testing import run_ranks
 from support.models import Block, TinyLM, batches, lm_loss
 from support.parity import ROWS_PER_RANK, assert_same_run, steps_for, train_sharded, train_unsharded
 

@@ -9,7 +9,6 @@ from torch import nn
 from torch.distributed.fsdp import wrap as torch_wrap
 
 from fullshard import TransformerBlocks, fully_shard as native_fully_shard
-from fullshard.comm import MemoryMeter
 from fullshard.compat.torch_fsdp import checkpointing as ours
 from fullshard.compat.torch_fsdp.checkpointing import (
     CheckpointImpl,
@@ -23,9 +22,10 @@ from fullshard.compat.torch_fsdp.checkpointing import (
 from fullshard.compat.torch_fsdp.fsdp2 import fully_shard
 from fullshard.compat.torch_fsdp.fully_sharded_data_parallel import FullyShardedDataParallel
 from fullshard.compat.torch_fsdp.wrap import CustomPolicy, ModuleWrapPolicy
-from fullshard.engine import plain_name
+from fullshard.core.comm import MemoryMeter
+from fullshard.core.engine import plain_name
+from fullshard.core.testing import run_ranks
 from fullshard.errors import ConfigError
-from fullshard.testing import run_ranks
 from support.models import Block, TinyLM, batches, lm_loss
 from support.parity import ROWS_PER_RANK, assert_same_run, replicas, train_sharded, train_unsharded
 

@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 from fullshard.compat.torch_fsdp import FullyShardedDataParallel as FSDP, ModuleWrapPolicy, StateDictType
+from fullshard.core.testing import run_ranks
 from fullshard.errors import ShardingError
-from fullshard.saving.shard_tensor import ShardTensor, part_or_full
-from fullshard.testing import run_ranks
+from fullshard.state.saving.shard_tensor import ShardTensor, part_or_full
 from support.fsdp2 import rows_of, shard
 from support.models import Block, TinyLM, lm_loss
 from support.parity import replicas

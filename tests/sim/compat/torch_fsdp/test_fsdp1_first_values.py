@@ -5,9 +5,9 @@ import torch
 from torch import nn
 
 from fullshard.compat.torch_fsdp import FullyShardedDataParallel as FSDP, ModuleWrapPolicy
+from fullshard.core.layout.sharded import ShardMeta
+from fullshard.core.testing import run_ranks
 from fullshard.errors import MismatchError, WrapError
-from fullshard.layout.sharded import ShardMeta
-from fullshard.testing import run_ranks
 from support.models import Block, TinyLM, batches, lm_loss
 
 BLOCKS = ModuleWrapPolicy({Block})

@@ -16,8 +16,8 @@ from fullshard.compat.torch_fsdp import (
     ModuleWrapPolicy,
     ShardingStrategy,
 )
+from fullshard.core.testing import run_ranks
 from fullshard.errors import ProcessGroupError
-from fullshard.testing import run_ranks
 from support.models import Block, TinyLM, batches, lm_loss
 from support.parity import ROWS_PER_RANK, assert_same_run, replicas, train_sharded, train_unsharded
 

@@ -12,8 +12,8 @@ from fullshard.compat.torch_fsdp import (
     ModuleWrapPolicy,
     apply_activation_checkpointing,
 )
+from fullshard.core.testing import run_ranks
 from fullshard.errors import ShardingError
-from fullshard.testing import run_ranks
 from support.models import Block, TinyLM, batches, lm_loss
 from support.parity import replicas
 

@@ -24,8 +24,8 @@ from fullshard.compat.torch_fsdp import (
     transformer_auto_wrap_policy,
 )
 from fullshard.compat.torch_fsdp.wrap import wrap
+from fullshard.core.testing import run_ranks
 from fullshard.errors import ConfigError, WrapError
-from fullshard.testing import run_ranks
 from support.models import Block, TinyLM, batches, lm_loss, seq2seq_loss, t5
 from support.parity import ROWS_PER_RANK, assert_same_run, optimizer_for, replicas, train_unsharded
 

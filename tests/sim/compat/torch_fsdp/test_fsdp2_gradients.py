@@ -6,8 +6,8 @@ from torch import nn
 
 from fullshard import unsharded
 from fullshard.compat.torch_fsdp.fsdp2 import fully_shard
-from fullshard.shards import Shard
-from fullshard.testing import RecordingComm, run_ranks
+from fullshard.core.shards import Shard
+from fullshard.core.testing import RecordingComm, run_ranks
 from support.fsdp2 import SIZE, rows_of, shard, with_models
 from support.models import TinyLM, batches, lm_loss
 from support.parity import ROWS_PER_RANK, optimizer_for, replicas

@@ -8,8 +8,8 @@ from torch import nn
 
 from fullshard import unsharded
 from fullshard.compat.torch_fsdp.fsdp2 import UnshardHandle, fully_shard, register_fsdp_forward_method, share_comm_ctx
+from fullshard.core.testing import RecordingComm, run_ranks
 from fullshard.errors import ConfigError, ShardingError
-from fullshard.testing import RecordingComm, run_ranks
 from support.fsdp2 import SIZE, rows_of, shard, with_models
 from support.models import TinyLM, batches, lm_loss
 from support.parity import ROWS_PER_RANK, assert_same_run, optimizer_for, replicas, train_sharded, train_unsharded

@@ -8,8 +8,8 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 
 from fullshard import unsharded
 from fullshard.compat.torch_fsdp.api import StateDictType, set_state_dict_type
+from fullshard.core.testing import run_ranks
 from fullshard.errors import MismatchError
-from fullshard.testing import run_ranks
 from support.fsdp2 import SIZE, rows_of, shard, with_models
 from support.models import TinyLM, batches, lm_loss
 from support.parity import ROWS_PER_RANK, optimizer_for, replicas

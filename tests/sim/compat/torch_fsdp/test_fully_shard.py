@@ -18,8 +18,8 @@ from fullshard.compat.torch_fsdp.fsdp2 import (
     OffloadPolicy,
     fully_shard,
 )
+from fullshard.core.testing import RecordingComm, run_ranks
 from fullshard.errors import ConfigError, ShardingError, WrapError
-from fullshard.testing import RecordingComm, run_ranks
 from support.fsdp2 import SIZE, rows_of, shard, with_models
 from support.models import KINDS, Block, TinyLM, batches
 from support.parity import ROWS_PER_RANK, assert_same_run, replicas, train_sharded, train_unsharded

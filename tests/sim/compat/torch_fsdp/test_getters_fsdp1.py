@@ -18,9 +18,9 @@ from torch.distributed.checkpoint.state_dict import (
 
 from fullshard.compat.torch_fsdp import FullyShardedDataParallel as FSDP, StateDictType
 from fullshard.compat.torch_fsdp.wrap import transformer_auto_wrap_policy
+from fullshard.core.testing import run_ranks
 from fullshard.errors import ShardingError
-from fullshard.saving.shard_tensor import ShardTensor
-from fullshard.testing import run_ranks
+from fullshard.state.saving.shard_tensor import ShardTensor
 from support.fsdp2 import SIZE, rows_of
 from support.models import Block, TinyLM, batches, lm_loss
 from support.parity import ROWS_PER_RANK

@@ -17,10 +17,10 @@ from fullshard.compat.torch_fsdp.api import (
     StateDictType,
 )
 from fullshard.compat.torch_fsdp.fully_sharded_data_parallel import FullyShardedDataParallel as FSDP
-from fullshard.engine import units
+from fullshard.core.engine import units
+from fullshard.core.testing import run_ranks
 from fullshard.errors import ConfigError, ShardingError
-from fullshard.saving.shard_tensor import ShardTensor
-from fullshard.testing import run_ranks
+from fullshard.state.saving.shard_tensor import ShardTensor
 from support.fsdp1 import BF16, KINDS, POLICY, on_ranks, same
 from support.models import TinyLM, batches, seq2seq_loss, t5
 from support.parity import replicas

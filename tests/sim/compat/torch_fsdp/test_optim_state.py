@@ -8,10 +8,10 @@ from torch import nn
 
 from fullshard.compat.torch_fsdp.api import FullOptimStateDictConfig, OptimStateKeyType, StateDictType
 from fullshard.compat.torch_fsdp.fully_sharded_data_parallel import FullyShardedDataParallel as FSDP
+from fullshard.core.shards import rows_of
+from fullshard.core.testing import run_ranks
 from fullshard.errors import CheckpointError, MismatchError, ProcessGroupError, ShardingError
-from fullshard.saving.shard_tensor import ShardTensor
-from fullshard.shards import rows_of
-from fullshard.testing import run_ranks
+from fullshard.state.saving.shard_tensor import ShardTensor
 from support.fsdp1 import KINDS, on_ranks
 from support.models import batches, lm_loss
 from support.parity import replicas

@@ -10,8 +10,8 @@ from torch import nn
 from fullshard import fully_shard as native
 from fullshard.compat.torch_fsdp import FullyShardedDataParallel as FSDP, ModuleWrapPolicy
 from fullshard.compat.torch_fsdp.fsdp2 import fully_shard
+from fullshard.core.testing import ThreadComm, run_ranks
 from fullshard.errors import MismatchError
-from fullshard.testing import ThreadComm, run_ranks
 from support.models import Block, TinyLM, batches, lm_loss
 from support.parity import ROWS_PER_RANK, assert_same_run, steps_for, train_sharded, train_unsharded
 

@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 from fullshard.compat.torch_fsdp import FullyShardedDataParallel as FSDP, ShardedGradScaler
-from fullshard.testing import run_ranks
+from fullshard.core.testing import run_ranks
 from support.parity import replicas
 
 

@@ -6,9 +6,9 @@ from torch import nn
 
 from fullshard.compat.torch_fsdp.api import ShardingStrategy
 from fullshard.compat.torch_fsdp.fully_sharded_data_parallel import FullyShardedDataParallel as FSDP
-from fullshard.engine import unsharded
+from fullshard.core.engine import unsharded
+from fullshard.core.testing import run_ranks
 from fullshard.errors import ConfigError, ShardingError
-from fullshard.testing import run_ranks
 from support.fsdp1 import BF16, KINDS, POLICY, on_ranks, same
 from support.models import TinyLM, batches, lm_loss, seq2seq_loss
 from support.parity import replicas

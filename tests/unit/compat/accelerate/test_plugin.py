@@ -12,11 +12,11 @@ import torch.distributed.fsdp as torch_fsdp
 from accelerate import FullyShardedDataParallelPlugin as Theirs
 from torch import nn
 
-from fullshard.comm import SoloComm
 from fullshard.compat.accelerate import FullyShardedDataParallelPlugin as Plugin
 from fullshard.compat.accelerate.prepare import blocks_of, shard
 from fullshard.compat.torch_fsdp import api, fsdp2, wrap
-from fullshard.engine.setup.wrap import find_units
+from fullshard.core.comm import SoloComm
+from fullshard.core.engine.setup.wrap import find_units
 from fullshard.errors import ConfigError, ProcessGroupError, WrapError
 from support.models import Block, TinyLM, t5
 

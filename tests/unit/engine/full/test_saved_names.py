@@ -5,8 +5,8 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from fullshard import fully_shard, units
-from fullshard.comm import SoloComm
-from fullshard.engine import full_state_dict, on_state_dict, plain_name, saved_tensors, wanted_tensors
+from fullshard.core.comm import SoloComm
+from fullshard.core.engine import full_state_dict, on_state_dict, plain_name, saved_tensors, wanted_tensors
 from support.models import TinyLM
 
 CPU = SoloComm(torch.device("cpu"))

@@ -2,7 +2,7 @@
 
 import pytest
 
-from fullshard.engine.full.table import UnitRow, UnitTable
+from fullshard.core.engine.full.table import UnitRow, UnitTable
 
 
 def row(unit, kind, parameters, trainable=None):

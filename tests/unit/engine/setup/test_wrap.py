@@ -5,9 +5,9 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
-from fullshard.engine.setup.wrap import ROOT_NAME, assign_parameters, check_parameters, find_units
+from fullshard.core.engine.setup.wrap import ROOT_NAME, assign_parameters, check_parameters, find_units
+from fullshard.core.policy import TransformerBlocks
 from fullshard.errors import WrapError
-from fullshard.policy import TransformerBlocks
 from support.models import Block, TinyLM, bart, gpt2, t5, t5_untied
 
 

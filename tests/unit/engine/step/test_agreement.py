@@ -5,11 +5,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from fullshard.comm import Mesh, SoloComm, device_of
-from fullshard.comm.device import CpuDevice
-from fullshard.engine.step.agreement import Agreement
+from fullshard.core.comm import Mesh, SoloComm, device_of
+from fullshard.core.comm.device import CpuDevice
+from fullshard.core.engine.step.agreement import Agreement
+from fullshard.core.testing import RecordingComm, run_ranks
 from fullshard.errors import MismatchError
-from fullshard.testing import RecordingComm, run_ranks
 
 NAMES = ["(root)", "blocks.0", "blocks.1"]
 

@@ -4,8 +4,8 @@ import torch
 from torch import nn
 
 from fullshard import fully_shard
-from fullshard.engine.step.lane import Lane
-from fullshard.testing import run_ranks
+from fullshard.core.engine.step.lane import Lane
+from fullshard.core.testing import run_ranks
 from support.optimizers import copies
 
 

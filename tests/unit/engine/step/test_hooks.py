@@ -8,10 +8,10 @@ import torch
 from torch import nn
 
 from fullshard import MixedPrecision, fully_shard
-from fullshard.engine.setup import wrap as wrapping
-from fullshard.engine.step.unit import Keep
+from fullshard.core.engine.setup import wrap as wrapping
+from fullshard.core.engine.step.unit import Keep
+from fullshard.core.testing import run_ranks
 from fullshard.errors import ShardingError
-from fullshard.testing import run_ranks
 from support.optimizers import copies
 from support.parity import assert_gradients as assert_gradients_equal, sharded_gradients
 

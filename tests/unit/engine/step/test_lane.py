@@ -3,15 +3,15 @@
 import pytest
 import torch
 
-from fullshard.comm import Mesh, SoloComm
-from fullshard.comm.device import CpuDevice
-from fullshard.engine.step import lane as lane_module
-from fullshard.engine.step.buffers import Account
-from fullshard.engine.step.lane import Lane, LaneState
-from fullshard.engine.step.precision import Dtypes
+from fullshard.core.comm import Mesh, SoloComm
+from fullshard.core.comm.device import CpuDevice
+from fullshard.core.engine.step import lane as lane_module
+from fullshard.core.engine.step.buffers import Account
+from fullshard.core.engine.step.lane import Lane, LaneState
+from fullshard.core.engine.step.precision import Dtypes
+from fullshard.core.layout import plan_unit
+from fullshard.core.testing import run_ranks
 from fullshard.errors import InvariantError
-from fullshard.layout import plan_unit
-from fullshard.testing import run_ranks
 
 SHAPES = ((5, 4), (3,), (7, 2))
 CPU = torch.device("cpu")
@@ -188,7 +188,7 @@ def test_gradients_that_arrive_together_are_copied_and_cast_together(monkeypatch
 def test_held_gradients_are_bounded_and_dropped_with_the_rest(monkeypatch):
     lane = lane_of(SoloComm(CPU))
     first, second, _ = (4 * placement.numel for placement in lane.layout.placements)
-    monkeypatch.setattr("fullshard.engine.step.lane.HELD_BYTES", first + second)
+    monkeypatch.setattr("fullshard.core.engine.step.lane.HELD_BYTES", first + second)
     lane.add_gradient(1, torch.ones(lane.shapes[1]))
     assert len(lane.held) == 1
     lane.add_gradient(0, torch.ones(lane.shapes[0]))

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from transformers.modeling_outputs import BaseModelOutput
 
-from fullshard.engine.step.precision import cast_floats, map_tensors, tensors_in
+from fullshard.core.engine.step.precision import cast_floats, map_tensors, tensors_in
 
 Pair = namedtuple("Pair", ["left", "right"])
 

@@ -4,8 +4,8 @@ import itertools
 
 import pytest
 
-from fullshard.engine.step.schedule import Schedule, Verb
-from fullshard.policy import Prefetch
+from fullshard.core.engine.step.schedule import Schedule, Verb
+from fullshard.core.policy import Prefetch
 
 ROOT, A, B, C, D = range(5)
 

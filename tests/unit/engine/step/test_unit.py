@@ -8,12 +8,12 @@ import torch
 from torch import nn
 
 from fullshard import fully_shard
-from fullshard.engine.step.lane import LaneState
-from fullshard.engine.step.recorder import SilentRecorder
-from fullshard.engine.step.unit import Keep
+from fullshard.core.engine.step.lane import LaneState
+from fullshard.core.engine.step.recorder import SilentRecorder
+from fullshard.core.engine.step.unit import Keep
+from fullshard.core.shards import rows_of
+from fullshard.core.testing import run_ranks
 from fullshard.errors import InvariantError, ShardingError
-from fullshard.shards import rows_of
-from fullshard.testing import run_ranks
 from support.optimizers import copies
 
 

@@ -7,10 +7,10 @@ import torch
 import transformers
 from torch import nn
 
+from fullshard.core.layout import ShardMeta, plan_unit
+from fullshard.core.optim.adafactor.adafactor import Adafactor, TorchAdafactor
+from fullshard.core.optim.adafactor.matrices import matrices_of
 from fullshard.errors import ConfigError
-from fullshard.layout import ShardMeta, plan_unit
-from fullshard.optim.adafactor.adafactor import Adafactor, TorchAdafactor
-from fullshard.optim.adafactor.matrices import matrices_of
 from support.optimizers import batches, train, zoo
 
 PEERS = {Adafactor: transformers.Adafactor, TorchAdafactor: torch.optim.Adafactor}

@@ -7,11 +7,10 @@ import pytest
 import torch
 from torch import nn
 
-from fullshard.errors import CheckpointError, ConfigError
-from fullshard.layout import ShardMeta, plan_unit
-from fullshard.optim.lowbit import blockwise
-from fullshard.optim.lowbit.adamw_8bit import AdamW8bit
-from fullshard.optim.lowbit.blockwise import (
+from fullshard.core.layout import ShardMeta, plan_unit
+from fullshard.core.optim.lowbit import blockwise
+from fullshard.core.optim.lowbit.adamw_8bit import AdamW8bit
+from fullshard.core.optim.lowbit.blockwise import (
     BLOCK,
     CodeBook,
     any_block_is_cut,
@@ -22,6 +21,7 @@ from fullshard.optim.lowbit.blockwise import (
     dynamic_codes,
     quantise,
 )
+from fullshard.errors import CheckpointError, ConfigError
 
 SIZES = [(40, 256), (300, 24), (2, 9601), (40,), ()]
 

@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import nn
 
+from fullshard.core.optim.muon.muon import Muon
+from fullshard.core.optim.muon.muon_groups import muon_groups
+from fullshard.core.optim.muon.newton_schulz import newton_schulz
 from fullshard.errors import ConfigError
-from fullshard.optim.muon.muon import Muon
-from fullshard.optim.muon.muon_groups import muon_groups
-from fullshard.optim.muon.newton_schulz import newton_schulz
 
 SHAPES = [(20, 20), (20, 20), (300, 24), (24, 300), (2, 20), (64, 1)]
 COEFFICIENTS = (3.4445, -4.775, 2.0315)

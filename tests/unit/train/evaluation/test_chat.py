@@ -7,12 +7,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
-from fullshard.data import add_plain_template
+from fullshard.core.testing import run_ranks
 from fullshard.errors import ConfigError, DataError
-from fullshard.models import build_model, train_tokenizer
-from fullshard.testing import run_ranks
-from fullshard.train.evaluation.chat import Talk
-from fullshard.train.evaluation.trained import find_trained, load_trained
+from fullshard.program.data import add_plain_template
+from fullshard.program.models import build_model, train_tokenizer
+from fullshard.program.train.evaluation.chat import Talk
+from fullshard.program.train.evaluation.trained import find_trained, load_trained
 from support.tiny_run import MODEL
 
 GPT2 = {"model_type": "gpt2", "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 96, "initializer_range": 0.5}

@@ -7,18 +7,18 @@ import pytest
 import torch
 
 from fullshard import fully_shard, unsharded
-from fullshard.config import RunConfig
-from fullshard.data import CollateSpec, TokenizeSpec, tokenize
-from fullshard.data.examples import Example
-from fullshard.engine.setup import wrap
+from fullshard.core.engine.setup import wrap
+from fullshard.core.policy import TransformerBlocks
+from fullshard.core.testing import RecordingComm, run_ranks
 from fullshard.errors import ConfigError
-from fullshard.models import build_model, train_tokenizer
-from fullshard.policy import TransformerBlocks
-from fullshard.testing import RecordingComm, run_ranks
-from fullshard.train.evaluation import generation as generation_module
-from fullshard.train.evaluation.evaluate import EvaluationSpec, HeldOut, evaluate, evaluation_spec
-from fullshard.train.evaluation.generation import GenerationSpec, fits_at_once
-from fullshard.train.evaluation.metrics import baselines
+from fullshard.program.config import RunConfig
+from fullshard.program.data import CollateSpec, TokenizeSpec, tokenize
+from fullshard.program.data.examples import Example
+from fullshard.program.models import build_model, train_tokenizer
+from fullshard.program.train.evaluation import generation as generation_module
+from fullshard.program.train.evaluation.evaluate import EvaluationSpec, HeldOut, evaluate, evaluation_spec
+from fullshard.program.train.evaluation.generation import GenerationSpec, fits_at_once
+from fullshard.program.train.evaluation.metrics import baselines
 from support.parity import replicas
 from support.tiny_run import settings
 

@@ -8,7 +8,7 @@ from rouge_score.rouge_scorer import RougeScorer
 from sacrebleu import corpus_bleu, corpus_chrf
 
 from fullshard.errors import ConfigError
-from fullshard.train.evaluation.metrics import (
+from fullshard.program.train.evaluation.metrics import (
     baselines,
     higher_is_better,
     is_better,
@@ -18,7 +18,7 @@ from fullshard.train.evaluation.metrics import (
     require_packages,
     score,
 )
-from fullshard.train.reporting.scores import OTHER, format_metric
+from fullshard.program.train.reporting.scores import OTHER, format_metric
 
 TEXTS = ["the cat sat on the mat. it slept.", "a dog ran", "no rain today in the north of the country"]
 REFERENCES = [

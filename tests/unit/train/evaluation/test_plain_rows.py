@@ -7,16 +7,16 @@ from argparse import Namespace
 import pytest
 from transformers import AutoTokenizer
 
-from fullshard.config import RunConfig
-from fullshard.data import InputRow, SystemTurnCounts, tokenize
+from fullshard.core.testing import run_ranks
 from fullshard.errors import ConfigError
-from fullshard.launch.programs import predict as program
-from fullshard.launch.programs.evaluate import with_rows
-from fullshard.models import build_model, is_causal
-from fullshard.testing import run_ranks
-from fullshard.train.evaluation.chat import Talk
-from fullshard.train.evaluation.plain_rows import plain_rows
-from fullshard.train.setup.prepare import prepare, tokenize_spec
+from fullshard.program.config import RunConfig
+from fullshard.program.data import InputRow, SystemTurnCounts, tokenize
+from fullshard.program.launch.programs import predict as program
+from fullshard.program.launch.programs.evaluate import with_rows
+from fullshard.program.models import build_model, is_causal
+from fullshard.program.train.evaluation.chat import Talk
+from fullshard.program.train.evaluation.plain_rows import plain_rows
+from fullshard.program.train.setup.prepare import prepare, tokenize_spec
 from support.tiny_run import MODEL, settings
 
 SYSTEM = "Answer with one word."
@@ -138,7 +138,7 @@ def test_the_system_turn_that_training_saw_is_recorded(rows, expected, streaming
 
 
 def test_the_memory_of_counting_system_turns_is_bounded(monkeypatch):
-    monkeypatch.setattr("fullshard.data.reading.conversations._MOST_SYSTEM_TURNS", 2)
+    monkeypatch.setattr("fullshard.program.data.reading.conversations._MOST_SYSTEM_TURNS", 2)
     counts = SystemTurnCounts()
     for number in range(5):
         counts.add(InputRow("a", 1).after([{"role": "system", "content": str(number)}]).example)

@@ -6,11 +6,19 @@ from pathlib import Path
 
 import pytest
 
-from fullshard.config import PROMPT_NAME, RunConfig, prompt_text, read_prompt, recorded_run, recorded_turns, run_of
-from fullshard.config.recorded import recorded_base
-from fullshard.data import read_inputs
 from fullshard.errors import ConfigError
-from fullshard.train.setup.set_rows import source_spec
+from fullshard.program.config import (
+    PROMPT_NAME,
+    RunConfig,
+    prompt_text,
+    read_prompt,
+    recorded_run,
+    recorded_turns,
+    run_of,
+)
+from fullshard.program.config.recorded import recorded_base
+from fullshard.program.data import read_inputs
+from fullshard.program.train.setup.set_rows import source_spec
 
 NO_EVAL = {"eval_strategy": "no"}
 

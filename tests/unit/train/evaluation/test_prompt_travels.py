@@ -9,18 +9,18 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from fullshard.cli import main as cli
-from fullshard.config import PROMPT_NAME, recorded_run, recorded_turns, run_of
-from fullshard.data import InputRow
+from fullshard.core.testing import run_ranks
 from fullshard.errors import ConfigError
-from fullshard.launch.programs.predict import settings_notes
-from fullshard.models import train_tokenizer
-from fullshard.saving.export import ExportOptions, choose_checkpoint, export
-from fullshard.sharing.contents import contents_of
-from fullshard.testing import run_ranks
-from fullshard.train.evaluation.predict import predict
-from fullshard.train.evaluation.trained import find_trained, load_trained
-from fullshard.train.reporting.card import CardSink
+from fullshard.program.cli import main as cli
+from fullshard.program.config import PROMPT_NAME, recorded_run, recorded_turns, run_of
+from fullshard.program.data import InputRow
+from fullshard.program.launch.programs.predict import settings_notes
+from fullshard.program.models import train_tokenizer
+from fullshard.program.sharing.contents import contents_of
+from fullshard.program.train.evaluation.predict import predict
+from fullshard.program.train.evaluation.trained import find_trained, load_trained
+from fullshard.program.train.reporting.card import CardSink
+from fullshard.state.saving.export import ExportOptions, choose_checkpoint, export
 from support.adapter_steps import GPT2, write_base
 from support.interrupted_run import OFTEN, run
 from support.tiny_run import WORDS, read_jsonl, write_rows

@@ -13,18 +13,23 @@ from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 from transformers.utils import logging
 
-from fullshard.config import RunConfig
-from fullshard.config.recorded import read_run, recorded_run, run_of
-from fullshard.data import InputRow, SourceSpec, add_plain_template, read_inputs, read_split
+from fullshard.core.testing import run_ranks
 from fullshard.errors import ConfigError, DataError, ModelError
-from fullshard.models import AdapterSpec, add_adapter, build_model, train_tokenizer
-from fullshard.testing import run_ranks
-from fullshard.train.evaluation import predict as predict_module
-from fullshard.train.evaluation.predict import predict
-from fullshard.train.evaluation.results import draw_evaluation, evaluation_values, require_no_run, write_evaluation
-from fullshard.train.evaluation.trained import find_trained, load_trained
-from fullshard.train.reporting.reports import EvaluationReport, Prediction
-from fullshard.train.reporting.scores import Confusion
+from fullshard.program.config import RunConfig
+from fullshard.program.config.recorded import read_run, recorded_run, run_of
+from fullshard.program.data import InputRow, SourceSpec, add_plain_template, read_inputs, read_split
+from fullshard.program.models import AdapterSpec, add_adapter, build_model, train_tokenizer
+from fullshard.program.train.evaluation import predict as predict_module
+from fullshard.program.train.evaluation.predict import predict
+from fullshard.program.train.evaluation.results import (
+    draw_evaluation,
+    evaluation_values,
+    require_no_run,
+    write_evaluation,
+)
+from fullshard.program.train.evaluation.trained import find_trained, load_trained
+from fullshard.program.train.reporting.reports import EvaluationReport, Prediction
+from fullshard.program.train.reporting.scores import Confusion
 from support.tiny_run import MODEL, read_jsonl, settings
 
 GPT2 = {"model_type": "gpt2", "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 64, "initializer_range": 0.5}

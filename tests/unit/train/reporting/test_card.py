@@ -13,16 +13,16 @@ import pytest
 import yaml
 from huggingface_hub import ModelCard, parse_eval_result_entries
 
-from fullshard.config import RunConfig
+from fullshard.core.testing import run_ranks
 from fullshard.errors import RunStopped
-from fullshard.models import build_model, train_tokenizer
-from fullshard.sharing.recorded_card import recorded_facts
-from fullshard.testing import run_ranks
-from fullshard.train import FileSink, StopRequest, train
-from fullshard.train.reporting.card import CardSink
-from fullshard.train.reporting.card_curves import draw_curves
-from fullshard.train.reporting.card_text import card_text
-from fullshard.train.reporting.scores import mean_interval
+from fullshard.program.config import RunConfig
+from fullshard.program.models import build_model, train_tokenizer
+from fullshard.program.sharing.recorded_card import recorded_facts
+from fullshard.program.train import FileSink, StopRequest, train
+from fullshard.program.train.reporting.card import CardSink
+from fullshard.program.train.reporting.card_curves import draw_curves
+from fullshard.program.train.reporting.card_text import card_text
+from fullshard.program.train.reporting.scores import mean_interval
 from support.tiny_run import MODEL, settings
 
 BLANK = re.compile(r"\bNone\b|\[\]\(|\bnan\b|\|[ \t]*\||: *$", re.MULTILINE)

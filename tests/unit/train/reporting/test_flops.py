@@ -3,7 +3,7 @@
 import torch
 from transformers import T5ForConditionalGeneration
 
-from fullshard.train.reporting.flops import Flops, count_flops, peak_flops
+from fullshard.program.train.reporting.flops import Flops, count_flops, peak_flops
 from support.models import gpt2, t5
 
 

@@ -8,9 +8,8 @@ import pytest
 from rich.console import Console
 
 from fullshard.errors import CheckpointError
-from fullshard.sizes import format_bytes
-from fullshard.train.reporting import sinks
-from fullshard.train.reporting.reports import (
+from fullshard.program.train.reporting import sinks
+from fullshard.program.train.reporting.reports import (
     CheckpointReport,
     EvaluationReport,
     Prediction,
@@ -19,7 +18,8 @@ from fullshard.train.reporting.reports import (
     RunSummary,
     StepReport,
 )
-from fullshard.train.reporting.sinks import ConsoleSink, FileSink
+from fullshard.program.train.reporting.sinks import ConsoleSink, FileSink
+from fullshard.sizes import format_bytes
 from support.tiny_run import read_jsonl
 
 MIB = 1 << 20

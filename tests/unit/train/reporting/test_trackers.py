@@ -6,11 +6,11 @@ import types
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from fullshard.config import check_run
 from fullshard.errors import ConfigError
-from fullshard.train.reporting import trackers
-from fullshard.train.reporting.reports import CheckpointReport, RunStart, StepReport
-from fullshard.train.reporting.trackers import tracker_sinks
+from fullshard.program.config import check_run
+from fullshard.program.train.reporting import trackers
+from fullshard.program.train.reporting.reports import CheckpointReport, RunStart, StepReport
+from fullshard.program.train.reporting.trackers import tracker_sinks
 from support.tiny_run import settings
 
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from fullshard import MixedPrecision, ShardingStrategy, fully_shard, unsharded
-from fullshard.data import CollateSpec, LengthStats, RowRef, TokenizedSet, collate
-from fullshard.testing import RecordingComm, run_ranks
-from fullshard.train.run.step import StepSpec
+from fullshard.core.testing import RecordingComm, run_ranks
+from fullshard.program.data import CollateSpec, LengthStats, RowRef, TokenizedSet, collate
+from fullshard.program.train.run.step import StepSpec
 from support.models import VOCAB, t5
 from support.one_step import train_step
 

@@ -3,15 +3,15 @@
 import pytest
 import torch
 
-from fullshard.comm import together
-from fullshard.config import RunConfig
+from fullshard.core.comm import together
+from fullshard.core.shards import rows_of
+from fullshard.core.testing import run_ranks
 from fullshard.errors import DataError, MismatchError, ModelError
-from fullshard.shards import rows_of
-from fullshard.testing import run_ranks
-from fullshard.train.run.assemble import assemble
-from fullshard.train.setup.data_plan import make_plan
-from fullshard.train.setup.learning_rate import learning_rate_schedule
-from fullshard.train.setup.prepare import prepare
+from fullshard.program.config import RunConfig
+from fullshard.program.train.run.assemble import assemble
+from fullshard.program.train.setup.data_plan import make_plan
+from fullshard.program.train.setup.learning_rate import learning_rate_schedule
+from fullshard.program.train.setup.prepare import prepare
 from support.tiny_run import settings
 
 

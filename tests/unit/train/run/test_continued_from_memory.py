@@ -5,8 +5,8 @@ import threading
 
 import pytest
 
-from fullshard.resilience import snapshots
-from fullshard.storage import find_checkpoints
+from fullshard.state.resilience import snapshots
+from fullshard.state.storage import find_checkpoints
 from support.interrupted_run import OFTEN, assert_same, run, run_until_killed
 
 pytestmark = pytest.mark.usefixtures("unmetered")

@@ -4,11 +4,11 @@ import dataclasses
 
 import pytest
 
-from fullshard.config import TrainingConfig
-from fullshard.testing import run_ranks
-from fullshard.train.reporting.reports import EvaluationReport
-from fullshard.train.run.early_stop import count_stale, ends_early, longest
-from fullshard.train.run.record import Record
+from fullshard.core.testing import run_ranks
+from fullshard.program.config import TrainingConfig
+from fullshard.program.train.reporting.reports import EvaluationReport
+from fullshard.program.train.run.early_stop import count_stale, ends_early, longest
+from fullshard.program.train.run.record import Record
 
 
 def report(metric, value):

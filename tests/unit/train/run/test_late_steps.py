@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from fullshard import fully_shard
-from fullshard.comm.device import CpuDevice
+from fullshard.core.comm.device import CpuDevice
+from fullshard.core.testing import run_ranks
 from fullshard.errors import TrainingError
-from fullshard.testing import run_ranks
-from fullshard.train.run import loop, step as step_module
+from fullshard.program.train.run import loop, step as step_module
 from support.interrupted_run import assert_same, metrics, run, run_until_stopped
 from support.models import t5
 

@@ -7,13 +7,13 @@ import pytest
 import torch
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
-from fullshard.config import RunConfig
-from fullshard.config.recorded import recorded_run
-from fullshard.data import SourceSpec, read_split
+from fullshard.core.testing import run_ranks
 from fullshard.errors import CheckpointError, ConfigError, RunStopped
-from fullshard.testing import run_ranks
-from fullshard.train import FileSink, StopRequest, train
-from fullshard.train.run import best, loop
+from fullshard.program.config import RunConfig
+from fullshard.program.config.recorded import recorded_run
+from fullshard.program.data import SourceSpec, read_split
+from fullshard.program.train import FileSink, StopRequest, train
+from fullshard.program.train.run import best, loop
 from support.tiny_run import Memory, read_jsonl, settings
 
 

@@ -5,15 +5,15 @@ from pathlib import Path
 
 import pytest
 
-from fullshard.config import RunConfig
+from fullshard.core.testing import run_ranks
 from fullshard.errors import ConfigError, MismatchError
-from fullshard.report.files import read_run
-from fullshard.report.page import make_page
-from fullshard.testing import run_ranks
-from fullshard.train.reporting.card import CardSink
-from fullshard.train.run.assemble import require_same_rows
-from fullshard.train.setup.data_plan import make_plan
-from fullshard.train.setup.prepare import prepare
+from fullshard.program.config import RunConfig
+from fullshard.program.report.files import read_run
+from fullshard.program.report.page import make_page
+from fullshard.program.train.reporting.card import CardSink
+from fullshard.program.train.run.assemble import require_same_rows
+from fullshard.program.train.setup.data_plan import make_plan
+from fullshard.program.train.setup.prepare import prepare
 from support.interrupted_run import OFTEN, SMALL, assert_same, run, run_until_killed, run_until_stopped
 from support.tiny_run import settings, write_rows
 

@@ -3,7 +3,7 @@
 import pytest
 
 from fullshard.errors import ConfigError
-from fullshard.storage import as_place, find_checkpoints
+from fullshard.state.storage import as_place, find_checkpoints
 from support import object_stores
 from support.interrupted_run import OFTEN, assert_same, before, run, run_until_stopped
 

@@ -3,12 +3,12 @@
 import pytest
 import torch
 
-from fullshard.config import RunConfig
+from fullshard.core.testing import run_ranks
 from fullshard.errors import MemoryLimitError
-from fullshard.testing import run_ranks
-from fullshard.train import train
-from fullshard.train.run import loop
-from fullshard.train.run.out_of_memory import Planned, is_out_of_memory
+from fullshard.program.config import RunConfig
+from fullshard.program.train import train
+from fullshard.program.train.run import loop
+from fullshard.program.train.run.out_of_memory import Planned, is_out_of_memory
 from support.tiny_run import settings
 
 PLANNED = Planned({"peak_bytes": 5}, "rank 0 of 1, a table", lambda: "Settings that need less")

@@ -11,22 +11,22 @@ from safetensors.torch import load_file
 from transformers import AutoModelForSeq2SeqLM
 
 from fullshard import Quantize
-from fullshard.cli import main as cli
-from fullshard.config import recorded_run
-from fullshard.data.reading.inputs import InputRow
+from fullshard.core.testing import run_ranks
 from fullshard.errors import CheckpointError, ConfigError, ModelError
-from fullshard.report.files import read_run as read_run_files
-from fullshard.report.page import make_page
-from fullshard.resilience.slot import Slot
-from fullshard.saving.export import ExportOptions, export
-from fullshard.storage import content_of, read_index
-from fullshard.storage.contents import inspect_path
-from fullshard.storage.kinds import Kind
-from fullshard.storage.verify import verify
-from fullshard.testing import run_ranks
-from fullshard.train.evaluation.predict import predict
-from fullshard.train.evaluation.trained import find_trained, load_trained
-from fullshard.train.reporting.card import CardSink
+from fullshard.program.cli import main as cli
+from fullshard.program.config import recorded_run
+from fullshard.program.data.reading.inputs import InputRow
+from fullshard.program.report.files import read_run as read_run_files
+from fullshard.program.report.page import make_page
+from fullshard.program.train.evaluation.predict import predict
+from fullshard.program.train.evaluation.trained import find_trained, load_trained
+from fullshard.program.train.reporting.card import CardSink
+from fullshard.state.resilience.slot import Slot
+from fullshard.state.saving.export import ExportOptions, export
+from fullshard.state.storage import content_of, read_index
+from fullshard.state.storage.contents import inspect_path
+from fullshard.state.storage.kinds import Kind
+from fullshard.state.storage.verify import verify
 from support.interrupted_run import OFTEN, metrics, run, run_until_killed, run_until_stopped
 from support.quantized import bitsandbytes_stored
 from support.t5_directory import write_t5

@@ -6,12 +6,12 @@ import shutil
 import pytest
 from safetensors.torch import load_file
 
+from fullshard.core.testing import run_ranks
 from fullshard.errors import CheckpointError, ConfigError
-from fullshard.saving import Checkpoints
-from fullshard.storage import find_checkpoints, find_completions, rank_by_metric
-from fullshard.storage.verify import verify
-from fullshard.testing import run_ranks
-from fullshard.train.run import loop, step
+from fullshard.program.train.run import loop, step
+from fullshard.state.saving import Checkpoints
+from fullshard.state.storage import find_checkpoints, find_completions, rank_by_metric
+from fullshard.state.storage.verify import verify
 from support.interrupted_run import (
     OFTEN,
     SMALL,
@@ -154,7 +154,7 @@ def test_killed_between_the_last_checkpoint_and_the_summary_it_ends_as_it_would_
     tmp_path, uninterrupted, monkeypatch
 ):
     with monkeypatch.context() as patch:
-        patch.setattr("fullshard.train.run.loop.publish_model", lambda *_: kill())
+        patch.setattr("fullshard.program.train.run.loop.publish_model", lambda *_: kill())
         with pytest.raises(KilledError):
             run(tmp_path, **OFTEN)
     memory = run(tmp_path, **OFTEN)

@@ -6,10 +6,10 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from fullshard.errors import CheckpointError, ConfigError
-from fullshard.resilience import snapshots
-from fullshard.resilience.slot import Slot
-from fullshard.train.run.checkpoints import RunCheckpoints
-from fullshard.train.setup import resume
+from fullshard.program.train.run.checkpoints import RunCheckpoints
+from fullshard.program.train.setup import resume
+from fullshard.state.resilience import snapshots
+from fullshard.state.resilience.slot import Slot
 from support.interrupted_run import OFTEN, STEPS, assert_same, metrics, run, run_until_killed, run_until_stopped
 from support.t5_directory import write_t5
 from support.tiny_run import WORDS

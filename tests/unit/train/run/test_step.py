@@ -8,14 +8,14 @@ import pytest
 import torch
 
 from fullshard import MixedPrecision, fully_shard, unsharded
-from fullshard.data import CollateSpec, LengthStats, RowRef, TokenizedSet, collate
+from fullshard.core.optim import ShardedGradScaler
+from fullshard.core.testing import run_ranks
 from fullshard.errors import TrainingError
-from fullshard.models import Objective, fuse_head, loss as loss_module
-from fullshard.optim import ShardedGradScaler
-from fullshard.testing import run_ranks
-from fullshard.train.forward import loss_sum
-from fullshard.train.run import step as step_module
-from fullshard.train.run.step import StepSpec
+from fullshard.program.data import CollateSpec, LengthStats, RowRef, TokenizedSet, collate
+from fullshard.program.models import Objective, fuse_head, loss as loss_module
+from fullshard.program.train.forward import loss_sum
+from fullshard.program.train.run import step as step_module
+from fullshard.program.train.run.step import StepSpec
 from support.models import gpt2, t5
 from support.one_step import train_step
 

@@ -5,9 +5,9 @@ import torch
 from transformers import get_scheduler
 
 from fullshard.errors import RunStopped
-from fullshard.train import StopRequest
-from fullshard.train.run.loop import TrainingRun
-from fullshard.train.setup.learning_rate import LearningRateSchedule
+from fullshard.program.train import StopRequest
+from fullshard.program.train.run.loop import TrainingRun
+from fullshard.program.train.setup.learning_rate import LearningRateSchedule
 from support.interrupted_run import Director, run
 
 PEAK = 1e-2

@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from fullshard import fully_shard, memory_summary
-from fullshard.comm import SoloComm
-from fullshard.engine.setup import wrap
-from fullshard.engine.step.recorder import SILENT
-from fullshard.train.reporting.reports import StepReport
-from fullshard.train.reporting.trace import StepTrace
-from fullshard.train.run import traced_step as traced_step_module
-from fullshard.train.run.traced_step import TIMELINE_POINTS, traced_step
+from fullshard.core.comm import SoloComm
+from fullshard.core.engine.setup import wrap
+from fullshard.core.engine.step.recorder import SILENT
+from fullshard.program.train.reporting.reports import StepReport
+from fullshard.program.train.reporting.trace import StepTrace
+from fullshard.program.train.run import traced_step as traced_step_module
+from fullshard.program.train.run.traced_step import TIMELINE_POINTS, traced_step
 from support.models import TinyLM, batches, lm_loss
 
 PARTS = ("parameters", "gradients", "optimizer", "gathered", "activations", "other")

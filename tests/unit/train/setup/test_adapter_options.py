@@ -10,9 +10,9 @@ from safetensors.torch import load_file
 
 from fullshard import save
 from fullshard.errors import ModelError, UserError
-from fullshard.models import train_tokenizer
-from fullshard.saving.export import ExportOptions, choose_checkpoint, export
-from fullshard.train.setup.model import outline_model, prepare_model
+from fullshard.program.models import train_tokenizer
+from fullshard.program.train.setup.model import outline_model, prepare_model
+from fullshard.state.saving.export import ExportOptions, choose_checkpoint, export
 from support.adapter_steps import (
     GPT2,
     T5,

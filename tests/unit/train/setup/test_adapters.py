@@ -8,10 +8,10 @@ from peft import PeftModel
 from safetensors.torch import load_file
 
 from fullshard import save
-from fullshard.config import RunConfig
 from fullshard.errors import ConfigError, ModelError
-from fullshard.models import train_tokenizer
-from fullshard.train.setup.model import UnreadWeights, outline_model, prepare_model
+from fullshard.program.config import RunConfig
+from fullshard.program.models import train_tokenizer
+from fullshard.program.train.setup.model import UnreadWeights, outline_model, prepare_model
 from support.adapter_steps import (
     GPT2,
     T5,

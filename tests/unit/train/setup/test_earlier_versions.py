@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from fullshard.core.optim import decay_groups
 from fullshard.errors import CheckpointError
-from fullshard.optim import decay_groups
-from fullshard.train.run import assemble
+from fullshard.program.train.run import assemble
 from support.forged import forge_index
 from support.interrupted_run import OFTEN, assert_same, before, run, run_until_stopped
 

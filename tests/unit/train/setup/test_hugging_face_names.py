@@ -6,13 +6,13 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, Seq2SeqTrainingArguments, Trainer
 
-from fullshard.config import RunConfig, TrainingConfig
-from fullshard.config.evaluation import EvaluationConfig
-from fullshard.train.setup.advice import advice
-from fullshard.train.setup.data_plan import make_plan
-from fullshard.train.setup.learning_rate import learning_rate_schedule
-from fullshard.train.setup.optimizers import make_optimizer
-from fullshard.train.setup.prepare import prepare
+from fullshard.program.config import RunConfig, TrainingConfig
+from fullshard.program.config.evaluation import EvaluationConfig
+from fullshard.program.train.setup.advice import advice
+from fullshard.program.train.setup.data_plan import make_plan
+from fullshard.program.train.setup.learning_rate import learning_rate_schedule
+from fullshard.program.train.setup.optimizers import make_optimizer
+from fullshard.program.train.setup.prepare import prepare
 from support.tiny_run import settings
 
 THEIRS = {field.name: field for field in dataclasses.fields(Seq2SeqTrainingArguments)}

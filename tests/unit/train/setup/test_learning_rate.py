@@ -5,8 +5,8 @@ import torch
 from transformers import get_cosine_schedule_with_warmup, get_linear_schedule_with_warmup
 from transformers.optimization import Adafactor
 
-from fullshard.config import TrainingConfig
-from fullshard.train.setup.learning_rate import LearningRateSchedule, learning_rate
+from fullshard.program.config import TrainingConfig
+from fullshard.program.train.setup.learning_rate import LearningRateSchedule, learning_rate
 
 
 def factors_of(make, steps):

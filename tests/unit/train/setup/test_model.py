@@ -7,16 +7,16 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from fullshard import unsharded
-from fullshard.comm import planned_memory
-from fullshard.config import RunConfig
+from fullshard.core.comm import planned_memory
+from fullshard.core.testing import run_ranks
 from fullshard.errors import CheckpointError, ModelError
-from fullshard.models import fused_head_of, load_model, load_tokenizer
-from fullshard.testing import run_ranks
-from fullshard.train.dry_run import inspect_units
-from fullshard.train.run.assemble import assemble
-from fullshard.train.setup import model as modelling
-from fullshard.train.setup.model import make_model, prepare_model
-from fullshard.train.setup.prepare import prepare_tokenizer
+from fullshard.program.config import RunConfig
+from fullshard.program.models import fused_head_of, load_model, load_tokenizer
+from fullshard.program.train.dry_run import inspect_units
+from fullshard.program.train.run.assemble import assemble
+from fullshard.program.train.setup import model as modelling
+from fullshard.program.train.setup.model import make_model, prepare_model
+from fullshard.program.train.setup.prepare import prepare_tokenizer
 from support.tiny_run import settings
 
 

@@ -6,17 +6,17 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from fullshard.config import RunConfig
+from fullshard.core.optim.shards import meta_of
+from fullshard.core.testing import run_ranks
 from fullshard.errors import ConfigError
-from fullshard.optim.shards import meta_of
-from fullshard.testing import run_ranks
-from fullshard.train import FileSink, train
-from fullshard.train.dry_run import dry_run
-from fullshard.train.run import traced_step
-from fullshard.train.run.assemble import assemble
-from fullshard.train.setup import resume
-from fullshard.train.setup.optimizers import expected_state_bytes, held_state_bytes, make_optimizer
-from fullshard.train.setup.resume import deciding_settings
+from fullshard.program.config import RunConfig
+from fullshard.program.train import FileSink, train
+from fullshard.program.train.dry_run import dry_run
+from fullshard.program.train.run import traced_step
+from fullshard.program.train.run.assemble import assemble
+from fullshard.program.train.setup import resume
+from fullshard.program.train.setup.optimizers import expected_state_bytes, held_state_bytes, make_optimizer
+from fullshard.program.train.setup.resume import deciding_settings
 from support.tiny_run import MODEL, Memory, settings
 
 NAMES = ("adamw", "adafactor", "muon", "adamw_8bit", "adamw_bf16")

@@ -10,16 +10,16 @@ from types import SimpleNamespace
 import pytest
 import yaml
 
-from fullshard.config import RunConfig
-from fullshard.data import Example
+from fullshard.core.testing import run_ranks
 from fullshard.errors import ConfigError, DataError, ModelError
-from fullshard.launch.programs import evaluate as evaluate_program
-from fullshard.launch.programs.evaluate import with_rows
-from fullshard.models import kind
-from fullshard.testing import run_ranks
-from fullshard.train.run.assemble import make_evaluation
-from fullshard.train.setup import prepare as prepare_module, set_rows as module
-from fullshard.train.setup.prepare import prepare, prepare_tokenizer
+from fullshard.program.config import RunConfig
+from fullshard.program.data import Example
+from fullshard.program.launch.programs import evaluate as evaluate_program
+from fullshard.program.launch.programs.evaluate import with_rows
+from fullshard.program.models import kind
+from fullshard.program.train.run.assemble import make_evaluation
+from fullshard.program.train.setup import prepare as prepare_module, set_rows as module
+from fullshard.program.train.setup.prepare import prepare, prepare_tokenizer
 from support.tiny_run import LABELS, settings, write_rows
 
 

@@ -7,12 +7,12 @@ import torch
 from transformers.pytorch_utils import Conv1D
 
 from fullshard import Quantize
-from fullshard.config import RunConfig
+from fullshard.core.quantized import QuantizedLinear, bitsandbytes_door, format_of, rounded
 from fullshard.errors import ConfigError
-from fullshard.models import train_tokenizer
-from fullshard.quantized import QuantizedLinear, bitsandbytes_door, format_of, rounded
-from fullshard.train.dry_run import check_kind
-from fullshard.train.setup.model import outline_model, prepare_model
+from fullshard.program.config import RunConfig
+from fullshard.program.models import train_tokenizer
+from fullshard.program.train.dry_run import check_kind
+from fullshard.program.train.setup.model import outline_model, prepare_model
 from support.adapter_steps import GPT2, T5, config_of, train_plain, train_sharded, weights_of, write_base
 from support.quantized import with_bitsandbytes
 

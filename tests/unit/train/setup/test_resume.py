@@ -7,11 +7,11 @@ from pathlib import Path
 import datasets
 import pytest
 
-from fullshard.config import RunConfig
 from fullshard.errors import CheckpointError, ConfigError
-from fullshard.storage import Completion, Survey, find_checkpoints
-from fullshard.train.run import loop
-from fullshard.train.setup.resume import TITLE_LISTS, choose_starting_point, deciding_settings, mark_finished
+from fullshard.program.config import RunConfig
+from fullshard.program.train.run import loop
+from fullshard.program.train.setup.resume import TITLE_LISTS, choose_starting_point, deciding_settings, mark_finished
+from fullshard.state.storage import Completion, Survey, find_checkpoints
 from support.forged import forge_index
 from support.interrupted_run import OFTEN, SMALL, assert_same, before, files, run, run_until_stopped
 from support.tiny_run import settings, write_rows
@@ -371,7 +371,7 @@ def test_a_finished_run_says_what_ended_it(tmp_path, monkeypatch, ended_by, step
     directory.mkdir(parents=True)
     mark_finished(config, steps, ended_by)
     found = Survey(directory, ((Completion(2, None, "", {}), directory / "step-00000002"),), ())
-    monkeypatch.setattr("fullshard.train.setup.resume.survey", lambda *_, **__: found)
+    monkeypatch.setattr("fullshard.program.train.setup.resume.survey", lambda *_, **__: found)
     with pytest.raises(ConfigError, match=rf"resume={directory}/step-00000002 with a higher {limit}, or resume=never"):
         choose_starting_point(config, 1)
     (directory / "finished.json").write_text('{"steps": 2}')

@@ -5,16 +5,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from fullshard.config import RunConfig
-from fullshard.engine import units
-from fullshard.engine.registry import runtime_of
+from fullshard.core.engine import units
+from fullshard.core.engine.registry import runtime_of
+from fullshard.core.testing import run_ranks
 from fullshard.errors import WrapError
-from fullshard.testing import run_ranks
-from fullshard.train import train
-from fullshard.train.dry_run import inspect_units
-from fullshard.train.run import loop
-from fullshard.train.run.assemble import assemble
-from fullshard.train.setup.model import shard_model
+from fullshard.program.config import RunConfig
+from fullshard.program.train import train
+from fullshard.program.train.dry_run import inspect_units
+from fullshard.program.train.run import loop
+from fullshard.program.train.run.assemble import assemble
+from fullshard.program.train.setup.model import shard_model
 from support.mixtures import mixture
 from support.tiny_run import MODEL, Memory, settings
 

@@ -1,0 +1,183 @@
+"""The class of a sharded model: a subclass of the model's class with its own state_dict and generate."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from fullshard.core.engine.full.lockstep import Lockstep
+from fullshard.core.engine.full.state import RootHeld, load_full_state
+from fullshard.core.engine.full.table import unit_table
+from fullshard.core.engine.registry import runtime_of
+from fullshard.core.engine.step.hooks import UnitHooks
+from fullshard.core.engine.step.param import COPY_REFUSED
+from fullshard.core.engine.step.runtime import Runtime
+from fullshard.core.engine.step.unit import Keep
+from fullshard.core.torch_private import incompatible_keys
+from fullshard.errors import ShardingError
+
+
+def sharded_class(cls: type[nn.Module]) -> type[nn.Module]:
+    """Make a subclass of the model's class with the same name."""
+
+    def __repr__(self: nn.Module) -> str:
+        runtime = runtime_of(self)
+        return f"{cls.__repr__(self)}\n{unit_table(runtime.units, runtime.mesh.shard_group.size)}"
+
+    def state_dict(self: nn.Module, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        if Keep.CONTEXT in runtime_of(self).root.keep:  # inside unsharded(model); views would not outlive it
+            return {name: value.clone() for name, value in cls.state_dict(self, *args, **kwargs).items()}
+        if (others := runtime_of(self).state_dict) is not None:
+            return others[0](self, *args, **kwargs)
+        raise ShardingError(
+            f"state_dict() of a sharded {cls.__name__} would hold only this rank's rows. Write the full model with "
+            "fullshard.save(model, directory), or stream it with fullshard.full_tensors(model)."
+        )
+
+    def load_state_dict(
+        self: nn.Module,
+        state_dict: Mapping[str, torch.Tensor],
+        strict: bool = True,  # noqa: FBT001, FBT002 (torch's signature)
+        assign: bool = False,  # noqa: FBT001, FBT002
+    ) -> Any:
+        return _load(self, cls, state_dict, strict=strict, assign=assign)
+
+    def generate(self: nn.Module, *args: object, **kwargs: object) -> object:
+        with Lockstep(runtime_of(self), self):
+            return cls.generate(self, *args, **kwargs)  # type: ignore[attr-defined]
+
+    overrides: dict[str, Any] = {
+        "__copy__": shallow_copy,
+        "__reduce_ex__": refuse_pickling,
+        "__repr__": __repr__,
+        "state_dict": state_dict,
+        "load_state_dict": load_state_dict,
+        "__module__": cls.__module__,
+    }
+    if hasattr(cls, "generate"):
+        overrides["generate"] = generate
+    made = type(cls.__name__, (cls,), overrides)
+    made.__qualname__ = cls.__qualname__
+    return made
+
+
+def refuse_pickling(self: nn.Module, protocol: object) -> Any:
+    """Refuse before pickle looks the class up by name, where it would find the unsharded model's.
+
+    Raises:
+        ShardingError: Always.
+    """
+    raise ShardingError(COPY_REFUSED)
+
+
+def shallow_copy(self: nn.Module) -> nn.Module:
+    """Copy as ``copy.copy`` does without ``__reduce_ex__``: another module with the same parameters and buffers."""
+    made = object.__new__(type(self))  # not the class's own __new__, which may need arguments
+    made.__dict__.update(self.__dict__)
+    return made
+
+
+def _load(
+    model: nn.Module, cls: type[nn.Module], state_dict: Mapping[str, torch.Tensor], *, strict: bool, assign: bool
+) -> Any:
+    if (others := runtime_of(model).state_dict) is not None:
+        return others[1](model, state_dict, strict, assign)
+    if assign:
+        raise ShardingError(
+            "load_state_dict(assign=True) would replace the shards by full tensors. Omit assign: each rank copies its "
+            "rows."
+        )
+    if Keep.CONTEXT in runtime_of(model).root.keep:  # inside unsharded(model): at its end the shards take the values
+        return cls.load_state_dict(model, state_dict, strict)
+    return incompatible_keys(*load_full_state(model, state_dict, strict=strict))
+
+
+def root_held(model: nn.Module) -> RootHeld:
+    """Return a context in which the root unit stays gathered between forwards; all ranks enter it together.
+
+    ``generate`` of a sharded model enters it automatically.
+    """
+    return RootHeld(runtime_of(model))
+
+
+def plain_class(cls: type[nn.Module]) -> type[nn.Module]:
+    """Return the class that :func:`sharded_class` made ``cls`` from."""
+    return cls.__mro__[1]
+
+
+def on_state_dict(model: nn.Module, make: Callable[..., dict[str, Any]], load: Callable[..., Any]) -> None:
+    """Replace ``state_dict()`` and ``load_state_dict()`` of a sharded model; any rank, no communication.
+
+    Args:
+        model: A sharded model.
+        make: Called as ``make(model, *args, **kwargs)`` with the arguments of ``state_dict()``.
+        load: Called as ``load(model, state_dict, strict, assign)``.
+    """
+    runtime_of(model).state_dict = make, load
+
+
+def register_forward_method(model: nn.Module, name: str) -> None:
+    """Let a method other than ``forward`` compute with full parameters; called once, on every rank.
+
+    Its first call in a step begins a forward pass, as ``model(...)`` does. Needed only for methods that use parameters
+    directly (``F.linear(x, self.weight)``): modules that a method calls gather automatically.
+
+    Args:
+        model: A sharded model.
+        name: Name of the method, with a path for one of a submodule (``"encoder.encode"``).
+
+    Raises:
+        ShardingError: The model is not sharded, or there is no such method.
+    """
+    runtime = runtime_of(model)
+    path, _, method = name.rpartition(".")
+    try:
+        module = model.get_submodule(path)
+    except AttributeError:
+        raise ShardingError(f"{type(model).__name__} has no method {name} to register.") from None
+    wrap_forward_method(_hooks_around(runtime, model, path), module, method)
+
+
+def wrap_forward_method(hooks: UnitHooks, module: nn.Module, method: str) -> None:
+    """Wrap one method of ``module`` so that ``hooks`` treat it like forward.
+
+    Raises:
+        ShardingError: There is no such method.
+    """
+    original = getattr(module, method, None)
+    if original is None:
+        raise ShardingError(f"{type(module).__name__} has no method {method} to register.")
+
+    @functools.wraps(original)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        if hooks.passing or hooks.unit.open_calls:  # called from inside the unit's own forward
+            return original(*args, **kwargs)
+        args, kwargs = hooks.before_forward(module, args, kwargs)
+        hooks.passing = True
+        try:
+            output = original(*args, **kwargs)
+        except BaseException:
+            hooks.passing = False
+            hooks.after_failure(module, args, None)
+            raise
+        hooks.passing = False
+        output = hooks.after_forward(module, args, output)
+        hooks.after_failure(module, args, output)
+        return output
+
+    setattr(module, method, wrapped)
+
+
+def _hooks_around(runtime: Runtime, model: nn.Module, path: str) -> UnitHooks:
+    """Return the hooks of the innermost unit around the module at ``path``."""
+    of_module = {id(module): unit for unit in runtime.units for module in unit.modules}
+    parts = path.split(".") if path else []
+    for depth in range(len(parts), -1, -1):
+        unit = of_module.get(id(model.get_submodule(".".join(parts[:depth]))))
+        if unit is not None:
+            return unit.hooks
+    return runtime.root.hooks

@@ -1,0 +1,218 @@
+"""Streaming of a full model to rank 0 in runs of elements, with bounded memory."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import prod
+
+import torch
+from torch import nn
+
+from fullshard.core.engine.full.shared_buffers import warn_if_buffers_differ
+from fullshard.core.engine.full.state import left_out, persistent_buffers, require_one_state
+from fullshard.core.engine.registry import runtime_of
+from fullshard.core.engine.step.lane import Lane
+from fullshard.core.engine.step.runtime import Runtime
+from fullshard.core.engine.step.unit import Unit
+from fullshard.core.layout.names import plain_name
+
+Run = tuple[str, int, torch.Tensor]
+"""A parameter's or buffer's first name, the first element in the flattened tensor, and the elements, (run,), on CPU."""
+
+RUNS_BYTES = 64_000_000
+"""Additional memory that streaming a model takes on rank 0."""
+
+
+@dataclass(frozen=True)
+class SavedTensor:
+    """A tensor of a model's saved state.
+
+    Attributes:
+        names: Its names in the model's ``state_dict()``; several when it is tied.
+        shape: Full shape.
+        dtype: Dtype of the shards.
+        is_parameter: Whether it is a parameter, else a persistent buffer.
+    """
+
+    names: tuple[str, ...]
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    is_parameter: bool
+
+
+def saved_tensors(model: nn.Module) -> list[SavedTensor]:
+    """Return the tensors of the model's saved state in ``state_dict()`` order; any rank, no communication.
+
+    A buffer that several modules share has one entry for each of them, because each loads it.
+    """
+    sharded = {id(one): param for _, param in runtime_of(model).all_params() for one in (param.sharded, param.full)}
+    tensors: dict[object, torch.Tensor] = {}
+    names: dict[object, list[str]] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        kept = {key: b for key, b in module._buffers.items() if key not in module._non_persistent_buffers_set}
+        of_module = [(key, id(parameter), parameter) for key, parameter in module._parameters.items()]
+        of_module += [(key, (id(module), key), buffer) for key, buffer in kept.items()]
+        for key, identity, tensor in of_module:
+            if tensor is not None:
+                tensors[identity] = tensor
+                names.setdefault(identity, []).append(plain_name(f"{path}.{key}" if path else key))
+    found = []
+    for identity, tensor in tensors.items():
+        param = sharded.get(id(tensor))
+        shape, dtype = (tensor.shape, tensor.dtype) if param is None else (param.meta.global_shape, param.sharded.dtype)
+        is_parameter = not isinstance(identity, tuple)
+        found.append(SavedTensor(tuple(names[identity]), tuple(shape), dtype, is_parameter))
+    return found
+
+
+def full_runs(
+    model: nn.Module, limit_bytes: int = RUNS_BYTES, *, ahead: int = 0, names: frozenset[str] | None = None
+) -> Iterator[list[Run]]:
+    """Stream the full model to rank 0 in runs of elements; every rank iterates, to the end or to the same step.
+
+    A step is at most one gather. Steps take turns in ``ahead + 1`` buffers, so rank 0 never holds more than
+    ``limit_bytes`` in addition to its shards, whatever the size of a unit or table. What rank 0 holds already is not
+    copied on CPU: such runs are views, to be read before the model changes.
+
+    Args:
+        model: The sharded model.
+        limit_bytes: Most bytes of all buffers.
+        ahead: Number of previous steps whose runs may still be in use when the next step is requested.
+        names: First names of the tensors to stream, the same on every rank; tensors in the same lanes are included.
+            None: all.
+
+    Yields:
+        On rank 0 the step's runs, each element once over all steps; elsewhere an empty list. Sharded parameters unit by
+        unit, in the shard's dtype, then ignored parameters, then persistent buffers.
+    """
+    require_one_state(model)
+    runtime = runtime_of(model)
+    runtime.follow_changes()
+    warn_if_buffers_differ(runtime)
+    # At least eight bytes, the largest element, of each rank.
+    words = max(limit_bytes // (ahead + 1) // 8, runtime.mesh.size)
+    host = _Host(8 * words, ahead + 1)
+    for unit in runtime.units:
+        for lane in unit.lanes:
+            members = (param.meta.name for param in unit.params if param.lane is lane)
+            if names is None or not names.isdisjoint(members):
+                yield from _lane_runs(runtime, unit, lane, host)
+    for name, tensor in [*left_out(model).items(), *persistent_buffers(model)]:
+        if names is not None and name not in names:
+            continue
+        for start, piece in _pieces(tensor.detach(), 0, host.step_bytes // tensor.dtype.itemsize):
+            yield [(name, start, host.flat(piece))] if runtime.mesh.rank == 0 else []
+
+
+def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the full model as a plain state dict on rank 0, for ``torch.save``; every rank calls it.
+
+    Rank 0 needs memory for the full model and another 64 MB. To write a model, ``save`` needs only the 64 MB.
+
+    Args:
+        model: The sharded model.
+
+    Returns:
+        On rank 0 every name of the unsharded model's ``state_dict()`` with its tensor on CPU, full shape, in the dtype
+        of the shards; tied names share one tensor. ``{}`` on other ranks.
+
+    Raises:
+        ShardingError: The model is not sharded.
+    """
+    writes = runtime_of(model).mesh.rank == 0
+    saved = saved_tensors(model) if writes else []
+    full = {one.names[0]: torch.empty(one.shape, dtype=one.dtype) for one in saved}
+    for runs in full_runs(model):
+        for name, start, flat in runs:
+            full[name].view(-1)[start : start + flat.numel()].copy_(flat)
+    return {name: full[one.names[0]] for one in saved for name in one.names}
+
+
+class _Host:
+    """Host memory of rank 0 that steps use in turn.
+
+    One block, kept to the end: the C library returns a block of this size to the system, whereas new ones for each step
+    would leave holes that the process keeps.
+    """
+
+    def __init__(self, step_bytes: int, count: int) -> None:
+        """Provide ``count`` parts of ``step_bytes``, a multiple of 8; memory is allocated at first use."""
+        self.step_bytes = step_bytes
+        self._count = count
+        self._taken = 0
+        self._block: torch.Tensor | None = None
+
+    def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return memory for one step, (numel,), reusing the oldest."""
+        if self._block is None:
+            self._block = torch.empty(self._count * self.step_bytes, dtype=torch.uint8)
+        start = self._taken % self._count * self.step_bytes
+        self._taken += 1
+        return self._block[start : start + numel * dtype.itemsize].view(dtype)
+
+    def flat(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the elements of one step on the CPU, (numel,): a view if contiguous there, else a copy."""
+        if tensor.device.type == "cpu" and tensor.is_contiguous():
+            return tensor.view(-1)
+        copy = self.take(tensor.numel(), tensor.dtype)
+        copy.view(tensor.shape).copy_(tensor)
+        return copy
+
+
+def _lane_runs(runtime: Runtime, unit: Unit, lane: Lane, host: _Host) -> Iterator[list[Run]]:
+    """Yield one lane step by step, with equally many elements of every rank's shard."""
+    names = {param.place: param.meta.name for param in unit.params if param.lane is lane}
+    size = lane.mesh.shard_group.size
+    step = host.step_bytes // (lane.shard.dtype.itemsize * size)
+    for low in range(0, lane.layout.shard_numel, step):
+        runtime.mesh.announce(f"gather of unit {unit.name} to rank 0")
+        part = _gather(runtime, lane, lane.shard[low : low + step], host)
+        slices = [] if part is None else part.view(size, -1).unbind()
+        firsts = (lane.layout.shard_bounds(rank)[0] + low for rank in range(size))
+        yield [run for first, slice_ in zip(firsts, slices, strict=False) for run in _split(lane, names, first, slice_)]
+
+
+def _gather(runtime: Runtime, lane: Lane, mine: torch.Tensor, host: _Host) -> torch.Tensor | None:
+    """Gather a step's elements of each rank's shard, (ranks * step,), on rank 0's CPU; None on other ranks."""
+    device, writes = runtime.mesh.device, runtime.mesh.rank == 0
+    if lane.mesh.shard_group.size == 1:
+        return host.flat(mine) if writes else None
+    if lane.mesh.replica_group.rank > 0:  # another replica sends the same values
+        return None
+    mine, full = mine.to(device), None
+    if writes:
+        numel = lane.mesh.shard_group.size * mine.numel()
+        full = host.take(numel, mine.dtype) if device.type == "cpu" else mine.new_empty(numel)
+    lane.mesh.shard_group.gather(mine, full).wait()
+    return None if full is None else host.flat(full)
+
+
+def _split(lane: Lane, names: dict[int, str], first: int, elements: torch.Tensor) -> Iterator[Run]:
+    """Split consecutive elements of a lane, from ``first`` on, into runs of its parameters, without padding."""
+    placements, stop = lane.layout.placements, first + elements.numel()
+    place = max(0, bisect_right(placements, first, key=lambda placement: placement.start) - 1)
+    while place < len(placements) and placements[place].start < stop:
+        placement = placements[place]
+        low, high = max(first, placement.start), min(stop, placement.stop)
+        if low < high:
+            yield names[place], low - placement.start, elements[low - first : high - first]
+        place += 1
+
+
+def _pieces(tensor: torch.Tensor, start: int, most: int) -> Iterator[tuple[int, torch.Tensor]]:
+    """Yield parts of a tensor of at most ``most`` elements, each with the index of its first; equal for equal shapes.
+
+    Parts are rows, not slices of the flattened tensor: flattening a non-contiguous tensor copies all of it.
+    """
+    if tensor.numel() <= most:
+        yield start, tensor
+        return
+    row = prod(tensor.shape[1:])
+    rows = max(1, most // row)
+    for index in range(0, tensor.shape[0], rows):
+        if row > most:
+            yield from _pieces(tensor[index], start + index * row, most)
+        else:
+            yield start + index * row, tensor[index : index + rows]

@@ -1,0 +1,196 @@
+"""Builds units from unsharded parameters, one unit at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from fullshard.core.comm import Device, Mesh, SoloComm
+from fullshard.core.engine.setup.wrap import ParamSpec, UnitSpec, can_stay_home, is_table
+from fullshard.core.engine.step.buffers import Account
+from fullshard.core.engine.step.lane import Lane
+from fullshard.core.engine.step.param import ShardedParam
+from fullshard.core.engine.step.precision import Dtypes, cast_floats, dtypes_of, torch_dtype
+from fullshard.core.engine.step.unit import Unit
+from fullshard.core.engine.tables.table_lane import TableLane
+from fullshard.core.engine.tables.table_param import TableParam
+from fullshard.core.layout import LaneLayout, plan_unit
+from fullshard.core.layout.sharded import ShardMeta
+from fullshard.core.policy import MixedPrecision, UnitPolicy
+from fullshard.errors import ConfigError
+
+
+def check_messages(specs: Iterable[UnitSpec], policy: UnitPolicy) -> None:
+    """Refuse rounded messages for what they cannot round, before anything changes.
+
+    Raises:
+        ConfigError: Nothing is gathered, or gradients are not added in float32.
+    """
+    messages = policy.precision.messages
+    if messages is None:
+        return
+    if not policy.strategy.shards:
+        raise ConfigError(
+            f"messages={messages!r} rounds what is gathered and reduce-scattered, and {policy.strategy.name} does "
+            "neither. Leave it out, or choose another strategy."
+        )
+    for member in (member for spec in specs for member in spec.params if member.param.requires_grad):
+        added = dtypes_of(policy.precision, member.param, kept=False).reduce_sum
+        if member.param.is_floating_point() and added.itemsize < 4:
+            raise ConfigError(
+                f"messages={messages!r} rounds float32 gradients while they travel and adds them in float32; those of "
+                f"{member.names[0]} are in {added}. Add reduce='float32', or leave messages out."
+            )
+
+
+class UnitBuilder:
+    """Builds the units of one model; every rank builds the same ones in the same order."""
+
+    def __init__(self, mesh: Mesh, policy: UnitPolicy, account: Account, device: Device, kept: frozenset[int]) -> None:
+        """Build units that compute on ``device``; ``kept`` are the ids of modules that compute in float32."""
+        self.mesh = mesh
+        self.lane_mesh = Mesh(mesh.shard_group, mesh.replica_group, policy.precision.messages)
+        self.policy = policy
+        self.account = account
+        self.runtime_device = device
+        self.device = device.device
+        self.kept = kept
+
+    def build(self, spec: UnitSpec, *, values: bool) -> Unit:
+        """Make a unit; at most its own full parameters are in memory besides the shards made so far.
+
+        Args:
+            spec: Its modules and parameters.
+            values: If True, the shards get the parameters' values; otherwise they hold zeros, for a source to fill.
+        """
+        tables = {id(member) for member in spec.params if is_table(member)}
+        homes = self._homes(spec)
+        cut = [piece for group in self._groups(spec, homes) for piece in self._cut(group, homes, values=values)]
+        # The full values are not needed any more. Freed before the gathered buffers are allocated: otherwise two units
+        # would be in memory at once.
+        for member in spec.params:
+            if not member.param.is_meta:
+                member.param.data = member.param.data.new_empty(0)
+        params: list[ShardedParam] = []
+        for lane, members in cut:
+            lane.allocate()
+            params += self._sharded_params(lane, members, tables)
+        return Unit(spec.name, spec.modules, params, [lane for lane, _ in cut], self.policy)
+
+    def _is_kept(self, member: ParamSpec) -> bool:
+        return any(id(module) in self.kept for module, _ in member.slots)
+
+    def _dtypes(self, member: ParamSpec) -> Dtypes:
+        return dtypes_of(self.policy.precision, member.param, kept=self._is_kept(member))
+
+    def _mesh_of(self, member: ParamSpec) -> Mesh:
+        """Return the mesh for its messages: those of frozen parameters and of keep_fp32 are not rounded."""
+        return self.lane_mesh if member.param.requires_grad and not self._is_kept(member) else self.mesh
+
+    def _homes(self, spec: UnitSpec) -> set[int]:
+        """Return the ids of the parameters whose rows stay home: tables, and heads in units of their own."""
+        if self.policy.tables == "gather" or not self.policy.strategy.shards:
+            return set()
+        size, homes = self.mesh.shard_group.size, set()
+        for member in spec.params:
+            if can_stay_home(member, spec) and not self._is_replicated(member):
+                lanes = plan_unit((tuple(member.param.shape),), size).lanes
+                if len(lanes) == 1 and lanes[0].placements[0].full_rows:
+                    homes.add(id(member))
+        return homes
+
+    def _is_replicated(self, member: ParamSpec) -> bool:
+        return self.policy.frozen == "replicate" and not member.param.requires_grad
+
+    def _groups(self, spec: UnitSpec, homes: set[int]) -> Iterable[list[ParamSpec]]:
+        """Group parameters that may share a lane: the same dtypes, all trainable or all frozen, each table alone."""
+        groups: dict[tuple[object, ...], list[ParamSpec]] = {}
+        for member in spec.params:
+            alone = id(member) if is_table(member) or id(member) in homes else None
+            travels = self._mesh_of(member).messages
+            groups.setdefault((self._dtypes(member), member.param.requires_grad, alone, travels), []).append(member)
+        return groups.values()
+
+    @property
+    def _pinned(self) -> bool:
+        offload = self.policy.offload
+        return offload is not None and offload.pin_memory and self.device.type != "cpu"
+
+    def _host(self, piece: torch.Tensor) -> torch.Tensor:
+        """Move a shard to host memory if the policy says so."""
+        if self.policy.offload is None or piece.is_meta:
+            return piece
+        return self.runtime_device.pin(piece.cpu()) if self._pinned else piece.cpu()
+
+    def _cut(self, group: list[ParamSpec], homes: set[int], *, values: bool) -> Iterable[tuple[Lane, list[ParamSpec]]]:
+        """Plan the lanes of one group and cut this rank's shards, with the parameters' values if ``values``."""
+        first, dtypes = group[0].param, self._dtypes(group[0])
+        replicated = self._is_replicated(group[0])
+        mesh = self._mesh_of(group[0])
+        mesh = Mesh(SoloComm(mesh.device), mesh.all_ranks) if replicated else mesh
+        unit_layout = plan_unit(tuple(tuple(member.param.shape) for member in group), mesh.shard_group.size)
+        for layout in unit_layout.lanes:
+            shard = torch.zeros(layout.shard_numel, dtype=dtypes.shard, device=self.device)
+            if values:
+                _copy_values(group, layout, mesh.shard_group.rank, shard)
+            members = [group[placement.index] for placement in layout.placements]
+            lane = (TableLane if id(group[0]) in homes else Lane)(
+                layout,
+                mesh,
+                self._host(shard),
+                shapes=[tuple(member.param.shape) for member in members],
+                dtypes=dtypes,
+                trainable=first.requires_grad,
+                replicated=replicated or not self.policy.strategy.shards,
+                pinned=self._pinned,
+                device=self.runtime_device,
+                account=self.account,
+            )
+            if isinstance(lane, TableLane):
+                lane.forced = self.policy.tables == "home"
+            yield lane, members
+
+    def _sharded_params(self, lane: Lane, members: list[ParamSpec], tables: set[int]) -> Iterable[ShardedParam]:
+        rank = lane.mesh.shard_group.rank
+        for placement, shape, member in zip(lane.layout.placements, lane.shapes, members, strict=True):
+            meta = ShardMeta(member.names[0], tuple(member.names[1:]), shape, lane.layout, placement, rank)
+            kind = TableParam if isinstance(lane, TableLane) else ShardedParam
+            yield kind(meta, lane, member.param, member.slots, is_table=id(member) in tables)
+
+
+def _copy_values(group: list[ParamSpec], layout: LaneLayout, rank: int, shard: torch.Tensor) -> None:
+    """Copy a rank's part of a lane's parameters into ``shard``, (shard_numel,)."""
+    low, _ = layout.shard_bounds(rank)
+    for placement in layout.placements:
+        start, stop = layout.local_range(placement, rank)
+        source = group[placement.index].param.detach().reshape(-1)[start:stop]
+        offset = placement.start + start - low
+        if stop > start:
+            shard[offset : offset + stop - start].copy_(source)
+
+
+def move_buffers(modules: Iterable[nn.Module], device: torch.device, dtype: str | None) -> None:
+    """Move buffers to the device, and floating ones to the named dtype; skip those on the meta device."""
+    for module in modules:
+        for key, buffer in module._buffers.items():
+            if buffer is None or buffer.is_meta:
+                continue
+            wanted = torch_dtype(dtype) if buffer.is_floating_point() else None
+            module._buffers[key] = buffer.to(device=device, dtype=wanted)
+
+
+def keep_in_float32(modules: list[nn.Module], precision: MixedPrecision, root: Unit) -> None:
+    """Make ``modules`` take float32 and return the compute dtype, unless the model of ``root`` runs unsharded."""
+
+    def to_float32(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return cast_floats((args, kwargs), "float32")
+
+    def back(_module: nn.Module, _args: tuple[Any, ...], output: Any) -> Any:
+        return output if root.summoned is not None else cast_floats(output, root.policy.precision.param)
+
+    for module in modules if precision.param is not None else ():
+        module.register_forward_pre_hook(to_float32, with_kwargs=True)
+        module.register_forward_hook(back)

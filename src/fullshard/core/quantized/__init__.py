@@ -1,0 +1,16 @@
+"""Linear layers with frozen 4-bit and 8-bit weights: formats, the module, and the choice of a model's layers."""
+
+from fullshard.core.quantized.bitsandbytes_door import keep_quiet as keep_quiet
+from fullshard.core.quantized.formats import (
+    Format as Format,
+    format_of as format_of,
+    quantisations as quantisations,
+    rounded as rounded,
+)
+from fullshard.core.quantized.layers import (
+    QuantizedLayers as QuantizedLayers,
+    chosen_layers as chosen_layers,
+    quantisable as quantisable,
+    require_skip as require_skip,
+)
+from fullshard.core.quantized.linear import QuantizedLinear as QuantizedLinear

@@ -1,0 +1,3 @@
+"""Tables to batches: the public name of ``fullshard.program.data``."""
+
+from fullshard.program.data import *  # noqa: F403

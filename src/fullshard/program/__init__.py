@@ -1,0 +1,9 @@
+"""The program: ``fullshard train run.yaml`` and its other verbs, over the library.
+
+Rooms, in reading order: ``config`` (a run file's options), ``data`` (tables to batches), ``models`` (building,
+adapters, losses), ``train`` (setup, the loop, evaluation, plans of run files), ``launch`` (ranks as processes),
+``sharing`` (uploads), ``report`` (pages), ``starter`` (``init``), ``cli`` (one file for each verb).
+
+A new option begins in ``config/schema``; a new verb is one file in ``cli``. Nothing here may change what the library
+computes: that is the core's.
+"""

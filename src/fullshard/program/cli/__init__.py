@@ -1,0 +1,1 @@
+"""The command ``fullshard``: one file for each verb."""

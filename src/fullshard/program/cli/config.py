@@ -1,0 +1,245 @@
+"""``fullshard config``: write a configuration file interactively, convert one to a run file, check a run file."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from fullshard.compat.accelerate_config.file import read_accelerate_file
+from fullshard.compat.accelerate_config.translate import LEFT, nested, run_file_text, translate
+from fullshard.errors import ConfigError
+from fullshard.program.cli.accelerate import add_config_file, file_overrides
+from fullshard.program.cli.common import add_json, add_run_arguments, add_verb, load_program, positive, set_own_parsers
+from fullshard.program.cli.questionnaire import DEFAULT_PATH, run_questions
+from fullshard.program.config import RunConfig, changed_settings, load_run, require_base, require_output_dir
+from fullshard.program.config.training import auto_precision
+from fullshard.program.launch import choose_nproc, gpu_count
+from fullshard.program.launch.messages import say
+
+PROGRAM = "fullshard.program.train.dry_run"
+DEVICES = "fullshard.program.train.setup.devices"
+
+DESCRIPTION = f"""\
+Without an action: ask the questions of `accelerate config`, write the configuration file that they make, check it and
+explain it. fullshard train, fullshard launch and accelerate launch read it. It is written to --config_file, or to
+{DEFAULT_PATH}; an existing file is not overwritten without asking.
+"""
+
+EPILOG = """\
+examples:
+  fullshard config
+  fullshard config --config_file fsdp_config.yaml
+  fullshard config --default --json --config_file fsdp_config.yaml
+  fullshard config convert fsdp_config.yaml -o run.yaml
+  fullshard config check run.yaml
+"""
+
+CONVERT_DESCRIPTION = """\
+Convert Accelerate's configuration file to a run file for fullshard train. The run file has its sharding, precision and
+ranks, and comments for the settings left to fill in. Settings that do not carry over are reported as warnings, with the
+reason.
+
+Prints the run file, or writes it to -o, which must not exist.
+"""
+
+CONVERT_EPILOG = """\
+examples:
+  fullshard config convert fsdp_config.yaml
+  fullshard config convert fsdp_config.yaml -o run.yaml
+  fullshard config convert fsdp_config.yaml --json
+"""
+
+CHECK_DESCRIPTION = """\
+Read a run file with its overrides. Prints the settings that differ from the defaults and "no problem found", or all
+problems at once. --all prints every setting with defaults filled in.
+
+With --dry-run, do everything that train does before its first step, on this machine's CPU and without the model's
+weights: read and tokenize the data (which stays in the cache for train) and lay out the model over the ranks. Shows the
+unit table, what the run chooses by itself and why, the number of steps and the memory of each rank. --gpu shows what it
+would choose on such GPUs.
+"""
+
+CHECK_EPILOG = """\
+examples:
+  fullshard config check examples/banking77_tiny.yaml
+  fullshard config check run.yaml --dry-run --world-size 8 training.precision=bf16
+  fullshard config check run.yaml --dry-run --world-size 8 --gpu a10g
+  fullshard config check run.yaml --config_file fsdp_config.yaml
+"""
+
+
+def add_parser(verbs: Any) -> None:
+    """Add the verb's parser to those of ``fullshard``."""
+    parser = add_verb(
+        verbs,
+        "config",
+        run_ask,
+        "write a configuration file interactively, convert one, or check a run file",
+        DESCRIPTION,
+        EPILOG,
+    )
+    parser.add_argument(
+        "--config_file",
+        "--config-file",
+        metavar="FILE",
+        type=Path,
+        dest="answers_file",
+        help=f"file to write (default: {DEFAULT_PATH})",
+    )
+    parser.add_argument("--default", action="store_true", help="write a sharded file for this machine without asking")
+    add_json(parser, dest="answers_json")
+    parser.set_defaults(json=False)
+    actions = parser.add_subparsers(title="actions", metavar="[ACTION]")
+    _add_convert(actions)
+    _add_check(actions)
+    set_own_parsers(actions)
+
+
+def _add_convert(actions: Any) -> None:
+    convert = add_verb(
+        actions,
+        "convert",
+        run_convert,
+        "convert Accelerate's configuration file to a run file",
+        CONVERT_DESCRIPTION,
+        CONVERT_EPILOG,
+    )
+    convert.add_argument("file", metavar="FILE", type=Path, help="Accelerate's configuration file (YAML)")
+    convert.add_argument("-o", "--output", metavar="RUN", type=Path, help="run file to write (default: print it)")
+    add_json(convert)
+
+
+def _add_check(actions: Any) -> None:
+    check = add_verb(
+        actions,
+        "check",
+        run_check,
+        "check a run file; with --dry-run, do everything before the first step",
+        CHECK_DESCRIPTION,
+        CHECK_EPILOG,
+    )
+    add_run_arguments(check)
+    add_config_file(check)
+    check.add_argument("--dry-run", action="store_true", help="do everything before the first step, without weights")
+    check.add_argument("--all", action="store_true", help="print every setting, as a run file")
+    check.add_argument(
+        "--world-size",
+        metavar="N",
+        type=positive,
+        help="with --dry-run: ranks to lay out for (default: as many as train would start)",
+    )
+    check.add_argument(
+        "--gpu",
+        metavar="NAME",
+        help="with --dry-run: GPU of each rank, such as h100 (default: this machine's, or its CPU)",
+    )
+
+
+def run_ask(options: argparse.Namespace) -> None:
+    """Ask the questions and write the file; one process.
+
+    Raises:
+        ConfigError: See :func:`~fullshard.program.cli.questionnaire.run_questions`.
+    """
+    options.json = options.answers_json
+    run_questions(options.answers_file or DEFAULT_PATH, asks=not options.default, as_json=options.json)
+
+
+def run_convert(options: argparse.Namespace) -> None:
+    """Convert Accelerate's file; one process.
+
+    Raises:
+        ConfigError: The file is wrong or uses an unsupported feature, or the run file exists or cannot be written.
+    """
+    _refuse_misplaced(options)
+    file = read_accelerate_file(options.file)
+    translation = translate(file)
+    text = run_file_text(file, translation)
+    for warning in translation.warnings:
+        say(f"warning: {warning}")
+    if options.output is not None:
+        _write_new(options.output, text)
+        say(f"wrote {options.output}; left to fill in: {', '.join(LEFT)}")
+    if options.json:
+        settings, left = nested(translation.settings), list(LEFT)
+        print(json.dumps({"settings": settings, "left": left, "warnings": list(translation.warnings)}))
+    elif options.output is None:
+        print(text, end="")
+
+
+def _write_new(path: Path, text: str) -> None:
+    try:
+        with path.open("x", encoding="utf-8") as file:
+            file.write(text)
+    except FileExistsError:
+        raise ConfigError(f"{path} exists. Name another file with -o, or remove it first.") from None
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written: {error}.") from error
+
+
+def _refuse_misplaced(options: argparse.Namespace) -> None:
+    """Refuse the questionnaire's options in front of an action."""
+    given = {"--config_file": options.answers_file, "--default": options.default, "--json": options.answers_json}
+    for name, value in given.items():
+        if value:
+            raise ConfigError(f"Put {name} after the action: before it, it is an option of the questions.")
+
+
+def run_check(options: argparse.Namespace) -> None:
+    """Check a run file; one process.
+
+    Raises:
+        UserError: The settings are wrong; with ``--dry-run``, the data or the model cannot be used.
+    """
+    _refuse_misplaced(options)
+    for name, given in (("--world-size", options.world_size), ("--gpu", options.gpu)):
+        if given and not options.dry_run:
+            raise ConfigError(f"{name} needs --dry-run: add it, or leave out {name}.")
+
+    def load(more: Sequence[str]) -> RunConfig:
+        return load_run(options.config, [*options.overrides, *file_overrides(options), *more])
+
+    config, gpus = load(()), gpu_count()
+    require_base(config.model)
+    require_output_dir(config)
+    plain = dict(config.as_plain())
+    if not options.dry_run:
+        if config.training.precision == "fp16":  # only this check loads the program, which is slow to import
+            load_program(PROGRAM).check_kind(config)
+        _print_settings(options, plain, gpus)
+        return
+    world_size = options.world_size or choose_nproc(config.nproc)
+    device = None if options.gpu is None else load_program("fullshard.planner").hardware(options.gpu)
+    found = load_program(PROGRAM).dry_run(config, world_size, load=load, device=device, gpus=gpus)
+    if options.all and not options.json:
+        _print_settings(options, plain, gpus)
+    print(json.dumps({"config": plain, **found.as_dict()}) if options.json else found)
+
+
+def _print_settings(options: argparse.Namespace, plain: Mapping[str, Any], gpus: int) -> None:
+    """Print the settings of a run file without problems: all, or those that differ from the defaults.
+
+    Also what ``training.precision: auto`` is on this machine; the program is loaded for that only if it has GPUs.
+    """
+    if options.json:
+        print(json.dumps(plain))
+        return
+    auto = ""
+    if plain["training"]["precision"] == "auto":
+        of_gpus = load_program(DEVICES) if gpus else None
+        value, why = auto_precision(None) if of_gpus is None else of_gpus.precision_of(of_gpus.Devices.of_machine(gpus))
+        auto = f"training.precision: auto is {value} on this machine: {why}\n"
+    if options.all:
+        text = yaml.safe_dump(plain, sort_keys=False, allow_unicode=True)
+        print(f"{text}{auto and f'# {auto}'}# no problem found")
+        return
+    changed = changed_settings(plain)
+    print(f"{len(changed)} settings differ from the defaults (--all prints every one):")
+    for key, value in changed.items():
+        print(f"  {key}: {json.dumps(value, ensure_ascii=False)}")
+    print(f"{auto}no problem found in {options.config}; --dry-run also checks data and model")

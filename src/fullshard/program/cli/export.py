@@ -1,0 +1,96 @@
+"""``fullshard export``: writes a checkpoint's model as a Hugging Face directory, or its LoRA adapter for peft."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from fullshard.program.cli.common import ByteProgress, add_base, add_json, add_verb, load_program, path_or_url
+from fullshard.program.launch.messages import say
+from fullshard.sizes import format_bytes
+
+PROGRAM = "fullshard.state.saving.export"
+
+DESCRIPTION = """\
+Write a checkpoint's model to a directory that from_pretrained loads.
+
+PATH is the output_dir of a run, a directory of checkpoints, one checkpoint (step-…), or a URL of one of the last two.
+Of a finished run that was evaluated it is the best step's model, the one in its output_dir; otherwise the latest
+checkpoint's. Needs no GPU and no ranks: the weights are streamed through about 64 MB of memory, and each block is
+compared with its checksum. DIR must be new or empty; it appears only once it is complete.
+"""
+
+EPILOG = """\
+A run's best/ directory, and its output_dir once it has finished, already contain the best model in this form.
+
+examples:
+  fullshard export runs/mine -o exported
+  fullshard export runs/mine --checkpoint 1200 --dtype bf16 --max-shard-size 5GB -o exported
+  fullshard export runs/lora --adapter -o adapter      # for PeftModel.from_pretrained(base, "adapter")
+  fullshard export runs/lora --merge -o merged         # the base model with the adapter merged into it
+  fullshard export runs/qlora --merge --base /new/t5 -o merged   # a quantised base that was moved
+"""
+
+
+def add_parser(verbs: Any) -> None:
+    """Add the verb's parser to those of ``fullshard``."""
+    parser = add_verb(verbs, "export", run, "write a checkpoint's model for from_pretrained", DESCRIPTION, EPILOG)
+    parser.add_argument(
+        "path", metavar="PATH", type=path_or_url, help="a run, its checkpoints, or one of them; or a URL"
+    )
+    parser.add_argument("-o", "--output", metavar="DIR", type=Path, required=True, help="directory to write")
+    parser.add_argument(
+        "--checkpoint",
+        metavar="WHICH",
+        help="among complete checkpoints: latest, best (by its metric) or a step (default: of a finished run that was "
+        "evaluated the best, which is its own model; else latest)",
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=("bf16", "fp16", "fp32"),
+        help="dtype of floating-point weights (default: unchanged; "
+        "merged into a quantised base, which is read from its own files: bf16)",
+    )
+    parser.add_argument(
+        "--max-shard-size", metavar="SIZE", default="50GB", help="maximum size of a file, such as 5GB (default: 50GB)"
+    )
+    lora = parser.add_mutually_exclusive_group()
+    lora.add_argument(
+        "--merge",
+        dest="lora",
+        action="store_const",
+        const="merge",
+        help="LoRA: the base model with the adapter merged into it",
+    )
+    lora.add_argument(
+        "--adapter",
+        dest="lora",
+        action="store_const",
+        const="adapter",
+        help="LoRA: the adapter alone, in peft's format",
+    )
+    add_base(parser)
+    add_json(parser)
+
+
+def run(options: argparse.Namespace) -> None:
+    """Export; one process.
+
+    Raises:
+        UserError: The options do not fit the checkpoint, it is damaged, or the directory cannot be written.
+    """
+    program = load_program(PROGRAM)
+    how = program.ExportOptions(options.dtype, options.max_shard_size, options.lora, options.base)
+    checkpoint = program.choose_checkpoint(options.path, options.checkpoint)
+    with ByteProgress("exporting") as progress:
+        report = program.export(checkpoint, options.output, how, progress)
+    assumed = program.assumed_of(checkpoint) if options.checkpoint == "best" else []
+    for note in [*report.notes, *assumed]:
+        say(note)
+    if options.json:
+        print(json.dumps({**report.as_dict(), "choice": program.describe_choice(checkpoint)}))
+    else:
+        size = f"{report.tensors:,} tensors, {format_bytes(report.nbytes)}"
+        print(f"{report.directory} written: {size}, of {program.describe_choice(checkpoint)}, from {report.checkpoint}")

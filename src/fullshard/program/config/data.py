@@ -1,0 +1,234 @@
+"""The run file's ``data`` section: where rows come from and how they become text."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Literal, Self
+
+from pydantic import NonNegativeInt, PositiveInt, ValidationError, model_validator
+
+from fullshard.program.config.section import ConfigSection, Fraction
+from fullshard.program.config.sets import SetConfig, SetName
+
+_OF_A_SET = ("train_file", "validation_file", "dataset_name", "dataset_config_name", "train_split", "validation_split")
+"""Options that each set of a mixture gives itself."""
+
+
+class DataConfig(ConfigSection):
+    """The rows for training and evaluation."""
+
+    train_file: Path | None = None
+    """A .csv, .tsv, .jsonl, .json or .parquet file, or a file of the given format, relative to the run file's directory
+    or the working directory. Set exactly one of train_file, dataset_name and sets."""
+    validation_file: Path | None = None
+    """Held-out rows for evaluation, in the same format."""
+    dataset_name: str | None = None
+    """A directory written by datasets' save_to_disk, or the id of a dataset on the Hub."""
+    dataset_config_name: str | None = None
+    """Configuration of the dataset on the Hub."""
+    train_split: str = "train"
+    """Split of dataset_name to train on."""
+    validation_split: str | None = "validation"
+    """Split of dataset_name for evaluation; null: none."""
+    validation_fraction: Fraction = 0.0
+    """Approximate share of the training rows to hold out, for data without held-out rows. The side of a row depends on
+    a hash of its source only: it is the same in every run, also when rows are added, and rows with the same source
+    stay together. With a few hundred rows the share may be off by half; the run prints the actual share. For a
+    conversation, the turns before the first answer are hashed."""
+    format: Literal["auto", "csv", "tsv", "jsonl", "json", "parquet", "wikihow", "phrasebank"] = "auto"
+    """Format of the files; auto: by their suffix, or by the content where that is plainly another. wikihow: the
+    authors' wikihowAll.csv or wikihowSep.csv; phrasebank: FinancialPhraseBank's Sentences_*Agree.txt or its JSON Lines
+    form."""
+    encoding: str = "utf-8"
+    """Encoding of text files; a byte-order mark is removed. phrasebank is read as ISO-8859-1 if it is not UTF-8."""
+    delimiter: str | None = None
+    """Character between the cells of CSV files; null: comma, semicolon, tab or |, found in the header and the first
+    rows."""
+    quoting: Literal["auto", "none", "csv"] = "auto"
+    """Double quotes in CSV and TSV files. csv: they enclose cells that hold delimiters, line breaks or doubled quotes;
+    none: they are characters of the text, and each line is a row; auto: found by whether they pair up cell by cell, and
+    reported if they do not."""
+    source_column: str | None = None
+    """Column of the model's input text, or of conversations; null: chosen by its name, or the first of two columns.
+    A name with dots, such as translation.en, reaches into objects; so do those of target_column, template and
+    weight_column."""
+    target_column: str | None = None
+    """Column of the model's target text; null: chosen by its name, or the second of two columns."""
+    target_lists: Literal["references", "join"] = "references"
+    """Meaning of a list in the target column. references: several references, of which training uses the first; join:
+    one text in pieces."""
+    source_prefix: str = ""
+    """Text put before every source, such as "summarize: "."""
+    template: str | None = None
+    """Source composed of several columns, such as "question: {question} context: {context}"; instead of
+    source_column."""
+    chat_template: bool | None = None
+    """Causal models: whether to apply the tokenizer's chat template to the source; null: if it has one. Conversations
+    need one: a tokenizer without one gets a plain template, which is reported and saved with the model."""
+    separator: str | None = None
+    """Causal models without a chat template: text between source and target; null: a line break, unless the tokenizer
+    ends every text with a special token or the template ends with text of its own. Recorded with the run."""
+    weight_column: str | None = None
+    """Column with a positive number for each training row, by which the loss of its tokens is multiplied; null: all
+    rows have weight 1. A step's loss is divided by the sum of the weights of its target tokens. Held-out rows need no
+    weights."""
+    train_on: Literal["assistant", "last"] = "assistant"
+    """Conversations: the turns that are learned. assistant: all of the assistant's; last: its last one."""
+    max_bad_rows: NonNegativeInt = 0
+    """Maximum unusable rows per file that are skipped, counted and reported. One more is an error."""
+    max_source_length: PositiveInt = 512
+    """Maximum tokens of a source; longer ones are truncated and counted. The history of a conversation loses its oldest
+    turns."""
+    max_target_length: PositiveInt = 128
+    """Maximum tokens of a target; longer ones are truncated and counted."""
+    max_train_samples: PositiveInt | None = None
+    """Number of rows to train on; null: all. A hash of each row and the seed decides which: they are a random sample,
+    the same on every rank and in every run, in whatever order the rows are. In a mixture, of each set."""
+    max_eval_samples: PositiveInt | None = None
+    """Number of held-out rows to evaluate on, drawn as for max_train_samples; null: all. In a mixture, of each set."""
+    cache_dir: Path | None = None
+    """Cache directory of token ids; null: fullshard/ in the user's cache directory."""
+    streaming: bool = False
+    """Read and tokenize training rows while training, for data too large to tokenize first. An index takes 32 to 48
+    bytes a row in memory. Steps have the same rows as without it, except that group_by_length estimates lengths.
+    Held-out rows are tokenized first, and so are training rows with per_device_train_batch_tokens, for their lengths
+    only."""
+    sets: Mapping[SetName, SetConfig] = {}
+    """The data sets of a mixture by name, instead of train_file and dataset_name. Metrics are evaluated on all sets'
+    held-out rows together, which decides which model is kept, and on each set."""
+
+    @model_validator(mode="after")
+    def _one_origin(self) -> Self:
+        if self.sets:
+            self._fitting_sets()
+            return self
+        if (self.train_file is None) == (self.dataset_name is None):
+            given = "neither" if self.train_file is None else "both"
+            raise ValueError(f"exactly one of train_file and dataset_name must be given; got {given} (and no sets)")
+        self._no_idle_options()
+        self._fitting_streaming()
+        if self.validation_fraction and self.validation_file is not None:
+            raise ValueError("validation_fraction holds out training rows and cannot be combined with validation_file")
+        if self.template is not None and self.source_column is not None:
+            raise ValueError("template and source_column both set the source; give one")
+        self._fitting_cells()
+        return self
+
+    def _fitting_sets(self) -> None:
+        """Check the sets, each completed by the options given here, and their weights.
+
+        Raises:
+            ValueError: A set is invalid, an option is given that each set must give itself, or only some have a weight.
+        """
+        if idle := [name for name in _OF_A_SET if getattr(self, name) != type(self).model_fields[name].default]:
+            raise ValueError(f"with sets, {' and '.join(idle)} of each set is given inside sets; remove it here")
+        without = [name for name, one in self.sets.items() if one.weight is None]
+        if 0 < len(without) < len(self.sets):
+            raise ValueError(
+                f"sets: {len(without)} of {len(self.sets)} have no weight: {', '.join(without)}. Give all of them one, "
+                "or none: then each row comes once an epoch"
+            )
+        for name in self.sets:
+            try:
+                self._part(name)
+            except ValidationError as error:
+                first = error.errors()[0]
+                where = "".join(f".{key}" for key in first["loc"])
+                raise ValueError(f"sets.{name}{where}: {first['msg'].removeprefix('Value error, ')}") from error
+
+    def _part(self, name: str) -> DataConfig:
+        """Return the ``data`` section that a set amounts to."""
+        own = {key: value for key, value in self.sets[name].model_dump().items() if value is not None}
+        own.pop("weight", None)
+        rest = {key: value for key, value in self.model_dump().items() if key != "sets"}
+        # Options of a set replace those of the mixture.
+        if own.keys() & {"validation_file", "validation_split"}:
+            rest["validation_fraction"] = 0.0
+        if own.keys() & {"template", "source_column"}:
+            rest |= {"template": None, "source_column": None}
+        return DataConfig.model_validate({**rest, **own})
+
+    @property
+    def parts(self) -> Mapping[str, DataConfig]:
+        """The section of each set of a mixture by name; without sets this section, named "" (a mixture of one)."""
+        return {name: self._part(name) for name in self.sets} or {"": self}
+
+    @property
+    def weights(self) -> tuple[float, ...]:
+        """The weight of each set; empty: they have none."""
+        return tuple(one.weight for one in self.sets.values() if one.weight is not None)
+
+    def _fitting_cells(self) -> None:
+        """Check the delimiter, and that delimiter and quoting have a file to which they apply.
+
+        Raises:
+            ValueError: The delimiter is not one character that can separate cells, or no file is of CSV or TSV.
+        """
+        one = self.delimiter
+        if one is not None and (len(one) != 1 or one in ' "\r\n'):
+            raise ValueError(
+                f"delimiter must be one character other than a blank, a quote or a line break; got {one!r}. "
+                'Write it in YAML\'s quotes, such as ";" or "\\t"'
+            )
+        if one is not None:
+            self._require_files("delimiter", "CSV", ("csv",))
+        if self.quoting != "auto":
+            self._require_files("quoting", "CSV and TSV", ("csv", "tsv"))
+
+    def _require_files(self, option: str, kinds: str, formats: tuple[str, ...]) -> None:
+        """Raise ValueError unless one of the files has one of the formats to which an option applies."""
+        if self.format not in ("auto", *formats):
+            raise ValueError(f"{option} applies to {kinds} files, but format is {self.format}; leave it out")
+        files = [file for file in (self.train_file, self.validation_file) if file is not None]
+        names = [file.name.lower().removesuffix(".gz") for file in files]
+        if self.format == "auto" and not any(name.endswith(tuple(f".{one}" for one in formats)) for name in names):
+            given = " and ".join(file.name for file in files) or "dataset_name"
+            raise ValueError(f"{option} applies to {kinds} files; {given} is not one. Leave it out, or set format: csv")
+
+    def _fitting_streaming(self) -> None:
+        """Check that the rows can be streamed.
+
+        Raises:
+            ValueError: The format cannot be read row by row.
+        """
+        name = "" if self.train_file is None else self.train_file.name.lower().removesuffix(".gz")
+        if not self.streaming:
+            return
+        if self.format in ("json", "wikihow", "phrasebank") or (self.format == "auto" and name.endswith(".json")):
+            kind = "json" if self.format == "auto" else self.format
+            raise ValueError(
+                f"streaming reads CSV, TSV, JSON Lines, Parquet and datasets. {kind} is read as a whole: convert "
+                "the file to JSON Lines (set format: jsonl if it is), or leave streaming out"
+            )
+
+    def _no_idle_options(self) -> None:
+        """Refuse options that would have no effect.
+
+        Raises:
+            ValueError: An option is given that does not apply to this data.
+        """
+
+        def given(*names: str) -> list[str]:
+            return [name for name in names if getattr(self, name) != type(self).model_fields[name].default]
+
+        if self.dataset_name is None and (idle := given("dataset_config_name", "train_split", "validation_split")):
+            raise ValueError(f"{' and '.join(idle)} need dataset_name, which is not given")
+        if self.validation_fraction and self.validation_split is not None and given("validation_split"):
+            raise ValueError("validation_fraction holds out training rows and cannot be combined with validation_split")
+        if self.dataset_name is not None and (
+            idle := given("format", "encoding", "delimiter", "quoting", "validation_file")
+        ):
+            raise ValueError(f"{' and '.join(idle)} need train_file; dataset_name is given")
+        own = ("source_column", "target_column", "template", "target_lists", "train_on", "weight_column")
+        if self.format == "wikihow" and (idle := given(*own)):
+            raise ValueError(f"format: wikihow has fixed columns; leave out {' and '.join(idle)}")
+
+    @property
+    def holds_out(self) -> bool:
+        """True if there are rows to evaluate on."""
+        if self.sets:
+            return any(part.holds_out for part in self.parts.values())
+        if self.validation_file is not None or self.validation_fraction or self.format == "wikihow":
+            return True
+        return self.dataset_name is not None and self.validation_split is not None

@@ -1,0 +1,314 @@
+"""Reading a run file and overrides into one frozen, validated configuration; all problems in one message."""
+
+from __future__ import annotations
+
+import copy
+import difflib
+import json
+import os
+import re
+import shlex
+import types
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Union, get_args, get_origin
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from fullshard.errors import ConfigError
+from fullshard.program.config.aliases import other_name
+from fullshard.program.config.schema import RunConfig
+from fullshard.program.config.sets import SetConfig
+
+_FILE_KEYS = (("data", "train_file"), ("data", "validation_file"))
+"""Keys whose value is a file."""
+
+_NAME_KEYS = (("data", "dataset_name"), ("model", "path"))
+"""Keys whose value is a path or an id on the Hub."""
+
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
+"""An id as in huggingface_hub: a name, or an owner and a name."""
+
+
+def is_hub_id(name: str) -> bool:
+    """Return True if a name is an owner's model on the Hub, and no path: nothing is there, nor its directory."""
+    path = Path(name)
+    return HUB_ID.fullmatch(name) is not None and "/" in name and not path.exists() and not path.parent.is_dir()
+
+
+_TEXT_WANTED = ("string_type", "path_type")
+"""pydantic's error types for a value that is not text."""
+
+
+def load_run(
+    path: str | Path, overrides: Sequence[str] = (), *, under: Mapping[str, Any] | None = None, reads_data: bool = True
+) -> RunConfig:
+    """Read a run file. Every rank may call it; it only reads the file and checks the paths in it.
+
+    Args:
+        path: The YAML file.
+        overrides: Settings of the form ``section.key=value``, the value in YAML, applied in order. Null (``null``,
+            ``~`` or nothing) unsets: an option that does not take null, or a section, has its default.
+        under: Nested settings used where neither the file nor the overrides set a value.
+        reads_data: Whether the data will be read; False: it may be missing.
+
+    Returns:
+        The configuration. The files it names exist and are absolute paths.
+
+    Raises:
+        ConfigError: The file cannot be read, an override is malformed, or a setting is unknown, of the wrong type, out
+            of range, contradicts another or names a file that does not exist. The message holds all problems.
+    """
+    path = Path(path)
+    return check_run(_merged(under or {}, _read_yaml(path)), path, overrides, reads_data=reads_data)
+
+
+def check_run(
+    values: Mapping[str, Any], path: Path, overrides: Sequence[str] = (), *, reads_data: bool = True
+) -> RunConfig:
+    """Validate the values of a run file.
+
+    Args:
+        values: Nested settings, as read from YAML.
+        path: The run file, for messages and relative paths.
+        overrides: As for :func:`load_run`.
+        reads_data: As for :func:`load_run`.
+
+    Returns:
+        The configuration, as from :func:`load_run`.
+
+    Raises:
+        ConfigError: As from :func:`load_run`.
+    """
+    values = copy.deepcopy(dict(values))
+    if values.get("sharding") == "auto":
+        values["sharding"] = {"auto": True}  # so that an override can add a setting
+    typed = dict(_apply(values, override) for override in overrides)
+    resolved, problems = _resolve_files(_without_unset(values, RunConfig), path.parent, reads_data=reads_data)
+    try:
+        run = RunConfig.model_validate(resolved)
+    except ValidationError as error:
+        problems = [_explain(details, typed) for details in error.errors()] + problems
+    else:
+        if not problems:
+            return run
+    count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
+    raise ConfigError("\n".join([f"{path}: {count}:", *(f"  {problem}" for problem in problems)]))
+
+
+def require_output_dir(config: RunConfig) -> None:
+    """Check that a run can write to its directory and replaces no model but a run's, without creating it; any process.
+
+    Raises:
+        ConfigError: It cannot, or it would replace the model that it trains, or one that no run has left there.
+    """
+    directory = config.output_dir
+    _require_writable(directory)
+    base = None if config.model.path is None else Path(config.model.path)
+    if base is not None and base.is_dir() and base.resolve().is_relative_to(directory.resolve()):
+        raise ConfigError(
+            f"output_dir: {directory} is or contains model.path ({base}), which the run's model would replace. Set "
+            "output_dir to another directory."
+        )
+    holds_model = any(
+        next(directory.glob(names), None) for names in ("*.safetensors", "pytorch_model*", "adapter_model*")
+    )
+    if holds_model and not any((directory / name).exists() for name in ("run.json", "summary.json", "checkpoints")):
+        raise ConfigError(
+            f"output_dir: {directory} holds a model that no run of fullshard train has left there, and the run's model "
+            "would replace it. Set output_dir to another directory, or move that model away."
+        )
+
+
+def _require_writable(directory: Path) -> None:
+    place = directory.absolute()
+    nearest = next(one for one in (place, *place.parents) if os.path.exists(one))
+    if not nearest.is_dir():
+        problem = f"{nearest} is a file"
+    elif not os.access(nearest, os.W_OK | os.X_OK):
+        problem = f"no permission to write in {nearest}"
+    else:
+        return
+    raise ConfigError(f"output_dir: {directory} cannot be written to: {problem}. Set output_dir to another directory.")
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML's safe loader, except that a duplicate key is an error; PyYAML silently uses the last one."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:  # noqa: FBT001, FBT002
+        """Build a mapping; refuse duplicate keys."""
+        seen: set[Any] = set()
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=True)
+            if key in seen:
+                problem = f"the key {key!r} is given twice"
+                raise yaml.constructor.ConstructorError(None, None, problem, key_node.start_mark)
+            seen.add(key)
+        return super().construct_mapping(node, deep=deep)
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    """Read the settings of a run file."""
+    if path.is_dir():
+        raise ConfigError(f"{path} is a directory; a run file (YAML) is expected. {_run_files_in(path)}")
+    if not path.exists():
+        raise ConfigError(f"There is no {path}: give the path of a run file (YAML), such as run.yaml.")
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"The run file {path} cannot be read: {error}.") from error
+    try:
+        values = yaml.load(text, Loader=_Loader)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path} is not valid YAML: {error}") from error
+    if not isinstance(values, dict):
+        found = "nothing" if values is None else f"a {type(values).__name__}"
+        raise ConfigError(f"{path} must contain settings (key: value); it contains {found}.")
+    return values
+
+
+def _run_files_in(directory: Path) -> str:
+    """Return a hint which file in a directory to give instead."""
+    found = sorted(path for path in directory.iterdir() if path.suffix in (".yaml", ".yml") and path.is_file())
+    if not found:
+        return "There is no .yaml file in it: give the path of the run file itself, such as run.yaml."
+    others = f" ({len(found)} .yaml files are in it)" if len(found) > 1 else ""
+    return f"Give the file itself, such as {found[0]}{others}."
+
+
+def _merged(under: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    """Merge nested settings; ``values`` win over ``under``."""
+    merged = dict(values)
+    for key, value in under.items():
+        own = merged.get(key)
+        if isinstance(value, Mapping) and isinstance(own, Mapping):
+            merged[key] = _merged(value, own)
+        elif key not in merged or (isinstance(value, Mapping) and own is None):
+            merged[key] = value
+    return merged
+
+
+def _apply(values: dict[str, Any], override: str) -> tuple[str, str]:
+    """Apply one ``section.key=value`` to the settings in place; return the key and the value as typed."""
+    name, equals, text = override.partition("=")
+    keys = name.strip().split(".")
+    if not equals or not all(keys):
+        raise ConfigError(f"An override has the form section.key=value, such as training.seed=3; got {override!r}.")
+    try:
+        value = yaml.load(text, Loader=_Loader)
+    except yaml.YAMLError as error:
+        raise ConfigError(
+            f"The value of the override {override!r} is not valid YAML: {error}\n{_as_text('.'.join(keys), text)}"
+        ) from error
+    target = values
+    for depth, key in enumerate(keys[:-1], start=1):
+        if target.get(key) is None:
+            target[key] = {}
+        target = target[key]
+        if not isinstance(target, dict):
+            section = ".".join(keys[:depth])
+            raise ConfigError(f"The override {override!r} needs {section} to be a section; it is {target!r}.")
+    # As in a run file: so that a later override can add a setting.
+    target[keys[-1]] = {"auto": True} if keys == ["sharding"] and value == "auto" else value
+    return ".".join(keys), text
+
+
+def _without_unset(values: Mapping[str, Any], section: type[BaseModel]) -> dict[str, Any]:
+    """Return the settings without each null of an option or section that does not take null: it has its default."""
+    kept = dict(values)
+    for name, field in section.model_fields.items():
+        key = field.alias or name
+        if key not in kept:
+            continue
+        kinds = (field.annotation, *get_args(field.annotation))
+        nested = next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)), None)
+        if kept[key] is None and types.NoneType not in kinds:
+            del kept[key]
+        elif nested is not None and isinstance(kept[key], Mapping):
+            kept[key] = _without_unset(kept[key], nested)
+    return kept
+
+
+def _as_text(key: str, typed: str) -> str:
+    """Return a hint how to write an override whose value is text that YAML would parse differently."""
+    quoted = json.dumps(typed, ensure_ascii=False)
+    return f"If it is meant as text, write {shlex.quote(f'{key}={quoted}')}"
+
+
+def _resolve_files(values: Mapping[str, Any], directory: Path, *, reads_data: bool) -> tuple[dict[str, Any], list[str]]:
+    """Return the settings with absolute paths, and a problem for each path that does not exist and will be read."""
+    resolved = copy.deepcopy(dict(values))
+    problems = []
+    data = resolved.get("data")
+    sets = data.get("sets") if isinstance(data, Mapping) else None
+    sections = [(section, key, section, resolved.get(section)) for section, key in _FILE_KEYS + _NAME_KEYS]
+    for name, one in sets.items() if isinstance(sets, Mapping) else ():
+        sections += [("data", key, f"data.sets.{name}", one) for section, key in _FILE_KEYS + _NAME_KEYS[:1]]
+    for section, key, shown, settings in sections:
+        if not isinstance(settings, dict) or not isinstance(settings.get(key), str):
+            continue
+        candidates = list(dict.fromkeys(Path(base, settings[key]).absolute() for base in (directory, Path.cwd())))
+        found = next((candidate for candidate in candidates if candidate.exists()), None)
+        if found is not None:
+            settings[key] = str(found)
+        elif section == "data" and not reads_data:
+            continue
+        elif (section, key) in _FILE_KEYS or not HUB_ID.fullmatch(settings[key]):
+            tried = " and ".join(str(candidate) for candidate in candidates)
+            problems.append(f"{shown}.{key}: {settings[key]!r} does not exist; tried {tried}")
+    return resolved, problems
+
+
+def _explain(details: Any, typed: Mapping[str, str]) -> str:
+    """Describe one problem: key, expected value and actual value; ``typed`` are the overrides."""
+    key = ".".join(str(part) for part in details["loc"])
+    kind = details["type"]
+    if kind == "extra_forbidden":
+        return _explain_unknown(key, details["input"])
+    if kind == "missing":
+        return f"{key}: is required"
+    message = details["msg"].removeprefix("Value error, ")
+    if kind == "value_error":  # raised by the schema's own checks, whose message contains the values
+        return f"{key}: {message}" if key else message
+    message = message.removeprefix("Input should be ")
+    problem = f"{key}: expected {message}; got {details['input']!r}"
+    if kind == "literal_error":
+        near = _nearest_leaf(str(details["input"]), re.findall(r"'([^']*)'", details["ctx"]["expected"]))
+        return problem if near is None else f"{problem}; did you mean {near}?"
+    if kind not in _TEXT_WANTED or key not in typed:
+        return problem
+    return f"{problem} (as YAML reads {typed[key]}). {_as_text(key, typed[key])}"
+
+
+def _explain_unknown(key: str, value: Any) -> str:
+    """Describe an unknown key, with its name here or the most similar key."""
+    if (answer := other_name(key, value)) is not None:
+        return f"{key}: {answer}"
+    known = list(_known_keys(RunConfig))
+    section, _, name = key.rpartition(".")
+    if of_set := re.match(r"data\.sets\.[^.]+", section):
+        known = list(_known_keys(SetConfig, f"{of_set.group()}."))
+    siblings = [other for other in known if other.rpartition(".")[0] == section]
+    nearest = _nearest_leaf(name, siblings) or _nearest_leaf(name, known)
+    if nearest is None:
+        return f"{key}: unknown key; {section or 'the run file'} has {', '.join(siblings)}"
+    return f"{key}: unknown key; did you mean {nearest}?"
+
+
+def _nearest_leaf(name: str, known: Iterable[str]) -> str | None:
+    """Return the dotted key, or choice, whose last part is most similar to a name; None if none is similar."""
+    by_leaf = {other.rpartition(".")[2]: other for other in known}
+    close = difflib.get_close_matches(name.lower(), by_leaf, n=1)
+    return by_leaf[close[0]] if close else None
+
+
+def _known_keys(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    """Yield the dotted names of all keys of a section and its nested sections."""
+    for name, field in model.model_fields.items():
+        key = prefix + (field.alias or name)
+        yield key
+        kinds = get_args(field.annotation) if get_origin(field.annotation) in (Union, types.UnionType) else ()
+        for kind in (field.annotation, *kinds):
+            if isinstance(kind, type) and issubclass(kind, BaseModel):
+                yield from _known_keys(kind, key + ".")

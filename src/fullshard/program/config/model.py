@@ -1,0 +1,144 @@
+"""The run file's ``model`` section: the model, its tokenizer and adapters."""
+
+from __future__ import annotations
+
+from typing import Literal, Self
+
+from pydantic import Field, PositiveFloat, PositiveInt, field_validator, model_validator
+
+from fullshard.errors import ConfigError
+from fullshard.program.config.section import ConfigSection, Fraction, FrozenMapping
+
+
+class TokenizerConfig(ConfigSection):
+    """A tokenizer trained on the training data and saved with the model."""
+
+    vocab_size: PositiveInt = 2000
+    """Maximum vocabulary size, special tokens included."""
+
+
+class AdapterConfig(ConfigSection):
+    """A small set of new parameters, added with peft and trained while the model is frozen."""
+
+    type: Literal["lora", "dora", "ia3", "prompt", "prefix"] = "lora"
+    """lora, dora and ia3 change weights; prompt and prefix prepend trained vectors to the text."""
+    r: PositiveInt = 8
+    """Rank of lora and dora."""
+    lora_alpha: PositiveFloat = 16.0
+    """lora and dora are scaled by lora_alpha / r."""
+    lora_dropout: Fraction = 0.0
+    """Dropout before lora and dora."""
+    target_modules: str | tuple[str, ...] | None = None
+    """Names of the modules that lora, dora and ia3 change, or all-linear; null: peft's default for the model type."""
+    num_virtual_tokens: PositiveInt = 20
+    """Number of trained vectors of prompt and prefix."""
+    options: FrozenMapping = Field(default_factory=dict)
+    """Other options of peft's configuration class for this type, by their names in peft."""
+
+    @field_validator("target_modules", mode="plain")
+    @classmethod
+    def _module_names(cls, value: object) -> str | tuple[str, ...] | None:
+        if value is None or value == "all-linear":
+            return value if value is None else "all-linear"
+        if isinstance(value, (list, tuple)) and value and all(isinstance(name, str) for name in value):
+            return tuple(value)
+        raise ValueError(f"expected all-linear or a list of module names such as [q, v]; got {value!r}")
+
+    @model_validator(mode="after")
+    def _no_idle_options(self) -> Self:
+        kinds = {
+            "r": ("lora", "dora"),
+            "lora_alpha": ("lora", "dora"),
+            "lora_dropout": ("lora", "dora"),
+            "target_modules": ("lora", "dora", "ia3"),
+            "num_virtual_tokens": ("prompt", "prefix"),
+        }
+        for name, types in kinds.items():
+            if self.type not in types and getattr(self, name) != type(self).model_fields[name].default:
+                raise ValueError(f"{name} is an option of {' and '.join(types)}; got type: {self.type}")
+        return self
+
+
+class QuantizationConfig(ConfigSection):
+    """Quantised weights of the linear layers under an adapter; the name of a type alone is a short form."""
+
+    type: Literal["nf4", "fp4", "int8", "fp8"] = "nf4"
+    """nf4 and fp4: 4 bits, in blocks of 64 weights; int8 and fp8: 8 bits, with a scale for each row."""
+    double_quant: bool = True
+    """Quantise the scales of nf4 and fp4 too: 4.13 bits a weight and not 4.5."""
+    compute_dtype: Literal["bf16", "fp16", "fp32"] | None = None
+    """Dtype that quantised layers compute in; null: that of training.precision."""
+    skip: tuple[str, ...] = ("lm_head",)
+    """Modules that are not quantised: the last part of a name, or successive parts, such as decoder.block.0."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _short_form(cls, value: object) -> object:
+        return {"type": value} if isinstance(value, str) else value
+
+
+class ModelConfig(ConfigSection):
+    """The model: an existing one or a new one."""
+
+    path: str | None = None
+    """Local Hugging Face directory with config.json, weights and tokenizer, or a model id on the Hub. Set exactly one
+    of path and config."""
+    config: FrozenMapping | None = None
+    """model_type and options of a Hugging Face configuration, for a new model with random weights. Set exactly one of
+    path and config."""
+    tokenizer: TokenizerConfig | None = None
+    """How to train the tokenizer. Required with config; with path the directory's tokenizer is used."""
+    model_class: Literal["auto", "seq2seq", "causal"] = Field(default="auto", alias="class")
+    """Encoder-decoder (seq2seq) or decoder-only (causal); auto: from the model's configuration."""
+    attn_implementation: Literal["eager", "sdpa", "flash_attention_2", "flex_attention"] | None = None
+    """Attention implementation, if the model supports it; null: chosen by transformers."""
+    attention_dropout: Fraction | None = None
+    """Dropout of T5's attention weights, separate from its other dropout; null: from the model's configuration. Zero
+    saves the memory of their masks, a large part of the activations."""
+    output_router_logits: bool | None = None
+    """Mixtures of experts: whether to train the routers' own loss too, weighted by the coefficients in the model's
+    configuration, as transformers does; null: the model's configuration decides."""
+    adapter: AdapterConfig | None = None
+    """Train an adapter and freeze the model; null: train all parameters."""
+    quantization: QuantizationConfig | None = None
+    """Quantise the frozen weights under the adapter; null: they keep the run's precision."""
+
+    @model_validator(mode="after")
+    def _one_origin(self) -> Self:
+        if (self.path is None) == (self.config is None):
+            given = "neither" if self.path is None else "both"
+            raise ValueError(f"exactly one of path and config must be given; got {given}")
+        if self.config is not None and self.tokenizer is None:
+            raise ValueError("config needs a tokenizer section too, such as tokenizer: {vocab_size: 2000}")
+        if self.path is not None and self.tokenizer is not None:
+            raise ValueError("tokenizer needs config: a model loaded from path has its own tokenizer")
+        return self
+
+    @model_validator(mode="after")
+    def _frozen_quantization(self) -> Self:
+        if self.quantization is None:
+            return self
+        if self.config is not None:
+            raise ValueError(
+                "quantization needs path: a model from config has random weights, which would be quantised and lost"
+            )
+        if self.adapter is None:
+            raise ValueError(
+                f"quantization: {self.quantization.type} needs an adapter, because quantised weights are frozen; add "
+                "adapter: {type: lora}, or leave quantization out to train all parameters"
+            )
+        return self
+
+
+def require_base(model: ModelConfig) -> None:
+    """Refuse to train an adapter of a new model; a plan of one is possible, because it needs no weights.
+
+    Raises:
+        ConfigError: There is an adapter and no ``path``.
+    """
+    if model.adapter is not None and model.path is None:
+        raise ConfigError(
+            "model.adapter needs model.path: an adapter is saved without its base model, and the random weights of a "
+            "model from model.config would be lost. Remove model.adapter to train the new model in full, or set "
+            "model.path."
+        )

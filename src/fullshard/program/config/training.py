@@ -1,0 +1,312 @@
+"""The run file's ``training`` section: the training loop and its optimizer."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import (
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    SerializerFunctionWrapHandler,
+    Strict,
+    StrictBool,
+    ValidationInfo,
+    field_validator,
+    model_serializer,
+    model_validator,
+)
+
+from fullshard.program.config.section import ConfigSection, Fraction
+
+Tracker = Literal["tensorboard", "wandb", "mlflow"]
+OptimizerName = Literal["adamw", "adafactor", "muon", "adamw_8bit", "adamw_bf16"]
+
+_NOT_OF_OPTIMIZER: Mapping[str, tuple[str, ...]] = {"adafactor": ("adam_beta1", "adam_beta2", "adam_epsilon")}
+"""Options that an optimizer does not use. Setting one is an error, and they are not recorded."""
+
+
+NEW_MODEL_LEARNING_RATE = 2e-3
+"""Peak learning rate to suggest for a small model with random weights."""
+
+
+def auto_precision(gpu: str | None, *, bf16: bool = False) -> tuple[str, str]:
+    """Return what ``precision: auto`` is, and why.
+
+    Args:
+        gpu: Name of the ranks' GPU; None: they compute on CPUs.
+        bf16: True if all of the GPUs compute bfloat16 in hardware.
+    """
+    if gpu is None:
+        return "fp32", "ranks compute on CPUs"
+    return ("bf16", f"{gpu} computes it in hardware") if bf16 else ("fp32", f"{gpu} has no bfloat16 arithmetic")
+
+
+class PushConfig(ConfigSection):
+    """Uploads to the Hugging Face Hub. `push_to_hub: owner/name` is short for `push_to_hub: {repo: owner/name}`."""
+
+    repo: str
+    """Repository: owner/name."""
+    private: bool = False
+    """Upload to a private repository only."""
+    checkpoints: bool = False
+    """Also upload each new best model, in the background while training continues."""
+
+    @field_validator("repo")
+    @classmethod
+    def _has_an_owner(cls, value: str) -> str:
+        if not re.fullmatch(r"[\w.-]+/[\w.-]+", value):
+            raise ValueError("expected owner/name, such as ada/my-t5")
+        return value
+
+
+class TrainingConfig(ConfigSection):
+    """The training loop and its optimizer."""
+
+    per_device_train_batch_size: PositiveInt = 8
+    """Rows per micro-batch on each rank."""
+    per_device_train_batch_tokens: PositiveInt | None = None
+    """Instead of a number of rows: maximum tokens per micro-batch on each rank, sources and targets together, including
+    padding. A micro-batch has as many rows as fit."""
+    per_device_eval_batch_size: PositiveInt = 8
+    """Rows per evaluation batch on each rank."""
+    gradient_accumulation_steps: PositiveInt = 1
+    """Micro-batches per optimizer step."""
+    accumulate: Literal["auto", "sharded", "unsharded"] = "auto"
+    """How a step adds up its micro-batches' gradients. sharded: reduce each into the shards; unsharded: keep full fp32
+    gradients on every rank and reduce them once, which sends less. auto: unsharded where that sends less and the plan
+    fits in 90 % of the free memory, else sharded; a resumed run keeps the choice. Hugging Face's sync_each_batch: true
+    is sharded."""
+    train_sampling_strategy: Literal["group_by_length", "random"] = "group_by_length"
+    """group_by_length: batch rows of similar length; random: like torch's DistributedSampler, and the default of
+    Hugging Face."""
+    packing: bool = False
+    """Concatenate the rows of a micro-batch into one sequence without padding. Attention stays within each row, so loss
+    and gradients equal those of the padded batch. For the models listed in docs/concepts/training.md."""
+    num_train_epochs: PositiveFloat = 3
+    """Passes over the training rows."""
+    max_steps: PositiveInt | None = None
+    """Train this many optimizer steps, over as many epochs as that takes, whatever num_train_epochs says; null or -1:
+    num_train_epochs decides."""
+    max_train_minutes: PositiveFloat | None = None
+    """Stop after the step in which this many minutes have passed, including evaluations, if that comes first. The
+    learning rate's schedule then follows the time: it is that of the steps that fit at the pace so far, so a decay ends
+    with the time. Such a run depends on the clock, and so does a resumed one."""
+    optimizer: OptimizerName = "adamw"
+    """adamw; adafactor: T5's optimizer, with one state element per row and column, as in Hugging Face's Trainer; muon:
+    orthogonalized momentum for the matrices inside the model, AdamW for the rest, at AdamW's learning rate; adamw_8bit,
+    adamw_bf16: AdamW with state of 8 or 16 bits per element."""
+    learning_rate: PositiveFloat | None = 5e-5
+    """Peak learning rate. null: adafactor's relative steps, min(0.01, 1 / sqrt(step)) times the root mean square of
+    each parameter; needs lr_scheduler_type: constant and no warm-up."""
+    weight_decay: NonNegativeFloat = 0.0
+    """Decoupled weight decay of any optimizer. As in Hugging Face's Trainer, parameters whose name contains bias or
+    norm do not decay, nor do those of layer norms; with muon, no vectors."""
+    adam_beta1: Fraction = 0.9
+    """AdamW's decay rate of the gradient's mean; not with adafactor."""
+    adam_beta2: Fraction = 0.999
+    """AdamW's decay rate of the squared gradient's mean; not with adafactor."""
+    adam_epsilon: PositiveFloat = 1e-8
+    """AdamW's epsilon; not with adafactor."""
+    lr_scheduler_type: Literal["linear", "cosine", "constant", "step"] = "linear"
+    """linear, cosine: decay to zero at the last step; constant, which warms up too, unlike Hugging Face's (there
+    constant_with_warmup, accepted here as another name); step: times lr_gamma every lr_step_size epochs."""
+    warmup_steps: NonNegativeFloat = 0
+    """Optimizer steps in which the learning rate rises from zero to its peak; below 1: share of all steps."""
+    lr_step_size: PositiveInt = 1
+    """Epochs between decays; needs lr_scheduler_type: step."""
+    lr_gamma: PositiveFloat = 0.7
+    """Factor of each decay; needs lr_scheduler_type: step."""
+    max_grad_norm: PositiveFloat | None = 1.0
+    """Clip gradients to this norm over all ranks; null or 0: no clipping."""
+    label_smoothing_factor: Fraction = 0.0
+    """Share of each target's probability that is distributed over the vocabulary in training."""
+    z_loss: NonNegativeFloat = 0.0
+    """Weight of the squared log of the softmax's normalizer in the training loss; keeps logits small."""
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
+    """Compute dtype. auto: bf16 if all GPUs compute it in hardware, else fp32; a resumed run keeps the choice. Shards,
+    gradient reduction and optimizer steps stay in fp32; fp16 scales the loss."""
+    tf32: bool = True
+    """On GPUs, compute fp32 matrix products in TF32, with 10 bits of mantissa; Hugging Face leaves it to torch, whose
+    default is not to."""
+    messages: Literal["bf16", "fp8"] | None = None
+    """Format that trainable weights and their gradients are rounded to between ranks, for slow networks: bf16 (0.5 of
+    fp32's bytes), fp8 (0.26), null: no rounding. Inexact: every rank computes with rounded weights. Shards, sums and
+    the saved model are not rounded. Rows of tables at home, and numbers that are no wider already, are sent
+    unchanged."""
+    allow_fp16: bool = False
+    """Allow fp16 for a model whose activations are known to overflow in it, such as T5."""
+    gradient_checkpointing: StrictBool | Annotated[NonNegativeInt, Strict()] | Literal["auto"] = "auto"
+    """Recompute blocks' activations in backward instead of storing them, which is exact; Hugging Face also calls it
+    activation_checkpointing. true: of all blocks; a number: of so many, evenly spread over the model, an encoder's
+    blocks before its decoder's. auto: of the fewest with which the run's plan fits into 90 % of a GPU's free memory,
+    or on CPU ranks into all that is free; of none if it fits without or if there is no plan."""
+    activation_offload: bool = False
+    """On GPUs, keep activations that are not recomputed in page-locked host memory between forward and backward, copied
+    while blocks compute, which is exact. The last block's stay, and tensors below 1 MiB. On CPU ranks it changes
+    nothing: activations are in host memory anyway."""
+    fused_cross_entropy: bool | Literal["auto"] = "auto"
+    """Compute the loss from the last hidden states in chunks, so that the full logits are never in memory. auto: where
+    they could take more than 5 % of the memory of a GPU, or of the machine, and the model allows it."""
+    torch_compile: bool = False
+    """Compile each block with torch.compile."""
+    on_nonfinite: Literal["stop", "skip"] = "stop"
+    """On a non-finite loss or gradient: stop the run, or skip and count the step."""
+    eval_strategy: Literal["epoch", "steps", "no"] = "epoch"
+    """When to evaluate: after each epoch, every eval_steps optimizer steps, or never; unless never, also after the
+    last step. Hugging Face's default is no."""
+    eval_steps: PositiveInt | None = None
+    """Optimizer steps between evaluations, a whole number; required with eval_strategy: steps, else not allowed.
+    Hugging Face also takes a share of all steps."""
+    early_stopping_patience: PositiveInt | None = None
+    """End the run after this many consecutive evaluations without improvement; null: never."""
+    early_stopping_threshold: NonNegativeFloat = 0.0
+    """Minimum improvement of the metric for early stopping. Metrics are shares from 0 to 1, so 0.01 is one percentage
+    point. It does not affect which model is kept as the best."""
+    logging_steps: PositiveInt = 1
+    """Optimizer steps between records in the metrics file and in trackers. Hugging Face's default is 500."""
+    save_strategy: Literal["epoch", "steps", "no"] = "epoch"
+    """When to save a checkpoint: after each epoch, every save_steps optimizer steps, or only when the run is stopped;
+    unless no, also after the last step. Hugging Face's default is steps, every 500."""
+    save_steps: PositiveInt | None = None
+    """Optimizer steps between checkpoints, a whole number; required with save_strategy: steps, else not allowed.
+    Hugging Face's default is 500, and it also takes a share of all steps."""
+    save_total_limit: PositiveInt | None = 2
+    """Number of newest checkpoints to keep; null: all, Hugging Face's default. The best model is kept in addition."""
+    checkpoints_to: str | None = None
+    """URL of a prefix in an object store (s3://bucket/run, opened by fsspec) for this run's checkpoints; null:
+    output_dir/checkpoints. Everything else of the run stays in output_dir."""
+    report_to: tuple[Tracker, ...] = ()
+    """Trackers to report to, if they are installed: tensorboard, wandb, mlflow. Empty or none, Hugging Face's word:
+    none."""
+    run_name: str | None = None
+    """Name of the run in trackers; null: the last component of output_dir."""
+
+    @field_validator("checkpoints_to")
+    @classmethod
+    def _url(cls, value: str | None) -> str | None:
+        if value is not None and not value.partition("://")[2].strip("/"):
+            raise ValueError(f"expected a URL such as s3://bucket/run; got {value!r}")
+        return value
+
+    push_to_hub: PushConfig | None = None
+    """Upload the finished run's model and card, without texts of rows, with the token from HF_TOKEN or of `hf auth
+    login`: owner/name, or a mapping with repo, private, checkpoints. A failed upload is only reported. Hugging Face's
+    true with hub_model_id is the repository's name here; null or false: no upload."""
+
+    @field_validator("push_to_hub", mode="before")
+    @classmethod
+    def _repo_or_mapping(cls, value: object) -> object:
+        if value is True:
+            raise ValueError("expected the repository to upload to, such as ada/my-t5; got true")
+        return {"repo": value} if isinstance(value, str) else value or None
+
+    @field_validator("eval_strategy", "save_strategy", mode="before")
+    @classmethod
+    def _undo_yaml_no(cls, value: object) -> object:
+        """Undo YAML 1.1's reading of a bare ``no`` as false."""
+        return "no" if value is False else value
+
+    @field_validator("max_steps", "max_grad_norm", mode="before")
+    @classmethod
+    def _unset_as_in_hugging_face(cls, value: object, info: ValidationInfo) -> object:
+        """Accept Hugging Face's numbers for an option that is not set."""
+        unset = -1 if info.field_name == "max_steps" else 0
+        return None if value == unset and value is not False else value
+
+    @field_validator("warmup_steps")
+    @classmethod
+    def _steps_or_share(cls, value: float) -> float:
+        if value >= 1 and value != int(value):
+            raise ValueError(f"expected a whole number of steps, or a share of all steps below 1; got {value}")
+        return value
+
+    @field_validator("lr_scheduler_type", mode="before")
+    @classmethod
+    def _warmup_is_apart(cls, value: object) -> object:
+        """Accept Hugging Face's separate name for a constant rate with warm-up."""
+        return "constant" if value == "constant_with_warmup" else value
+
+    @field_validator("report_to", mode="before")
+    @classmethod
+    def _one_or_several(cls, value: object) -> object:
+        if value is None or value == "none":
+            return ()
+        return (value,) if isinstance(value, str) else value
+
+    @model_validator(mode="after")
+    def _fits_the_optimizer(self) -> Self:
+        """Report all contradictions with the optimizer at once, with the overrides that resolve them."""
+        problems: list[str] = []
+        overrides: list[str] = []
+        optimizer = self.optimizer if self.learning_rate is not None else "adafactor"
+        if self.optimizer != optimizer:
+            problems.append(
+                f"learning_rate: null needs optimizer: adafactor, which has relative steps; got {self.optimizer}"
+            )
+            overrides.append("training.optimizer=adafactor")
+        written = [name for name in _NOT_OF_OPTIMIZER.get(optimizer, ()) if name in self.model_fields_set]
+        if written:
+            problems.append(f"optimizer: {optimizer} does not use {' and '.join(written)}")
+            overrides += [f"training.{name}=null" for name in written]
+        if self.learning_rate is None and (self.lr_scheduler_type != "constant" or self.warmup_steps):
+            problems.append(
+                "learning_rate: null leaves the learning rate to adafactor, without a schedule: it needs "
+                f"lr_scheduler_type: constant and warmup_steps: 0; got {self.lr_scheduler_type} and "
+                f"{self.warmup_steps:g}"
+            )
+            overrides += ["training.lr_scheduler_type=constant", "training.warmup_steps=0"]
+        if problems:
+            remedy = " ".join(overrides)
+            raise ValueError(f"{'; '.join(problems)}. Change it in the file, or on the command line: {remedy}")
+        return self
+
+    @model_serializer(mode="wrap")
+    def _without_unused(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Drop options that the optimizer does not use: otherwise a recorded run would be refused when read again."""
+        unused = _NOT_OF_OPTIMIZER.get(self.optimizer, ())
+        return {name: value for name, value in handler(self).items() if name not in unused}
+
+    @model_validator(mode="after")
+    def _pushes_the_best_so_far(self) -> Self:
+        if self.push_to_hub is not None and self.push_to_hub.checkpoints and self.eval_strategy == "no":
+            raise ValueError(
+                "push_to_hub.checkpoints uploads each new best model, which needs evaluations; got eval_strategy: no"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _no_idle_options(self) -> Self:
+        fields = type(self).model_fields
+
+        def idle(*names: str) -> list[str]:
+            return [name for name in names if getattr(self, name) != fields[name].default]
+
+        if self.lr_scheduler_type != "step" and (names := idle("lr_step_size", "lr_gamma")):
+            raise ValueError(f"{' and '.join(names)} need lr_scheduler_type: step; got {self.lr_scheduler_type}")
+        for kind in ("eval", "save"):
+            strategy, steps = getattr(self, f"{kind}_strategy"), getattr(self, f"{kind}_steps")
+            if (strategy == "steps") != (steps is not None):
+                raise ValueError(
+                    f"{kind}_steps is set if, and only if, {kind}_strategy is steps; "
+                    f"got {kind}_strategy: {strategy}, {kind}_steps: {steps}"
+                )
+        if self.per_device_train_batch_tokens is not None and self.train_sampling_strategy == "random":
+            raise ValueError(
+                "per_device_train_batch_tokens needs train_sampling_strategy: group_by_length; in random order the "
+                "number of steps would differ between epochs"
+            )
+        if self.per_device_train_batch_tokens is not None and idle("per_device_train_batch_size"):
+            raise ValueError(
+                "per_device_train_batch_size and per_device_train_batch_tokens both size a batch; give one"
+            )
+        if self.early_stopping_patience is None and idle("early_stopping_threshold"):
+            raise ValueError("early_stopping_threshold needs early_stopping_patience")
+        if self.early_stopping_patience is not None and self.eval_strategy == "no":
+            raise ValueError("early_stopping_patience needs evaluations; got eval_strategy: no")
+        if self.allow_fp16 and self.precision != "fp16":
+            raise ValueError(f"allow_fp16 needs precision: fp16; got {self.precision}")
+        return self

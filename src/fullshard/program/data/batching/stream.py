@@ -1,0 +1,267 @@
+"""The plan of an epoch: the rows of each rank, step and micro-batch; and the batches made from it."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import ceil
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from fullshard.errors import DataError
+from fullshard.program.data.batching.ahead import read_ahead
+from fullshard.program.data.batching.collate import Batch, CollateSpec, RowRef, collate
+from fullshard.program.data.mixing.mixture import Mixture
+from fullshard.program.data.tokenizing.tokenize import TokenizedSet
+
+WINDOW_GROUPS = 50
+"""Groups whose rows are sorted by length together; a larger number makes the order less random."""
+
+Places = tuple[NDArray[np.int64], NDArray[np.bool_]]
+"""Indices of rows, and which of them are fillers."""
+
+
+class BatchPlan(Protocol):
+    """The rows of one epoch, by optimizer step, rank and micro-batch."""
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the set."""
+        ...
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        ...
+
+    @property
+    def num_steps(self) -> int:
+        """Optimizer steps of the epoch; the same in every epoch."""
+        ...
+
+    def step_places(self, step: int, rank: int) -> list[Places]:
+        """Return the rows of each micro-batch of one rank in one step, from 0."""
+        ...
+
+    def for_epoch(self, epoch: int) -> BatchPlan:
+        """Return the same plan for another epoch."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class EpochPlan:
+    """The rows of one epoch for every rank, computed from a seed, so that all ranks agree without communication.
+
+    The order is that of ``torch.utils.data.DistributedSampler``: a permutation drawn from ``seed + epoch``, extended
+    from its start until the world size divides it, and distributed round-robin over the ranks. All ranks have the same
+    number of micro-batches, of equal sizes. Repeated rows are fillers: every row counts exactly once, whatever the
+    world size.
+
+    The n-th micro-batches of all ranks together are ``world_size * batch_size`` consecutive places of one order, which
+    depends on neither: a step has the same rows, however ranks, batch size and accumulation divide a global batch.
+
+    With lengths, rows of similar length share a step, and those of most similar length a batch, which saves most of the
+    padding. In training, rows are sorted by length within windows of 50 groups of ``group_rows`` rows of the same
+    permutation; then the groups are shuffled. In evaluation, all rows are sorted, the longest first, so that memory
+    peaks at the start.
+    """
+
+    num_rows: int  # rows of the set
+    world_size: int  # number of ranks
+    batch_size: int  # rows per micro-batch on one rank; the last one of an epoch may have fewer
+    seed: int = 0  # seed of the run
+    epoch: int = 0  # number of the epoch, from 0
+    training: bool = True  # True: shuffled. False (evaluation): in the order of the set
+    # length of each row, for grouping; None: rows are not grouped
+    lengths: Sequence[int] | NDArray[np.int64] | None = None
+    # rows per group in training; None: the global batch, so that a group is a step and does not depend on how it is
+    # divided. Runs of earlier versions go on with a micro-batch of all ranks, with which they began
+    group_rows: int | None = None
+    accumulation: int = 1  # micro-batches per step; the last step of an epoch may have fewer
+    mixture: Mixture | None = None  # in training, the mixture that rows are drawn from; None: each row once
+
+    def __post_init__(self) -> None:
+        """Check the sizes.
+
+        Raises:
+            DataError: A size is not positive, or the numbers of lengths and rows differ.
+        """
+        for name in ("num_rows", "world_size", "batch_size", "group_rows", "accumulation"):
+            size = getattr(self, name)
+            if size is not None and size < 1:
+                raise DataError(f"An epoch needs {name} of at least 1; got {size}.")
+        if self.lengths is not None and len(self.lengths) != self.num_rows:
+            raise DataError(f"An epoch of {self.num_rows} rows needs {self.num_rows} lengths; got {len(self.lengths)}.")
+
+    @property
+    def rows_per_rank(self) -> int:
+        """Rows of one rank, fillers included."""
+        return ceil(self.num_rows / self.world_size)
+
+    @property
+    def num_batches(self) -> int:
+        """Micro-batches of one rank."""
+        return ceil(self.rows_per_rank / self.batch_size)
+
+    @property
+    def num_steps(self) -> int:
+        """Optimizer steps of the epoch."""
+        return ceil(self.num_batches / self.accumulation)
+
+    def for_epoch(self, epoch: int) -> EpochPlan:
+        """Return the same plan for another epoch."""
+        return replace(self, epoch=epoch)
+
+    def rank_rows(self, rank: int) -> list[RowRef]:
+        """Return the ``rows_per_rank`` rows of one rank, in order.
+
+        Raises:
+            DataError: There is no such rank.
+        """
+        require_rank(rank, self.world_size)
+        return row_refs(self._of_rank(rank, 0, None))
+
+    def micro_batches(self, rank: int) -> list[list[RowRef]]:
+        """Return the rows of one rank by micro-batch, ``num_batches`` lists.
+
+        Raises:
+            DataError: There is no such rank.
+        """
+        require_rank(rank, self.world_size)
+        return [row_refs(self.micro_batch(number, rank)) for number in range(self.num_batches)]
+
+    def micro_batch(self, number: int, rank: int) -> Places:
+        """Return the rows of one micro-batch of one rank, both numbered from 0."""
+        return self._of_rank(rank, number * self.batch_size, (number + 1) * self.batch_size)
+
+    def step_places(self, step: int, rank: int) -> list[Places]:
+        """Return the rows of each micro-batch of one rank in one step, both numbered from 0.
+
+        Raises:
+            DataError: There is no such rank.
+        """
+        require_rank(rank, self.world_size)
+        first = step * self.accumulation
+        return [self.micro_batch(n, rank) for n in range(first, min(first + self.accumulation, self.num_batches))]
+
+    def _of_rank(self, rank: int, start: int, end: int | None) -> Places:
+        """Return a rank's rows from one place to another."""
+        stop = None if end is None else end * self.world_size
+        mine = slice(start * self.world_size + rank, stop, self.world_size)
+        indices, fillers = self._places
+        return indices[mine], fillers[mine]
+
+    @cached_property
+    def _places(self) -> Places:
+        """The rows of all ranks and which are fillers; rank r has every ``world_size``-th, starting at r."""
+        generator = torch.Generator().manual_seed(self.seed + self.epoch)
+        order = torch.randperm(self.num_rows, generator=generator).numpy() if self.training else None
+        if order is not None and self.mixture is not None:
+            order = self.mixture.epoch_rows(self.epoch)[order]
+        order = np.arange(self.num_rows) if order is None else order
+        places = np.arange(self.num_rows, self.rows_per_rank * self.world_size)
+        fillers = np.zeros(self.num_rows + len(places), np.bool_)
+        fillers[self.num_rows :] = True
+        repeated = order[places % self.num_rows]
+        if self.lengths is None:
+            return np.concatenate([order, repeated]), fillers
+        lengths = np.asarray(self.lengths)
+        if self.training:
+            # Fillers stay at the end; otherwise the order would depend on their number, and so on the world size.
+            return np.concatenate([self._grouped(order, lengths, generator), repeated]), fillers
+        everything = np.concatenate([order, repeated])
+        by_length = np.argsort(-lengths[everything], kind="stable")
+        return everything[by_length], fillers[by_length]
+
+    def _grouped(
+        self, order: NDArray[np.int64], lengths: NDArray[np.int64], generator: torch.Generator
+    ) -> NDArray[np.int64]:
+        """Reorder the rows so that each group has rows of similar length."""
+        size = self.group_rows or self.world_size * self.batch_size * self.accumulation
+        windows = np.arange(len(order)) // (WINDOW_GROUPS * size)
+        # By window, then the longest first; rows of equal length stay in order.
+        order = order[np.lexsort((-lengths[order], windows))]
+        # Only full groups are permuted: a short one would shift all that follow.
+        num_full = len(order) // size
+        places = torch.randperm(num_full, generator=generator).numpy()
+        full = order[: num_full * size].reshape(num_full, size)[places]
+        return np.concatenate([full.ravel(), order[num_full * size :]])
+
+
+def batches(
+    tokenized: TokenizedSet, plan: EpochPlan, rank: int, spec: CollateSpec, *, start: int = 0
+) -> Iterator[Batch]:
+    """Yield the batches of one rank for one epoch, on the CPU. Each rank calls it with its own rank and the same plan.
+
+    Args:
+        tokenized: The set, the same on all ranks.
+        plan: The epoch.
+        rank: The calling rank.
+        spec: Padding and the kind of model.
+        start: Micro-batches to skip without making them.
+
+    Yields:
+        ``plan.num_batches - start`` batches.
+
+    Raises:
+        DataError: The plan was made for another number of rows.
+    """
+    require_rows(plan, tokenized)
+    require_rank(rank, plan.world_size)
+    for number in range(start, plan.num_batches):
+        yield collate(row_refs(plan.micro_batch(number, rank)), tokenized, spec)
+
+
+def steps(
+    tokenized: TokenizedSet, plan: BatchPlan, rank: int, spec: CollateSpec, *, start: int = 0
+) -> Iterator[list[Batch]]:
+    """Yield the micro-batches of one rank for each step of an epoch, on the CPU; all ranks have the same number.
+
+    Args:
+        tokenized: The set, the same on all ranks.
+        plan: The epoch, the same on all ranks.
+        rank: The calling rank.
+        spec: Padding and the kind of model.
+        start: Steps to skip without making their batches.
+
+    Yields:
+        At least one batch for each of ``plan.num_steps - start`` steps.
+
+    Raises:
+        DataError: The plan was made for another number of rows.
+    """
+    require_rows(plan, tokenized)
+    coming = deque[list[Places]]()
+
+    def rows_of_steps() -> Iterator[Sequence[int]]:
+        for step in range(start, plan.num_steps):
+            coming.append(plan.step_places(step, rank))
+            yield np.unique(np.concatenate([indices for indices, _ in coming[-1]])).tolist()
+
+    def collated(rows: TokenizedSet) -> list[Batch]:
+        return [collate(row_refs(places), rows, spec) for places in coming.popleft()]
+
+    yield from read_ahead(tokenized, rows_of_steps(), collated)
+
+
+def require_rank(rank: int, world_size: int) -> None:
+    """Raise DataError if there is no such rank."""
+    if not 0 <= rank < world_size:
+        raise DataError(f"There is no rank {rank}: ranks are 0 to {world_size - 1}.")
+
+
+def require_rows(plan: BatchPlan, tokenized: TokenizedSet) -> None:
+    """Raise DataError if a plan is for another number of rows."""
+    if plan.num_rows != len(tokenized):
+        raise DataError(f"The plan is for {plan.num_rows} rows, the set has {len(tokenized)}.")
+
+
+def row_refs(places: Places) -> list[RowRef]:
+    """Convert a micro-batch's arrays to rows."""
+    indices, fillers = places
+    return [RowRef(index, filler) for index, filler in zip(indices.tolist(), fillers.tolist(), strict=True)]

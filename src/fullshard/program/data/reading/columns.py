@@ -1,0 +1,431 @@
+"""Choice of source and target columns: set by the user, filled into a template, or chosen by name."""
+
+from __future__ import annotations
+
+import json
+import re
+import string
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from fullshard.errors import ConfigError, DataError
+from fullshard.program.data.examples import Example, InputRow, SourceSpec
+from fullshard.program.data.reading.bad_rows import UnusableRowError
+from fullshard.program.data.reading.cells import cell_references, cell_text
+from fullshard.program.data.reading.delimiter import DELIMITERS, shown
+from fullshard.program.data.reading.nested import cell_of, column_of
+from fullshard.program.data.reading.tables import Row
+
+KNOWN_SHAPES: tuple[tuple[tuple[str, ...], str], ...] = (
+    # text and its class
+    (("text",), "label"),
+    (("text",), "category"),
+    (("text",), "intent"),
+    (("text",), "sentiment"),
+    (("sentence",), "label"),
+    (("sentence",), "sentiment"),
+    # long text and its summary
+    (("article",), "highlights"),
+    (("article",), "summary"),
+    (("article",), "abstract"),
+    (("document",), "summary"),
+    (("dialogue",), "summary"),
+    (("text",), "summary"),
+    # text and text
+    (("source",), "target"),
+    (("src",), "tgt"),
+    (("text",), "target"),
+    (("inputs",), "targets"),
+    (("input",), "target"),
+    (("input",), "output"),
+    # prompts and responses
+    (("instruction", "input"), "output"),
+    (("instruction",), "output"),
+    (("instruction", "context"), "response"),
+    (("instruction",), "response"),
+    (("prompt",), "completion"),
+    (("prompt",), "response"),
+    (("question", "context"), "answer"),
+    (("question",), "answer"),
+)
+"""Source columns and target column of known tables, by lower-case name. Of the shapes that fit a table, those whose
+columns are a subset of another's do not count, and exactly one must remain."""
+
+_TARGETS = frozenset(target for _, target in KNOWN_SHAPES)
+_NAMES = _TARGETS | {name for sources, _ in KNOWN_SHAPES for name in sources}
+_SOURCES = frozenset(sources[0] for sources, _ in KNOWN_SHAPES if len(sources) == 1)
+_BY_ORDER = (
+    "the first and the second of two columns; to choose otherwise, set data.source_column and data.target_column."
+)
+_PLAIN_NAME = re.compile(r"[^\W\d][\w ()/.-]*(?<! )")
+_YAML_WORDS = {"null", "true", "false", "yes", "no", "on", "off", "y", "n"}
+_WIKIHOW_COLUMNS = {"headline", "title", "text"}
+_FURTHER_INPUTS = ("input", "context")
+"""Second source columns of known shapes, which may be empty or missing in a row."""
+
+_NO_TARGETS = frozenset(
+    (
+        "chosen",
+        "rejected",
+        "dispreferred",
+        "suggestion",
+        "suggestions",
+        "suggested",
+        "negative",
+        "negatives",
+        "distractor",
+        "distractors",
+        "incorrect",
+        "wrong",
+        "prediction",
+        "predictions",
+        "predicted",
+        "draft",
+        "context",
+        "contexts",
+        "history",
+    )
+)
+"""Words in names of columns that speak against a column being the target, or leave open which one is."""
+
+_KNOWN_INPUTS = ("history", "system", "system_prompt", "tools", "context", "input")
+"""Columns that known tables give to the model beside the source."""
+
+_LONGEST_NAME = 60
+
+
+def leaves_open(name: str) -> bool:
+    """Return whether a column's name speaks against it being the target and for others like it, as ``rejected``."""
+    words = re.split(r"[\W\d_]+", name.lower())
+    return not _NO_TARGETS.isdisjoint(words)
+
+
+def is_no_target(name: str) -> bool:
+    """Return whether a column's name speaks against it being the target: of a known source, or :func:`leaves_open`."""
+    sources = {source for sources, _ in KNOWN_SHAPES for source in sources}
+    return leaves_open(name) or name.lower() in sources - _TARGETS
+
+
+def left_out_note(used: Iterable[str], columns: Sequence[str]) -> str | None:
+    """Return a message about known inputs among a table's columns that are not used; None: there are none."""
+    names = {name.lower() for name in used}
+    left = [name for name in columns if name.lower() in _KNOWN_INPUTS and name.lower() not in names]
+    if not left:
+        return None
+    listed = " and ".join(map(repr, left))
+    return (
+        f"{listed} {'is' if len(left) == 1 else 'are'} not used: data.template joins columns into the source; earlier "
+        "turns and system turns are read from conversations, such as a column messages."
+    )
+
+
+def header_note(names: Sequence[str]) -> str | None:
+    """Return a message about a header whose names look like the cells of a row; None: they do not."""
+    odd = [name for name in names if _is_number(name) or len(name) > _LONGEST_NAME or name.endswith((".", "!", "?"))]
+    if not odd:
+        return None
+    return (
+        f"the header looks like a row: {', '.join(map(repr, odd))}. If the file has no line with the columns' names, "
+        "add one: its first row is not used otherwise."
+    )
+
+
+def _is_number(name: str) -> bool:
+    try:
+        float(name)
+    except ValueError:
+        return False
+    return True
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How the cells of a row become an example."""
+
+    sources: tuple[str, ...]  # columns of the source, or names inside of their cells
+    target: str  # column of the target, or a name inside of its cells
+    fill: Callable[[Sequence[str]], str]  # combines those columns' texts into the source
+    optional: tuple[str, ...] = ()  # source columns that may be missing in a row
+    # whether a list in the target column is one text in pieces; otherwise it is several references
+    join_target: bool = False
+    notes: tuple[str, ...] = ()  # messages about columns chosen by name
+
+    @property
+    def columns(self) -> list[str]:
+        """The distinct names that it reads."""
+        return list(dict.fromkeys((*self.sources, self.target)))
+
+    def example(self, row: Row) -> Example:
+        """Return the example of a row.
+
+        Raises:
+            UnusableRowError: A cell is missing, empty or of the wrong type.
+        """
+        source = self.source(row)
+        references = cell_references(self.target, cell_of(row, self.target), join=self.join_target)
+        return Example(source, references, row.line)
+
+    def input_row(self, row: Row) -> InputRow:
+        """Return the source of a row to predict for.
+
+        Raises:
+            UnusableRowError: As for :meth:`source`.
+        """
+        return InputRow(self.source(row), row.line)
+
+    def source(self, row: Row) -> str:
+        """Return the source of a row.
+
+        Raises:
+            UnusableRowError: A cell is missing, empty or of the wrong type.
+        """
+        if row.problem is not None:
+            raise UnusableRowError(row.problem)
+        texts = [self._source_text(name, row) for name in self.sources]
+        if not any(text.strip() for text in texts):
+            listed = " and ".join(repr(name) for name in self.sources)
+            raise UnusableRowError(f"column {listed} is empty")
+        return self.fill(texts)
+
+    def _source_text(self, name: str, row: Row) -> str:
+        cell = cell_of(row, name)
+        return "" if cell is None and name in self.optional else cell_text(name, cell)
+
+
+def choose(spec: SourceSpec, columns: Sequence[str], where: str) -> Recipe:
+    """Choose the columns of the examples of the table that messages call ``where``.
+
+    Raises:
+        ConfigError: The template is malformed.
+        DataError: A column does not exist or exists twice, or no or several choices fit; the message lists the columns.
+    """
+    spec = _stripped(spec, columns)
+    if spec.template is not None:
+        named, fill = parse_template(spec.template)
+        sources, optional, note = tuple(_without_blanks(name, columns) for name in named), (), ()
+    elif spec.source_column is not None:
+        sources, fill, optional, note = (spec.source_column,), _only, (), ()
+    else:
+        sources, target, how = _choose_by_name(spec, columns, where)
+        fill, optional = _known_fill(sources), _optional(sources)
+        source = f"source is {' and '.join(map(repr, sources))}"
+        also = (left_out_note((*sources, target), columns), header_note(columns) if how == _BY_ORDER else None)
+        note = (f"{where}: {source}, target is {target!r}, {how}", *(f"{where}: {one}" for one in also if one))
+        return _checked(spec, Recipe(sources, target, fill, optional, notes=note), columns, where)
+    target = spec.target_column
+    if target is None:
+        _require((*sources,), columns, where)
+        target = _choose_target(spec, sources, columns, where)
+        how = "chosen by name." if target.lower() in _TARGETS else "the other column."
+        note = (f"{where}: target is {target!r}, {how}",)
+    return _checked(spec, Recipe(sources, target, fill, optional, notes=note), columns, where)
+
+
+def choose_sources(spec: SourceSpec, columns: Sequence[str], where: str) -> Recipe:
+    """Choose the source columns of a table that may lack targets: those that training would choose.
+
+    The recipe makes examples whose references are not meaningful.
+
+    Raises:
+        DataError: No or several choices fit; the message lists the columns.
+    """
+    spec = _stripped(spec, columns)
+    names = {name.lower(): name for name in reversed(columns)}
+    fitting = [(sources, target) for sources, target in KNOWN_SHAPES if {*sources} <= set(names)]
+    if spec.target_column is not None:
+        given = spec.target_column.lower()
+        # As in training, an unknown target goes with a single source column.
+        fitting = [one for one in fitting if one[1] == given] or [one for one in fitting if len(one[0]) == 1]
+    # If the table has targets, they determine the shape.
+    fitting = [one for one in fitting if one[1] in names] or fitting
+    found = {sources for sources, _ in fitting}
+    largest = [one for one in found if not any({*one} < {*other} for other in found)]
+    how = "chosen by name."
+    if len(columns) == 1:
+        largest = [(columns[0].lower(),)]
+    elif len(columns) == 2 and not largest and (spec.target_column in columns or not _NAMES & set(names)):
+        # As in training.
+        largest = [(next(name for name in columns if name != spec.target_column).lower(),)]
+        how = "the first of two columns, whose names are not known; --source-column NAME names another."
+    if len(largest) != 1:
+        remedy = "Name it: --source-column NAME, or set data.source_column or data.template."
+        raise DataError(f"{where}: which column is the source? {_its(columns)} {remedy}")
+    sources = tuple(names[name] for name in largest[0])
+    note = () if len(columns) == 1 else (f"{where}: source is {' and '.join(map(repr, sources))}, {how}",)
+    recipe = Recipe(sources, sources[0], _known_fill(sources), _optional(sources), notes=note)
+    return _checked(spec, recipe, columns, where)
+
+
+def parse_template(template: str) -> tuple[tuple[str, ...], Callable[[Sequence[str]], str]]:
+    """Return the columns of a template, and the function that fills in their texts.
+
+    Raises:
+        ConfigError: The template is malformed, or names no column.
+    """
+    pieces: list[tuple[str, int | None]] = []
+    names: list[str] = []
+    try:
+        for literal, name, spec, conversion in string.Formatter().parse(template):
+            if name is not None and (not name or spec or conversion):
+                raise ValueError("braces may contain only a column name")
+            if name is not None and name not in names:
+                names.append(name)
+            pieces.append((literal, None if name is None else names.index(name)))
+    except ValueError as error:
+        raise ConfigError(
+            f"data.template {template!r} is malformed: {error}. Write column names in braces, such as "
+            "'question: {question} context: {context}', and double braces that are text."
+        ) from error
+    if not names:
+        raise ConfigError(
+            f"data.template {template!r} names no column: write at least one in braces, such as {{text}}."
+        )
+
+    def fill(texts: Sequence[str]) -> str:
+        return "".join(literal + ("" if place is None else texts[place]) for literal, place in pieces)
+
+    return tuple(names), fill
+
+
+def _stripped(spec: SourceSpec, columns: Sequence[str]) -> SourceSpec:
+    """Return the spec with the names of columns as the table has them."""
+    names = {key: getattr(spec, key) for key in ("source_column", "target_column")}
+    given = {key: _without_blanks(name, columns) for key, name in names.items() if name is not None}
+    return replace(spec, **given)
+
+
+def _without_blanks(name: str, columns: Sequence[str]) -> str:
+    """Return a column's name without blanks around it, unless a table (of JSON) has them in its own."""
+    return name if name in columns else name.strip()
+
+
+def _checked(spec: SourceSpec, recipe: Recipe, columns: Sequence[str], where: str) -> Recipe:
+    """Return the recipe with the spec's target_lists, after checking that its columns exist once."""
+    _require(recipe.columns, columns, where)
+    return Recipe(
+        recipe.sources, recipe.target, recipe.fill, recipe.optional, spec.target_lists == "join", recipe.notes
+    )
+
+
+def _require(wanted: Iterable[str], columns: Sequence[str], where: str) -> None:
+    """Raise DataError if a wanted column does not exist or exists twice."""
+    for name in wanted:
+        column = column_of(name, columns)
+        count = columns.count(column or name)
+        if column is None:
+            raise DataError(f"{where} has no column {name!r}. {_its(columns)}")
+        if count > 1:
+            raise DataError(f"{where} has {count} columns named {column!r}: rename all but one.")
+
+
+def _choose_by_name(spec: SourceSpec, columns: Sequence[str], where: str) -> tuple[tuple[str, ...], str, str]:
+    """Return source and target columns, and how they were chosen: the only known shape that fits, or of two the order.
+
+    Raises:
+        DataError: No or several shapes fit, and there are more columns than two, or the given target does not exist.
+    """
+    names = {name.lower(): name for name in reversed(columns)}
+    given = spec.target_column
+    if given is not None:
+        _require((given,), columns, where)
+    fitting = [
+        (sources, target)
+        for sources, target in KNOWN_SHAPES
+        if {*sources, target} <= set(names) and given in (None, names[target])
+    ]
+    if not fitting and given is not None:
+        known = {sources[0] for sources, _ in KNOWN_SHAPES} & set(names) - {given.lower()}
+        fitting = [((name,), given.lower()) for name in sorted(known)]
+    if not fitting and given is not None and len(columns) == 2:
+        return (next(name for name in columns if name != given),), given, "the other column is the source."
+    unknown = [name for name in columns if name.lower() not in _NAMES]
+    if (
+        not fitting
+        and len(columns) == 2
+        and columns[1] in unknown
+        and (len(unknown) == 2 or columns[0].lower() in _SOURCES)
+        and not all(map(leaves_open, columns))  # two answers, one of them rejected
+    ):
+        return (columns[0],), columns[1], _BY_ORDER
+    largest = [shape for shape in fitting if not any(_columns_of(shape) < _columns_of(other) for other in fitting)]
+    if len(largest) != 1:
+        raise _undecided(spec, columns, where, [(tuple(names[s] for s in ss), names[t]) for ss, t in largest])
+    sources, target = largest[0]
+    return tuple(names[name] for name in sources), names[target], "chosen by name."
+
+
+def _choose_target(spec: SourceSpec, sources: tuple[str, ...], columns: Sequence[str], where: str) -> str:
+    """Return the only known target among the other columns, or the only other column."""
+    used = [name.lower() for name in sources]
+    partners = {target for known, target in KNOWN_SHAPES if known[0] in used}
+    free = [name for name in columns if name not in sources]
+    found = [name for name in free if name.lower() in partners]
+    found = found or [name for name in free if name.lower() in _TARGETS] or (free if len(columns) == 2 else [])
+    if len(found) != 1:
+        raise _undecided(spec, columns, where, [(sources, target) for target in found])
+    return found[0]
+
+
+def _undecided(
+    spec: SourceSpec, columns: Sequence[str], where: str, candidates: Sequence[tuple[tuple[str, ...], str]]
+) -> DataError:
+    """Return the error for a table whose columns fit no known shape, or several, with lines for the run file."""
+    pairs = [f"{' and '.join(sources)} -> {target}" for sources, target in candidates]
+    found = f"more than one pair fits ({'; '.join(pairs)})" if pairs else "no pair is known by name"
+    question = f"{where}: which columns are source and target? {found}. {_its(columns)}"
+    if set(columns) >= _WIKIHOW_COLUMNS:
+        return DataError(f"{question} These are WikiHow's: set data.format: wikihow.")
+    if len(columns) < 2:
+        return DataError(f"{question} At least two columns are needed.")
+    source, target = (candidates[0][0][0], candidates[0][1]) if candidates else _suggested(spec, columns)
+    lines = [f"  source_column: {_as_yaml(spec.source_column or source)}"] if spec.template is None else []
+    lines.append(f"  target_column: {_as_yaml(spec.target_column or target)}")
+    both = "data.source_column and data.target_column, or data.template for a source of several columns"
+    needed = both if spec.template is None else "data.target_column"
+    text = f"{question} Set {needed}. In the run file, with your choice:"
+    return DataError("\n".join([text, "data:", *lines]))
+
+
+def _suggested(spec: SourceSpec, columns: Sequence[str]) -> tuple[str, str]:
+    """Return a source and a target to begin with: columns with a known name, else the first and the last."""
+    free = [name for name in columns if name not in (spec.source_column, spec.target_column)] or list(columns)
+    unlike = [name for name in free if name.lower() not in _TARGETS] or free
+    source = next((name for name in unlike if name.lower() in _NAMES), unlike[0])
+    rest = [name for name in free if name != source] or free
+    return source, next((name for name in rest if name.lower() in _TARGETS), rest[-1])
+
+
+def _as_yaml(name: str) -> str:
+    """Return a column's name as YAML reads it back: in quotes, unless it is plain words."""
+    plain = _PLAIN_NAME.fullmatch(name) and name.lower() not in _YAML_WORDS
+    return name if plain else json.dumps(name, ensure_ascii=False)
+
+
+def _columns_of(shape: tuple[tuple[str, ...], str]) -> set[str]:
+    return {*shape[0], shape[1]}
+
+
+def _its(columns: Sequence[str]) -> str:
+    """Return a sentence with a table's columns, and one on the delimiter if they may be several in one."""
+    listed = ", ".join(repr(name) for name in columns) or "none"
+    inside = [one for one in DELIMITERS if len(columns) == 1 and one in columns[0]]
+    hint = f" If {shown(inside[0])} separates its cells, set data.delimiter." if inside else ""
+    return f"Its columns: {listed}.{hint}"
+
+
+def _known_fill(sources: Sequence[str]) -> Callable[[Sequence[str]], str]:
+    """Return the function that joins a known shape's source columns."""
+    if len(sources) == 1:
+        return _only
+    if sources[0].lower() == "question":
+        return lambda texts: f"question: {texts[0]} context: {texts[1]}" if texts[1].strip() else texts[0]
+    return lambda texts: "\n\n".join(text for text in texts if text.strip())
+
+
+def _optional(sources: Sequence[str]) -> tuple[str, ...]:
+    """Return the source columns of a known shape that may be missing in a row."""
+    return tuple(name for name in sources[1:] if name.lower() in _FURTHER_INPUTS)
+
+
+def _only(texts: Sequence[str]) -> str:
+    return texts[0]

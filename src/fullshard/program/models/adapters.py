@@ -1,0 +1,305 @@
+"""Adapters of peft: a few new parameters that are trained instead of the model's own."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import math
+import re
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from fullshard.core.quantized import keep_quiet
+from fullshard.errors import ModelError
+from fullshard.program.models.build import ONE_AT_A_TIME
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+_MISUSE = (TypeError, ValueError, AttributeError, LookupError, RuntimeError, ImportError, AssertionError)
+"""Exceptions that peft raises if its configuration does not match the model."""
+
+
+COPY = re.compile(r"\.modules_to_save\.[^.]+\.")
+"""Marks, in a parameter's name, a trained copy of a layer of the base model."""
+
+
+@dataclass(frozen=True)
+class AdapterSpec:
+    """Type and options of an adapter."""
+
+    type: str  # ``lora``, ``dora``, ``ia3``, ``prompt`` or ``prefix``
+    base: str  # directory or id of the model, recorded in the saved adapter
+    r: int = 8  # rank of lora and dora
+    lora_alpha: float = 16.0  # lora and dora are scaled by ``lora_alpha / r``
+    lora_dropout: float = 0.0  # dropout before lora and dora
+    # names of the modules that lora, dora and ia3 change, or ``all-linear``; None: peft's choice
+    target_modules: tuple[str, ...] | str | None = None
+    num_virtual_tokens: int = 20  # number of vectors of prompt and prefix
+    options: Mapping[str, Any] = field(default_factory=dict)  # further options of peft's configuration
+
+
+@dataclass(frozen=True)
+class Adapted:
+    """A model with its adapter."""
+
+    model: Any  # peft's model around the base model, which is frozen
+    # the adapter's initial values by their names in ``model``, if the base model is on the meta device; DoRA's
+    # magnitudes, which are computed from the base's weights, are NaN, and copies of base layers are not among them
+    values: Mapping[str, Tensor]
+    # an adapter parameter without initial values, because peft computes them from weights and the base model is on the
+    # meta device; None: there is none
+    lacking: str | None
+    trainable: int  # number of trainable elements
+    total: int  # number of elements of all parameters, including the adapter's
+
+
+def base_of(model: Any) -> PreTrainedModel:
+    """Return the Hugging Face model inside an adapter, or the model itself if it has no adapter."""
+    return model.get_base_model() if hasattr(model, "peft_config") else model
+
+
+def add_adapter(model: PreTrainedModel, spec: AdapterSpec, *, seed: int) -> Adapted:
+    """Freeze a model and add an adapter to it, in place; any rank. The same seed gives the same values.
+
+    Torch's global random state does not change. The adapter's parameters are on the CPU, even if the model is on the
+    meta device.
+
+    Args:
+        model: On the CPU or the meta device, not sharded.
+        spec: Type and options of the adapter.
+        seed: Seed of the adapter's values.
+
+    Raises:
+        ModelError: peft is not installed, or the adapter does not match the model.
+    """
+    peft = import_peft("model.adapter")
+    config = _peft_config(peft, spec, model)
+    buffers = {id(buffer) for buffer in model.buffers()}
+    stand_ins = _StandIns(model)
+    with _peft_context(), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        try:
+            adapted = peft.get_peft_model(model, config)
+        except _MISUSE as error:
+            if stand_ins.exist:
+                return Adapted(None, {}, f"{spec.type} ({error})", 0, 0)
+            raise ModelError(
+                f"peft cannot add {spec.type} to {type(model).__name__}: {error}. See model.adapter in the run file."
+            ) from error
+    _require_parameters(adapted, config, buffers)
+    _ignore_position_warning()
+    config.base_model_name_or_path = spec.base
+    values = stand_ins.replace(adapted)
+    magnitudes = magnitude_layers(adapted)
+    lacking = next((name for name, value in values.items() if value.isnan().any() and name not in magnitudes), None)
+    counts = [(p.numel(), p.requires_grad) for p in adapted.parameters()]
+    trainable = sum(numel for numel, trained in counts if trained)
+    return Adapted(adapted.train(), values, lacking, trainable, sum(numel for numel, _ in counts))
+
+
+def _require_parameters(adapted: Any, config: Any, buffers: set[int]) -> None:
+    """Raise if a part of the adapter cannot be sharded; ``buffers`` are the ids of the base model's."""
+    if getattr(config, "target_modules_to_tie", None):
+        raise ModelError(
+            "model.adapter.options: ensure_weight_tying ties the factors of the embeddings and of "
+            f"{', '.join(sorted(config.target_modules_to_tie))} by transposed views of the same memory, but each shard "
+            "has memory of its own, so they would drift apart. Train the table itself (modules_to_save: "
+            "[embed_tokens], with ensure_weight_tying), or take the embeddings out of target_modules."
+        )
+    kept = [
+        f"{path}.{key}"
+        for path, module in adapted.named_modules()
+        for key, buffer in module._buffers.items()
+        if buffer is not None and id(buffer) not in buffers and key not in module._non_persistent_buffers_set
+    ]
+    if kept:
+        raise ModelError(
+            f"model.adapter.options: this adapter changes {len(kept)} buffers in its forward, such as {kept[0]}. Each "
+            "rank would change them by its own rows, so the result would differ from unsharded training. Choose an "
+            "adapter whose state is in its parameters."
+        )
+
+
+def magnitude_layers(model: nn.Module) -> dict[str, tuple[Any, str]]:
+    """Return, by name of each DoRA magnitude parameter over a matrix, peft's layer and its adapter's name."""
+    found = {}
+    for path, module in model.named_modules():
+        layer: Any = module
+        for adapter in getattr(layer, "lora_magnitude_vector", ()):
+            # Embeddings are excluded because peft keeps their factors elsewhere, and convolutions are not matrices.
+            if adapter in layer.lora_A and layer.get_base_layer().weight.dim() == 2:
+                found[f"{path}.lora_magnitude_vector.{adapter}.weight"] = layer, adapter
+    return found
+
+
+def load_adapter(model: PreTrainedModel, directory: Path) -> tuple[Any, Mapping[str, Tensor]]:
+    """Load the adapter that peft saved in a directory, around the base model; any rank.
+
+    Args:
+        model: On the CPU with its weights, or on the meta device.
+        directory: Directory of the adapter.
+
+    Returns:
+        peft's model and, if the base model is on the meta device, the adapter's values by their names in it.
+
+    Raises:
+        ModelError: peft is not installed, or the adapter does not match the model.
+    """
+    peft = import_peft(f"{directory} is an adapter, which")
+    stand_ins = _StandIns(model)
+    try:
+        with _peft_context():
+            adapted = peft.PeftModel.from_pretrained(model, str(directory), local_files_only=True)
+    except (OSError, *_MISUSE) as error:
+        raise ModelError(f"The adapter in {directory} cannot be loaded: {error}") from error
+    _ignore_position_warning()
+    return adapted, stand_ins.replace(adapted)
+
+
+def _ignore_position_warning() -> None:
+    """Suppress peft's warning, at each token, that positions are ignored; callers ensure they do not matter."""
+    warnings.filterwarnings("ignore", message="Position ids are not supported for parameter efficient tuning")
+
+
+@contextmanager
+def _peft_context() -> Iterator[None]:
+    """Run peft one thread at a time inside the context, without warnings that users cannot act on."""
+    with ONE_AT_A_TIME, warnings.catch_warnings():
+        # peft sets the first automatically and warns about it; the second is peft's own use of a deprecated name.
+        warnings.filterwarnings("ignore", message="fan_in_fan_out is set to")
+        warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated")
+        yield
+
+
+class _StandIns:
+    """Temporary CPU tensors with the shapes of a model's meta parameters, each a single NaN in memory.
+
+    peft makes its parameters on the device of the model's and initializes them there. A NaN among their values means
+    that peft computed them from the model's weights.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._originals: dict[int, nn.Parameter] = {}
+        made: dict[int, nn.Parameter] = {}
+        for module in model.modules():
+            for key, param in module._parameters.items():
+                if param is None or not param.is_meta:
+                    continue
+                if id(param) not in made:
+                    nan = torch.full((), math.nan, dtype=param.dtype)
+                    made[id(param)] = nn.Parameter(nan.expand(param.shape))
+                    self._originals[id(made[id(param)])] = param
+                module._parameters[key] = made[id(param)]
+        self._kept = list(made.values())
+
+    @property
+    def exist(self) -> bool:
+        """True if the model had meta parameters."""
+        return bool(self._kept)
+
+    def replace(self, adapted: nn.Module) -> dict[str, Tensor]:
+        """Restore the meta parameters, and return the other parameters by name if there were stand-ins."""
+        for module in adapted.modules():
+            for key, param in module._parameters.items():
+                original = self._originals.get(id(param))
+                if original is not None and param is not None:
+                    original.requires_grad_(param.requires_grad)
+                    module._parameters[key] = original
+        copies: dict[int, nn.Parameter] = {}
+        for name, module in adapted.named_modules():
+            if COPY.search(f"{name}."):
+                _without_memory(module, copies)
+        if not self._kept:
+            return {}
+        named = adapted.named_parameters(remove_duplicate=False)
+        return {name: param.detach() for name, param in named if not param.is_meta}
+
+
+def _without_memory(copy: nn.Module, moved: dict[int, nn.Parameter]) -> None:
+    """Move the parameters of a copied base layer that have no values yet to the meta device.
+
+    ``moved`` has those that were moved before, by the old parameter's id: copies that peft tied stay tied.
+    """
+    for key, param in copy._parameters.items():
+        if param is not None and param.isnan().any():
+            if id(param) not in moved:
+                moved[id(param)] = nn.Parameter(torch.empty_like(param, device="meta"), param.requires_grad)
+            copy._parameters[key] = moved[id(param)]
+
+
+def import_peft(what: str) -> Any:
+    """Import peft on demand, because it takes more than a second; ``what`` names its user in the error. Any process.
+
+    Raises:
+        ModelError: It is not installed.
+    """
+    keep_quiet()
+    try:
+        return importlib.import_module("peft")
+    except ImportError as error:
+        raise ModelError(f"{what} needs peft: pip install peft ({error}).") from error
+
+
+def _peft_config(peft: Any, spec: AdapterSpec, model: PreTrainedModel) -> Any:
+    """Return peft's configuration of the adapter."""
+    targets = spec.target_modules
+    tuned = {"target_modules": list(targets) if isinstance(targets, tuple) else targets}
+    virtual = {"num_virtual_tokens": spec.num_virtual_tokens}
+    low_rank = {"r": spec.r, "lora_alpha": spec.lora_alpha, "lora_dropout": spec.lora_dropout, **tuned}
+    kinds: dict[str, tuple[str, dict[str, Any]]] = {
+        "lora": ("LoraConfig", low_rank),
+        "dora": ("LoraConfig", {**low_rank, "use_dora": True}),
+        "ia3": ("IA3Config", tuned),
+        "prompt": ("PromptTuningConfig", virtual),
+        "prefix": ("PrefixTuningConfig", {**virtual, **_prefix_shape(model)}),
+    }
+    class_name, values = kinds[spec.type]
+    task = "SEQ_2_SEQ_LM" if model.config.is_encoder_decoder else "CAUSAL_LM"
+    twice = sorted((values.keys() | {"task_type", "inference_mode"}) & spec.options.keys())
+    if twice:
+        raise ModelError(f"model.adapter.options has {', '.join(twice)}, which {spec.type} sets itself. Remove it.")
+    _require_supported(spec.options)
+    # peft changes lists that it is given, and the run's settings are compared and recorded.
+    options = copy.deepcopy(dict(spec.options))
+    try:
+        return getattr(peft, class_name)(task_type=task, **values, **options)
+    except (TypeError, ValueError, ImportError) as error:
+        raise ModelError(f"peft's {class_name} does not accept model.adapter.options: {error}.") from error
+
+
+def _require_supported(options: Mapping[str, Any]) -> None:
+    """Raise if an option would be ignored, or would make an adapter that cannot be loaded again."""
+    if str(options.get("bias", "none")).endswith("_only"):
+        raise ModelError("model.adapter.options: bias must be none or all; fullshard does not save other choices.")
+    if options.get("prefix_projection"):
+        raise ModelError("model.adapter.options: prefix_projection is not supported; train the prefix itself.")
+    init = str(options.get("init_lora_weights")).lower()
+    if init in ("corda", "eva", "lora_ga"):
+        raise ModelError(
+            f"model.adapter.options: init_lora_weights: {init} takes its values from a pass over training rows, which "
+            "fullshard does not make. Use pissa or olora, or leave it out."
+        )
+    if init.startswith("pissa_niter"):
+        raise ModelError(
+            f"model.adapter.options: init_lora_weights: {init} draws random numbers, which peft draws again when the "
+            "adapter is loaded, over another base model then. Use pissa, which draws none."
+        )
+
+
+def _prefix_shape(model: PreTrainedModel) -> dict[str, int]:
+    """Return the shape of the prefix of an encoder-decoder's decoder: peft would use the encoder's."""
+    config = model.config
+    if not config.is_encoder_decoder:
+        return {}
+    layers = getattr(config, "num_decoder_layers", None) or getattr(config, "decoder_layers", None)
+    heads = getattr(config, "decoder_attention_heads", None) or config.num_attention_heads
+    width = heads * config.d_kv if hasattr(config, "d_kv") else config.d_model
+    return {"num_layers": layers or config.num_hidden_layers, "num_attention_heads": heads, "token_dim": width}

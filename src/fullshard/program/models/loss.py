@@ -1,0 +1,413 @@
+"""The training loss, computed from logits, or from the last hidden states without holding all logits at once.
+
+For a target y with logits z over V pieces, in natural logarithms::
+
+    cross-entropy    lse(z) - (1 - e) z[y] - e mean(z)     e: label smoothing, as in torch's cross_entropy
+    z-loss           w lse(z)^2                            w: its weight, as in PaLM and T5X
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from fullshard.core.comm import logits_at_once
+from fullshard.core.shards import table_of
+from fullshard.errors import ModelError
+from fullshard.program.models.adapters import base_of
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+IGNORED = -100
+"""Label of positions without a target."""
+
+
+@dataclass(frozen=True)
+class Objective:
+    """Terms of the loss in addition to the plain cross-entropy."""
+
+    label_smoothing: float = 0.0  # share of each target's probability that is spread over the vocabulary
+    z_loss: float = 0.0  # weight of the squared log-partition function of the softmax
+
+
+PLAIN = Objective()
+
+
+def summed_loss(
+    logits_BTV: Tensor, labels_BT: Tensor, objective: Objective = PLAIN, weights_BT: Tensor | None = None
+) -> Tensor:
+    """Return the loss summed over targets.
+
+    Args:
+        logits_BTV: Of any floating dtype; the loss is computed in at least float32.
+        labels_BT: int64, -100 where there is no target.
+        objective: Label smoothing and z-loss.
+        weights_BT: float32, factor on the loss of each target; None: 1.
+
+    Returns:
+        0-d, float32 or wider; zero if there is no target.
+    """
+    logits = logits_BTV.to(torch.promote_types(logits_BTV.dtype, torch.float32)).flatten(0, 1)
+    labels = labels_BT.flatten()
+    weights = None if weights_BT is None else weights_BT.flatten().to(logits.dtype)
+    loss = functional.cross_entropy(
+        logits,
+        labels,
+        ignore_index=IGNORED,
+        reduction="sum" if weights is None else "none",
+        label_smoothing=objective.label_smoothing,
+    )
+    loss = loss if weights is None else torch.dot(loss, weights)
+    if objective.z_loss:
+        counted = labels != IGNORED
+        squares = logits[counted].logsumexp(-1).square()
+        loss = loss + objective.z_loss * (squares.sum() if weights is None else torch.dot(squares, weights[counted]))
+    return loss
+
+
+def fuse_head(model: PreTrainedModel, *, fuses: bool = True) -> FusedHead:
+    """Make a model compute the loss in its output head, in place; every rank calls it, before adapters and sharding.
+
+    Parameters, names and outputs do not change, but inside :meth:`FusedHead.loss_context` the model returns the loss
+    in place of logits. The model may be on the meta device.
+
+    Args:
+        model: The model.
+        fuses: If True, the head avoids logits wherever it can; otherwise only while its rows stay home.
+
+    Raises:
+        ModelError: The head is not a plain linear layer, or the model changes logits after it, as soft-capping does.
+    """
+    head = model.get_output_embeddings()
+    if type(head) is not nn.Linear:
+        raise ModelError(
+            f"fused_cross_entropy needs a plain linear output layer; that of {type(model).__name__} is "
+            f"{type(head).__name__}. Set training.fused_cross_entropy to false."
+        )
+    _require_untouched_logits(model, head)
+    fused = FusedHead(head, fuses=fuses)
+    head.forward = fused
+    return fused
+
+
+def can_fuse(model: PreTrainedModel) -> bool:
+    """Return True if :func:`fuse_head` can make a model compute the loss in its head; any rank."""
+    head = model.get_output_embeddings()
+    if type(head) is not nn.Linear:
+        return False
+    try:
+        _require_untouched_logits(model, head)
+    except ModelError:
+        return False
+    return True
+
+
+def fused_head_of(model: Any) -> FusedHead | None:
+    """Return the fused head of a model, which may be sharded or have an adapter; None if its head is not fused."""
+    fused = getattr(model.get_output_embeddings(), "forward", None)
+    return fused if isinstance(fused, FusedHead) else None
+
+
+def model_loss(
+    model: Any,
+    forward: Callable[[], Tensor],
+    labels_BT: Tensor,
+    objective: Objective = PLAIN,
+    *,
+    expected_gradient: float | Tensor = 1.0,
+    weights_BT: Tensor | None = None,
+    targets: int | None = None,
+) -> Tensor:
+    """Return the loss of one forward, summed over targets; computed by the head if it is fused.
+
+    Args:
+        model: A Hugging Face model, with an adapter or without, sharded or not.
+        forward: Runs the model and returns its logits, (B, T or more, V).
+        labels_BT: int64, on the model's device; labels of the last T positions, -100 where there is no target.
+        objective: Label smoothing and z-loss.
+        expected_gradient: Expected factor of the loss before backward, 0-d if a tensor. Another factor is correct as
+            well, but with the expected one a fused head rounds 16-bit gradients only once, as an unfused head does.
+        weights_BT: float32, factor on the loss of each target; None: 1.
+        targets: Number of labels that are not -100; None: counted, for which a fused head waits for the device.
+
+    Returns:
+        0-d, float32 or wider.
+
+    Raises:
+        ModelError: The head is fused, and the model adds a bias to the logits that is not zero.
+    """
+    fused = fused_head_of(model)
+    if fused is None:
+        return summed_loss(forward()[:, -labels_BT.shape[1] :], labels_BT, objective, weights_BT)
+    fused.choose(labels_BT.numel())
+    with fused.loss_context(labels_BT, objective, expected_gradient, weights_BT, targets):
+        returned = forward()
+    bias = _logits_bias(base_of(model))
+    if bias is not None and not fused.bias_is_zero:
+        if bias.any():
+            raise ModelError(
+                f"fused_cross_entropy computes the loss in the output layer, and {type(model).__name__} adds a bias to "
+                "the logits after it (final_logits_bias) that is not zero. Set training.fused_cross_entropy to false."
+            )
+        fused.bias_is_zero = True
+    # Adding the bias, which is zero, broadcast the loss to its shape.
+    return returned.flatten()[0] if returned.dim() else returned
+
+
+@dataclass(frozen=True)
+class _LossSpec:
+    """The loss that a head computes in place of logits; see :func:`model_loss`."""
+
+    labels_BT: Tensor
+    objective: Objective
+    expected_gradient: float | Tensor
+    weights: Tensor | None  # of all labels, then of those that count
+    targets: int | None
+
+
+class FusedHead:
+    """Replacement of an output head's ``forward`` that can compute the loss.
+
+    Only hidden states with a target are multiplied, a few hundred at a time. The gradients are computed together with
+    the loss, so that logits are neither kept for backward nor computed twice; only the gradients of the hidden states
+    and of the weight are kept.
+
+    Attributes:
+        fuses: See :func:`fuse_head`.
+    """
+
+    def __init__(self, head: nn.Linear, *, fuses: bool = True) -> None:
+        """Wrap ``head``; outside :meth:`loss_context` it returns logits."""
+        self._head = head
+        self.fuses = fuses
+        self._spec: _LossSpec | None = None
+        self.bias_is_zero = False
+
+    @contextmanager
+    def loss_context(
+        self,
+        labels_BT: Tensor,
+        objective: Objective,
+        expected_gradient: float | Tensor = 1.0,
+        weights_BT: Tensor | None = None,
+        targets: int | None = None,
+    ) -> Iterator[None]:
+        """Return the loss, summed over ``labels_BT``, in place of logits inside the context.
+
+        The arguments are those of :func:`model_loss`.
+        """
+        self._spec = _LossSpec(labels_BT, objective, expected_gradient, weights_BT, targets)
+        try:
+            yield
+        finally:
+            self._spec = None
+
+    def __call__(self, input: Tensor) -> Tensor:
+        """Return logits, (B, T, V), of the last hidden states; inside :meth:`loss_context` the loss, 0-d."""
+        if self._spec is None:
+            return nn.Linear.forward(self._head, input)
+        spec, weight, bias = self._spec, self._head.weight, self._head.bias
+        table = table_of(weight)
+        if table is not None and table.is_home and bias is not None:
+            table.come()
+        if table is not None and table.is_home:
+            rows, labels, weights = self._counted(input, spec)
+            terms = spec.objective.label_smoothing, spec.objective.z_loss, spec.expected_gradient
+            return table.loss(rows, labels, *terms, weights)
+        if not self.fuses:
+            logits = nn.Linear.forward(self._head, input)
+            return summed_loss(logits[:, -spec.labels_BT.shape[1] :], spec.labels_BT, spec.objective, spec.weights)
+        rows, labels, weights = self._counted(input, spec)
+        records = torch.is_grad_enabled()
+        with torch._C.DisableTorchFunctionSubclass():
+            spec = replace(spec, weights=weights)
+            return _LinearCrossEntropy.apply(rows, weight, bias, labels, spec, records)  # type: ignore[return-value]
+
+    def choose(self, tokens: int) -> None:
+        """Decide before a forward whether this rank's ``tokens`` travel to head rows that stay home."""
+        table = table_of(self._head.weight)
+        if table is not None and self._head.bias is None:
+            table.choose(tokens)
+
+    def _counted(self, input: Tensor, spec: _LossSpec) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return hidden states, (T, d), labels and weights, (T,), of the positions that have a target."""
+        labels = spec.labels_BT.flatten()
+        ignored = labels == IGNORED
+        count = int((~ignored).sum()) if spec.targets is None else spec.targets
+        # A stable sort keeps the order, and unlike nonzero it does not wait for the device to know the number.
+        counted = ignored.to(torch.uint8).argsort(stable=True)[:count]
+        rows = input[:, -spec.labels_BT.shape[1] :].flatten(0, 1).index_select(0, counted)
+        return rows, labels[counted], None if spec.weights is None else spec.weights.flatten()[counted]
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        rows: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        labels: Tensor,
+        spec: _LossSpec,
+        records: bool,  # noqa: FBT001 (autograd passes by position)
+    ) -> Tensor:
+        wants_rows, wants_weight, wants_bias = (records and wanted for wanted in ctx.needs_input_grad[:3])
+        wide = torch.promote_types(rows.dtype, torch.float32)
+        # Gradients are scaled before they are rounded to 16 bits.
+        ctx.factor = 1.0 if wide == rows.dtype else spec.expected_gradient
+        sums = _Sums(weight, wide, weight=wants_weight, bias=wants_bias)
+        loss = torch.zeros((), dtype=wide, device=rows.device)
+        row_gradients = torch.empty_like(rows) if wants_rows else None
+        step = max(64, logits_at_once(weight.device) // weight.shape[0])
+        for start in range(0, rows.shape[0], step):
+            part = slice(start, start + step)
+            factors = None if spec.weights is None else spec.weights[part]
+            chunk_loss, chunk = _chunk(rows[part], weight, bias, labels[part], factors, spec.objective, ctx.factor)
+            loss += chunk_loss
+            if row_gradients is not None:
+                torch.mm(chunk, weight, out=row_gradients[part])
+            sums.add(chunk, rows[part])
+        ctx.gradients = (row_gradients, *sums.finish(weight.dtype))
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        gradients, ctx.gradients = ctx.gradients, None
+        if gradients is None:
+            raise RuntimeError("Backward through a fused loss runs once: its gradients are not kept.")
+        # A 1-d factor is not rounded to the product's 16 bits; a 0-d one would be, and bias all gradients the same way.
+        left = (gradient / ctx.factor).reshape(1)
+        one = left.device.type == "cpu" and left.item() == 1
+        scaled = (g if g is None or one else g.mul_(left) for g in gradients)
+        return (*scaled, None, None, None)
+
+
+class _Sums:
+    """Gradients of the head's parameters, summed over chunks in float32 or wider."""
+
+    def __init__(self, like: Tensor, dtype: torch.dtype, *, weight: bool, bias: bool) -> None:
+        self.weight = torch.zeros(like.shape, dtype=dtype, device=like.device) if weight else None
+        self.bias = torch.zeros(like.shape[0], dtype=dtype, device=like.device) if bias else None
+
+    def add(self, chunk: Tensor, rows: Tensor) -> None:
+        """Add the gradients of one chunk; ``chunk`` is the gradient of its logits, (rows, V)."""
+        if self.weight is not None:
+            if self.weight.dtype == chunk.dtype:
+                self.weight.addmm_(chunk.t(), rows)
+            else:
+                self.weight += chunk.t() @ rows
+        if self.bias is not None:
+            self.bias += chunk.sum(0, dtype=self.bias.dtype)
+
+    def finish(self, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:
+        """Return both gradients in the parameters' dtype."""
+        weight, bias = (None if one is None else one.to(dtype) for one in (self.weight, self.bias))
+        return weight, bias
+
+
+def _chunk(
+    rows: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    labels: Tensor,
+    weights: Tensor | None,
+    objective: Objective,
+    factor: float | Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Return the summed loss of a few rows, 0-d, and the scaled gradient of their logits, (rows, V)."""
+    logits = functional.linear(rows, weight, bias)
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    picked = wide.gather(1, labels[:, None]).squeeze(1)
+    share, pieces = objective.label_smoothing, weight.shape[0]
+    mean = wide.mean(1) if share else 0.0
+    highest = wide.amax(1)
+    gradient = torch.softmax(wide, 1)
+    # The largest probability is at least 1 / V, so its logarithm is accurate.
+    lse = highest - gradient.amax(1).log()
+    loss = lse - (1 - share) * picked - share * mean + objective.z_loss * lse.square()
+    if objective.z_loss:
+        gradient.mul_(1 + 2 * objective.z_loss * lse[:, None])
+    if share:
+        gradient.sub_(share / pieces)
+    gradient.scatter_add_(1, labels[:, None], gradient.new_full((1, 1), share - 1).expand(len(labels), 1))
+    if weights is not None:
+        loss = loss * weights
+        gradient.mul_(weights[:, None])
+    if gradient.dtype == rows.dtype:
+        return loss.sum(), gradient
+    return loss.sum(), torch.mul(gradient, factor, out=torch.empty_like(gradient, dtype=rows.dtype))
+
+
+class _LogitsMarker(torch.Tensor):
+    """Placeholder for logits; adding the given bias returns the placeholder, any other operation returns a tensor."""
+
+    bias: Tensor | None
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.Tensor.add, torch.Tensor.__add__, torch.add) and not kwargs and len(args) == 2:
+            sign, other = args
+            if isinstance(sign, _LogitsMarker) and other is sign.bias:
+                return sign
+        return super().__torch_function__(func, types, args, kwargs)
+
+
+class _Output(dict[str, Any]):
+    """Output of a stubbed module: hidden states as its first element, None as all others."""
+
+    def __init__(self, hidden: Tensor) -> None:
+        super().__init__(last_hidden_state=hidden)
+        self.hidden = hidden
+
+    def __getitem__(self, key: Any) -> Any:
+        return self.hidden if key in (0, "last_hidden_state") else () if isinstance(key, slice) else None
+
+    def __getattr__(self, name: str) -> Any:
+        return self.hidden if name == "last_hidden_state" else None
+
+
+def _logits_bias(model: nn.Module) -> Tensor | None:
+    """Return the bias that models like BART add to logits; it is zero except in some converted checkpoints."""
+    return model._buffers.get("final_logits_bias")
+
+
+def _require_untouched_logits(model: PreTrainedModel, head: nn.Linear) -> None:
+    """Raise unless a model returns the tensor that its head returned.
+
+    All submodules are stubs in this forward, so that it needs neither memory nor weights.
+
+    Raises:
+        ModelError: It returns another tensor, or its forward fails with stubs.
+    """
+    device = head.weight.device
+    sign = torch.zeros(1, device=device).as_subclass(_LogitsMarker)
+    sign.bias = _logits_bias(model)
+    output = _Output(torch.zeros(1, 2, head.in_features, device=device))
+    stubs: dict[nn.Module, Any] = {child: lambda *_args, **_kwargs: output for child in model.children()}
+    stubs[head] = lambda *_args, **_kwargs: sign
+    inputs: dict[str, Any] = {"input_ids": torch.zeros((1, 2), dtype=torch.int64, device=device), "use_cache": False}
+    if model.config.is_encoder_decoder:
+        inputs["decoder_input_ids"] = inputs["input_ids"]
+    for module, stub in stubs.items():
+        module.forward = stub
+    problem = "changes the logits after it (soft-capping, scaling or a bias)"
+    try:
+        with torch.no_grad():
+            untouched = model(**inputs).logits is sign
+    except (RuntimeError, TypeError, ValueError, AttributeError, KeyError, IndexError) as error:
+        untouched, problem = False, f"has a forward that cannot be checked ({error})"
+    finally:
+        for module in stubs:
+            del module.forward
+    if not untouched:
+        raise ModelError(
+            f"fused_cross_entropy computes the loss in the output layer, and {type(model).__name__} {problem}. "
+            "Set training.fused_cross_entropy to false."
+        )

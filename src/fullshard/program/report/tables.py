@@ -1,0 +1,195 @@
+"""Tables, tiles and notes of the page as HTML; all data is escaped here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from html import escape
+from typing import Any
+
+from fullshard.program.report.figures import MEMORY_PARTS, WAITS
+from fullshard.program.report.files import Record
+from fullshard.program.report.numbers import number, share
+from fullshard.program.train.reporting.scores import Confusion, format_metric
+from fullshard.program.train.reporting.trace import RankTrace
+from fullshard.sizes import format_bytes, format_duration
+
+SHOWN_PREDICTIONS = 20
+SHOWN_MISTAKES = 15
+MOST_TEXT = 1_500
+"""Maximum characters shown of a prediction's texts."""
+
+
+def table(caption: str, head: Sequence[str], rows: Iterable[Sequence[object]], *, numbers_from: int = 1) -> str:
+    """Return a table whose first column holds row headings; columns from ``numbers_from`` on hold numbers."""
+    classes = [' class="number"' if place >= numbers_from else "" for place in range(len(head))]
+    titles = "".join(f'<th scope="col"{of}>{escape(name)}</th>' for of, name in zip(classes, head, strict=True))
+    lines = []
+    for first, *rest in rows:
+        cells = "".join(f"<td{of}>{escape(str(cell))}</td>" for of, cell in zip(classes[1:], rest, strict=True))
+        lines.append(f'<tr><th scope="row">{escape(str(first))}</th>{cells}</tr>')
+    return (
+        f'<div class="scroll"><table><caption>{escape(caption)}</caption><thead><tr>{titles}</tr></thead>'
+        f"<tbody>{''.join(lines)}</tbody></table></div>"
+    )
+
+
+def tiles(facts: Iterable[tuple[str, str, str]]) -> str:
+    """Return tiles with the name, value and remark of each fact."""
+    cells = "".join(
+        f"<div><dt>{escape(name)}</dt><dd>{escape(value)}{f'<small>{escape(more)}</small>' if more else ''}</dd></div>"
+        for name, value, more in facts
+    )
+    return f'<dl class="tiles">{cells}</dl>'
+
+
+def note(text: str) -> str:
+    """Return a note in small print."""
+    return f'<p class="note">{escape(text)}</p>'
+
+
+def resting(rank: RankTrace) -> Record:
+    """Return a rank's memory at the end of the recorded step, after temporary tensors were freed."""
+    last = {part: getattr(rank.memory, part)[-1] for part in ("parameters", "gradients", "optimizer")}
+    return {"rank": rank.rank, **last, "peak": rank.peak_bytes}
+
+
+def memory_table(ranks: Sequence[Mapping[str, int]], planned: Mapping[int, Mapping[str, int]]) -> str:
+    """Return a table of each rank's memory, next to its planned peak if there is a plan, each with the same contents.
+
+    ``planned`` has the bytes of ``peak``, and of ``copies`` for checkpoints and snapshots where the measured tensors
+    include them.
+    """
+    columns = {
+        "parameters": "parameters",
+        "gradients": "gradients",
+        "optimizer": "optimizer",
+        "gathered_peak": "gathered, peak",
+        "gradient_buffer_peak": "gradient buffers, peak",
+        "peak": "all tensors, peak of a step",
+        "reserved": "reserved by the allocator",
+    }
+    there = {key: title for key, title in columns.items() if any(key in rank for rank in ranks)}
+    if not any(rank.get("reserved") for rank in ranks):
+        there.pop("reserved", None)
+    rows = [[f"rank {rank['rank']}", *(format_bytes(rank.get(key, 0)) for key in there)] for rank in ranks]
+    if planned:
+        copies = any(one.get("copies") for one in planned.values())
+        there["planned"] = f"planned for the largest batch{', with all copies for restarts and saving' * copies}"
+        for row, rank in zip(rows, ranks, strict=True):
+            of_rank = planned.get(rank["rank"])
+            row.append("none" if of_rank is None else format_bytes(of_rank["peak"] + of_rank.get("copies", 0)))
+    return table("Tensor memory of each rank", ["", *there.values()], rows)
+
+
+def timeline_table(ranks: Sequence[RankTrace]) -> str:
+    """Return a table of each rank's memory by part at its peak."""
+    rows = []
+    for rank in ranks:
+        columns = {part: getattr(rank.memory, part) for part in MEMORY_PARTS}
+        totals = [sum(values) for values in zip(*columns.values(), strict=True)]
+        top = totals.index(max(totals))
+        parts = [format_bytes(columns[part][top]) for part in MEMORY_PARTS]
+        rows.append([f"rank {rank.rank}", format_duration(rank.memory.seconds[top]), *parts, format_bytes(totals[top])])
+    head = ["", "at", *MEMORY_PARTS, "total"]
+    return table("Memory at the peak of the recorded step", head, rows)
+
+
+def schedule_table(ranks: Sequence[RankTrace], root: str) -> str:
+    """Return a table of each rank's time in the recorded step."""
+    rows = []
+    for rank in ranks:
+        sums = {kind: spent(rank, kind) for kind in (*WAITS, "optimizer")}
+        passes = [sum(e.end_s - e.start_s for e in rank.events if (e.unit, e.kind) == (root, kind)) for kind in _PASSES]
+        waited = sum(sums[kind] for kind in WAITS)
+        seconds = [rank.seconds, *passes, *sums.values()]
+        rows.append([f"rank {rank.rank}", *(number(value * 1e3) for value in seconds), share(waited / rank.seconds)])
+    head = ["", "step, ms", "forward, ms", "backward, ms", *(f"{label}, ms" for label in WAITS.values())]
+    caption = "Time of the recorded step; forward and backward include the waiting in them"
+    return table(caption, [*head, "optimizer, ms", "waiting"], rows)
+
+
+_PASSES = ("forward", "backward")
+
+
+def spent(rank: RankTrace, kind: str) -> float:
+    """Return the total seconds of all events of a kind."""
+    return sum(event.end_s - event.start_s for event in rank.events if event.kind == kind)
+
+
+def prediction_table(predictions: Sequence[Record], *, compared: bool) -> str:
+    """Return a table of predictions and references, evenly spaced over the rows, since files are often sorted.
+
+    With ``compared`` the predictions that equal a reference are marked.
+    """
+    count = min(SHOWN_PREDICTIONS, len(predictions))
+    rows = []
+    for place in range(count):
+        one = predictions[place * len(predictions) // count]
+        references = [str(text) for text in one.get("references", ())]
+        texts = [_text(one.get("input", "")), _text(one.get("prediction", "")), "".join(map(_text, references))]
+        cells = "".join(f"<td>{text}</td>" for text in texts)
+        if compared:
+            written = " ".join(str(one.get("prediction", "")).split())
+            equal = written in {" ".join(text.split()) for text in references}
+            cells += '<td class="same">equal</td>' if equal else '<td class="differs">differs</td>'
+        rows.append(f"<tr>{cells}</tr>")
+    names = ("input", "prediction", "references", *(("compared",) if compared else ()))
+    head = "".join(f'<th scope="col">{name}</th>' for name in names)
+    caption = f"{count:,} of {len(predictions):,} predictions on held-out rows, evenly spaced"
+    return (
+        f'<div class="scroll"><table class="texts"><caption>{caption}</caption>'
+        f"<thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table></div>"
+    )
+
+
+def _text(value: object) -> str:
+    text = str(value)
+    cut = f"{text[:MOST_TEXT]}… ({len(text):,} characters)" if len(text) > MOST_TEXT else text
+    return f'<div class="text">{escape(cut) or "<i>empty</i>"}</div>'
+
+
+def row_table(rows: Sequence[Sequence[Sequence[str]]]) -> str:
+    """Return a table of training rows as the model sees them, with a line for each masked, read or learned part."""
+    bodies = []
+    for row in rows:
+        # A line break is often all that separates two turns, so it must be visible.
+        parts = ((escape(name), escape(text.replace("\n", "↵\n"))) for name, text in row)
+        lines = (
+            f'<tr class="{name}"><th scope="row">{name}</th><td><div class="text">{text}</div></td></tr>'
+            for name, text in parts
+        )
+        bodies.append(f"<tbody>{''.join(lines)}</tbody>")
+    learned = "source is read by the encoder, target is learned"
+    if any(name != "source" for row in rows for name, _ in row[:1]):
+        learned = "masked and prompt are only read, target is learned"
+    caption = f"Training rows as the model sees them, {len(rows)} evenly spaced: {learned}"
+    return f'<div class="scroll"><table class="seen"><caption>{caption}</caption>{"".join(bodies)}</table></div>'
+
+
+def mistake_table(confusion: Confusion) -> str:
+    """Return a table of the most frequent mistakes."""
+    found = confusion.mistakes()
+    caption = f"Most frequent mistakes, {min(SHOWN_MISTAKES, len(found))} of {len(found):,} kinds"
+    return table(caption, ["correct label", "predicted", "rows"], found[:SHOWN_MISTAKES], numbers_from=2)
+
+
+def set_table(sets: Sequence[Record], best: Record | None) -> str:
+    """Return a table of the sets of a mixture, with the metrics of the best model on each."""
+    scores = (best or {}).get("sets", {})
+    metrics = list(dict.fromkeys(name for one in scores.values() for name in one["metrics"]))
+    rows = []
+    for one in sets:
+        found = scores.get(one["name"], {"metrics": {}})
+        shown = [format_metric(name, found["metrics"][name]) if name in found["metrics"] else "" for name in metrics]
+        loss = f"{found['loss']:.4f}" if "loss" in found else ""
+        weight = "none" if one["weight"] is None else f"{one['weight']:g}"
+        counts = [f"{one[key]:,}" for key in ("train_rows", "epoch_rows", "validation_rows")]
+        rows.append([one["name"], weight, *counts, one["content"][:8], loss, *shown])
+    head = ["", "weight", "training rows", "rows of an epoch", "held-out rows", "hash", "held-out loss", *metrics]
+    return table("Sets of the mixture", head, rows)
+
+
+def settings_table(caption: str, values: Mapping[str, Any]) -> str:
+    """Return a table of settings by dotted key, one per line."""
+    rows = [(key, "not set" if value is None else str(value)) for key, value in values.items()]
+    return table(caption, ["setting", "value"], rows, numbers_from=2)

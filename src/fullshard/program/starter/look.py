@@ -1,0 +1,199 @@
+"""Inspection of a table: format, columns, lengths of texts, and the likely source and target column."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+
+from fullshard.errors import DataError
+from fullshard.program.data.examples import SourceSpec
+from fullshard.program.data.reading.bad_rows import UnusableRowError
+from fullshard.program.data.reading.columns import (
+    KNOWN_SHAPES,
+    choose,
+    header_note,
+    is_no_target,
+    leaves_open,
+    left_out_note,
+)
+from fullshard.program.data.reading.conversations import find_conversations
+from fullshard.program.data.reading.delimiter import find_delimiter
+from fullshard.program.data.reading.encoding import Encoding, find_encoding
+from fullshard.program.data.reading.nested import cell_of, nested_names
+from fullshard.program.data.reading.split import format_of, open_file
+from fullshard.program.data.reading.tables import Row, open_lines
+
+MOST_DISTINCT = 1_000
+"""Distinct texts are counted up to this number in each column."""
+
+FEW = 50
+"""A column with at most this many distinct texts may hold labels."""
+
+_LONG = 20
+"""A column whose texts have at least this many characters on average is running text."""
+
+
+@dataclass(frozen=True)
+class Column:
+    """Statistics of one column."""
+
+    name: str
+    filled: int  # rows with a text or a number in it
+    mean: float  # their mean number of characters
+    longest: int  # characters of the longest
+    distinct: int  # distinct texts, up to 1,000
+    is_number: bool  # whether all of them are numbers
+    is_code: bool  # whether it looks like an identifier: short texts without blanks, each of them different
+
+
+@dataclass(frozen=True)
+class Look:
+    """Result of inspecting a table."""
+
+    path: Path
+    format: str  # ``csv``, ``tsv``, ``jsonl``, ``json`` or ``parquet``
+    encoding: Encoding
+    delimiter: str | None  # None if it is not a CSV file
+    rows: int
+    columns: tuple[Column, ...]  # empty if the rows are conversations
+    turns: str | None = None  # the column that holds the conversations
+    notes: tuple[str, ...] = ()  # messages for the user about how it is read
+
+    @cached_property
+    def by_name(self) -> tuple[tuple[str, ...], str] | None:
+        """Source columns and target column as a run would choose them by name or order; None if it cannot."""
+        try:
+            recipe = choose(SourceSpec(train_file=self.path), [one.name for one in self.columns], str(self.path))
+        except DataError:
+            return None
+        return recipe.sources, recipe.target
+
+    @property
+    def speaking_against(self) -> tuple[str, ...]:
+        """Columns whose names speak against the likely target, so that it must be asked for; empty: it is clear."""
+        if is_no_target(self.likely_target):
+            return (self.likely_target,)
+        texts = [one for one in self.columns if not one.is_code and not one.is_number and one.mean >= _LONG]
+        doubtful = [one for one in self.columns if leaves_open(one.name)]
+        is_clear = self.by_name is not None or len({*texts, *doubtful}) < 3
+        return () if is_clear else tuple(one.name for one in doubtful)
+
+    @property
+    def likely_source(self) -> str:
+        """The column that is most likely the model's input."""
+        return self.by_name[0][0] if self.by_name else self._likely[0]
+
+    @property
+    def likely_target(self) -> str:
+        """The column that is most likely the text to be generated."""
+        return self.by_name[1] if self.by_name else self._likely[1]
+
+    @cached_property
+    def _likely(self) -> tuple[str, str]:
+        """The two columns with the longest texts, in order; or the longest and a column of labels."""
+        used = [one for one in self.columns if one.filled * 2 >= self.rows and not one.is_code]
+        used = used if len(used) > 1 else list(self.columns)
+        texts = [one for one in used if not one.is_number] or used
+        longest = sorted(texts, key=lambda one: -one.mean)
+        if len(longest) > 1 and longest[1].mean >= _LONG:
+            first, second = sorted(longest[:2], key=self.columns.index)
+            return first.name, second.name
+        source = longest[0]
+        rest = [one for one in used if one is not source]
+        known = [one for one in rest if one.name.lower() in {target for _, target in KNOWN_SHAPES}]
+        labels = [one for one in rest if one.distinct <= FEW]
+        words = [one for one in labels if not one.is_number]
+        return source.name, (known or words or labels or rest)[-1].name
+
+
+def look_at(path: Path) -> Look:
+    """Read a complete table and describe it; one process.
+
+    Raises:
+        DataError: The file cannot be read, is empty, is neither UTF-8 nor windows-1252, or has fewer than two columns
+            and no conversations.
+    """
+    kind = format_of(path, SourceSpec())
+    encoding = Encoding("utf-8")
+    if kind != "parquet":
+        encoding = find_encoding(path, "write a run file of your own with data.encoding: utf-16")
+    if encoding.problem is not None:  # complete labels could be dropped as unusable lines
+        raise DataError(
+            f"{path}: {encoding.problem}. Save the file as UTF-8 (in a shell: iconv -f windows-1252 -t utf-8), or "
+            "write a run file of your own with data.encoding, or with data.max_bad_rows to skip such rows."
+        )
+    delimiter = None
+    if kind == "csv":
+        with open_lines(path, encoding.name) as lines:
+            delimiter = find_delimiter(lines, path)
+    reader = open_file(path, SourceSpec(encoding=encoding.name, delimiter=delimiter))
+    names = reader.columns()
+    if talk := find_conversations(reader, names, SourceSpec(train_file=path), completed=True):
+        rows = sum(1 for _ in reader.rows([talk.turns]))
+        return Look(path, kind, encoding, delimiter, rows, (), talk.turns, (*reader.notes, *talk.notes))
+    inner = nested_names(reader, names)
+    if len(set(inner)) < 2:
+        raise DataError(
+            f"{path} has the columns {', '.join(map(repr, names)) or 'none'}: a source and a target column are needed."
+        )
+    rows, texts = 0, {name: list[str]() for name in inner}
+    for row in reader.rows(names):
+        rows += 1
+        for name in inner:
+            text = _text(row, name)
+            if text.strip():
+                texts[name].append(text)
+    if not rows:
+        raise DataError(f"{path} has a header but no rows: at least one row is needed.")
+    columns = tuple(_column(name, found) for name, found in texts.items())
+    notes = (*reader.notes, *_header_notes(kind, texts))
+    look = Look(path, kind, encoding, delimiter, rows, columns, notes=notes)
+    left = None if look.by_name is None else left_out_note((*look.by_name[0], look.by_name[1]), names)
+    return look if left is None else replace(look, notes=(*notes, left))
+
+
+def _header_notes(kind: str, texts: Mapping[str, Sequence[str]]) -> tuple[str, ...]:
+    """Return a message if a header looks like a row: by its names, or because they are among their columns' texts."""
+    if kind not in ("csv", "tsv"):
+        return ()
+    note, found = header_note(list(texts)), [name for name, cells in texts.items() if name in cells]
+    if note is None and found:
+        listed = ", ".join(map(repr, found))
+        note = (
+            f"the header looks like a row: {listed} is also a cell below. If the file has no line with the columns' "
+            "names, add one: its first row is not used otherwise."
+        )
+    return () if note is None else (note,)
+
+
+def _text(row: Row, name: str) -> str:
+    """Return the text of a row's cell: the joined parts of a list, nothing for an object or a row of another shape."""
+    try:
+        cell = cell_of(row, name) if row.problem is None else None
+    except UnusableRowError:
+        return ""
+    if isinstance(cell, list):
+        return " ".join(part for part in cell if isinstance(part, str))
+    return str(cell) if isinstance(cell, (str, int, float)) else ""
+
+
+def _column(name: str, texts: Sequence[str]) -> Column:
+    lengths = [len(text) for text in texts]
+    distinct: set[str] = set()
+    for text in texts:
+        if len(distinct) < MOST_DISTINCT:
+            distinct.add(text)
+    every = len(distinct) == min(len(texts), MOST_DISTINCT)
+    mean = sum(lengths) / max(1, len(lengths))
+    code = every and mean < _LONG and len(texts) > 1 and not any(" " in text.strip() for text in texts)
+    return Column(name, len(texts), mean, max(lengths, default=0), len(distinct), all(map(_is_number, texts)), code)
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True

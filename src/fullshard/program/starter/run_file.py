@@ -1,0 +1,220 @@
+"""Writer of a first run file, with a reason for each setting."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from fullshard.errors import DataError
+from fullshard.program.config.training import NEW_MODEL_LEARNING_RATE
+from fullshard.program.data import Example, SourceSpec, read_split
+from fullshard.program.data.examples import turn_text
+from fullshard.program.data.reading.split import FORMATS, open_table
+from fullshard.program.starter.look import FEW, Look
+from fullshard.program.starter.machine import Machine
+
+NEW_MODEL = "new"
+"""Answer that chooses a small model with random weights, which needs no download."""
+
+_USUAL_NAMES = {"train", "training", "data", "dataset", "all", "rows", "table", "input"}
+"""Names that tables of different data have."""
+
+_FRACTIONS = (0.1, 0.2, 0.3, 0.5)
+_STEPS_AN_EPOCH = 40
+_NEW_MODEL_STEPS = 400
+_MOST_HELD_OUT = 1_000
+
+_NEW = """\
+  # A small T5 with random weights. It learns labels and short texts; pretrained weights do better but need a download:
+  #   path: {suggested}        instead of config and tokenizer
+  config:
+    model_type: t5
+    d_model: 128
+    d_kv: 32
+    d_ff: 256
+    num_layers: 2
+    num_decoder_layers: 2
+    num_heads: 4
+    feed_forward_proj: gated-gelu
+    dropout_rate: 0.0
+  tokenizer:
+    vocab_size: 2000"""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The user's answers: columns and model."""
+
+    sources: tuple[str, ...]  # source columns; several for a known combination, none for conversations
+    target: str  # target column; empty for conversations
+    model: str  # directory or id of a model, or ``NEW_MODEL``
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The table's rows as a run would read them."""
+
+    examples: list[Example]
+    reasons: Mapping[str, Sequence[int]]  # why rows are unusable, with the line numbers of each reason
+    fraction: float | None  # share to hold out; None if the rows are too few or too alike
+    held_out: int
+
+    @property
+    def unusable(self) -> int:
+        """Number of unusable rows."""
+        return sum(map(len, self.reasons.values()))
+
+
+def run_file_text(look: Look, machine: Machine, choice: Choice, rows: Rows, out: Path) -> str:
+    """Return the text of a run file that will be written to ``out``; one process."""
+    lines = [
+        f"# Made by `fullshard init {look.path}`: {look.rows:,} rows, {machine}.",
+        f"# Change anything: `fullshard config check {out}` prints every setting and finds mistakes.",
+        f"output_dir: {_quoted('runs/' + _run_name(look.path))}",
+        "model:",
+        _model(machine, choice),
+        *_data(look, choice, rows, out),
+        *_training(machine, choice, rows),
+        *_evaluation(rows),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def read_rows(look: Look, choice: Choice) -> Rows:
+    """Read the rows and choose a validation fraction that leaves rows on both sides; one process.
+
+    Raises:
+        DataError: No row has text in the chosen columns.
+    """
+    source = choice.sources[0] if len(choice.sources) == 1 else None
+    spec = SourceSpec(
+        train_file=look.path,
+        source_column=source,
+        target_column=choice.target if source else None,
+        encoding=look.encoding.name,
+        delimiter=look.delimiter,
+        max_bad_rows=look.rows,
+    )
+    table = open_table(spec, "train")
+    examples = list(table.usable())
+    table.notes()  # raises if no row is usable
+    for fraction in _FRACTIONS:
+        try:
+            held_out = len(read_split(replace(spec, validation_fraction=fraction), "validation").examples)
+        except DataError:
+            continue
+        return Rows(examples, table.bad.reasons, fraction, held_out)
+    return Rows(examples, table.bad.reasons, None, 0)
+
+
+def _run_name(path: Path) -> str:
+    """Name the run after the table, without suffixes unless another table here has the same stem.
+
+    A name that only says what the rows are for follows that of the directory, unless that is the working directory.
+    """
+    name = path.name.partition(".")[0]
+    where = path.resolve().parent
+    if name.lower() in _USUAL_NAMES and where != Path.cwd():
+        return f"{where.name}-{name}"
+    others = (one.name for one in path.parent.iterdir() if FORMATS.keys() & {end.lower() for end in one.suffixes})
+    alike = sum(other.partition(".")[0] == name for other in others)
+    return path.name.replace(".", "-") if alike > 1 else name
+
+
+def _model(machine: Machine, choice: Choice) -> str:
+    if choice.model == NEW_MODEL:
+        return _NEW.format(suggested=machine.fitting)
+    return f"  path: {_quoted(choice.model)}"
+
+
+def _data(look: Look, choice: Choice, rows: Rows, out: Path) -> list[str]:
+    lines = ["data:", f"  train_file: {_quoted(os.path.relpath(look.path, out.parent))}"]
+    if look.encoding.example is not None:
+        lines.append(f"  encoding: {look.encoding.name}  # the file is not UTF-8; change it if letters are wrong")
+    if look.delimiter not in (None, ","):
+        lines.append(f"  delimiter: {_quoted(str(look.delimiter))}")
+    others = [one.name for one in look.columns if one.name not in (*choice.sources, choice.target)]
+    unused = f"  # not used: {', '.join(others)}" if others else ""
+    if look.turns is not None:
+        lines.append(f"  # {look.turns}: each row is a conversation; train_on: last trains on its last answer only")
+    elif len(choice.sources) == 1:
+        lines += [f"  source_column: {_quoted(choice.sources[0])}{unused.replace(chr(10), ' ')}"]
+        lines += [f"  target_column: {_quoted(choice.target)}"]
+    else:
+        lines += [f"  # source is {' and '.join(choice.sources)}, target is {choice.target}: chosen by their names"]
+        lines += [f"{unused.replace(chr(10), ' ')}"] if unused else []
+    if rows.fraction is not None:
+        lines.append(f"  validation_fraction: {rows.fraction}  # {rows.held_out:,} rows; or validation_file: a file")
+    if rows.unusable:
+        lines.append(f"  max_bad_rows: {rows.unusable}  # rows with an empty or broken cell, which are skipped")
+    source, target = ([len(text) for text in texts] for texts in _texts(rows))
+    for side, lengths, each, most in (("source", source, 64, 1024), ("target", target, 16, 512)):
+        usual = sorted(lengths)[(len(lengths) - 1) * 99 // 100]
+        tokens = min(most, max(each, math.ceil(usual / 2.5 / each) * each))
+        lines.append(f"  max_{side}_length: {tokens}  # tokens; 99 % have at most {usual:,} characters")
+    if rows.held_out > _MOST_HELD_OUT:
+        lines.append(f"  max_eval_samples: {_MOST_HELD_OUT}  # a random sample of them; generating texts is slow")
+    return lines
+
+
+def _texts(rows: Rows) -> tuple[list[str], list[str]]:
+    targets = [text for one in rows.examples for text in _targets(one)]
+    return [one.source for one in rows.examples], targets
+
+
+def _targets(example: Example) -> list[str]:
+    """Return the texts to be learned from a row; of a conversation, each answer."""
+    if example.conversation is None:
+        return [example.target]
+    return [turn_text(example.conversation.messages[index]) for index in example.conversation.answers]
+
+
+def _training(machine: Machine, choice: Choice, rows: Rows) -> list[str]:
+    trained = _trained_rows(choice, rows)
+    batch = 2 ** max(0, min(6, int(math.log2(max(1, trained / machine.ranks / _STEPS_AN_EPOCH)))))
+    steps = max(1, math.ceil(trained / machine.ranks / batch))
+    is_new = choice.model == NEW_MODEL
+    epochs = max(3, min(20, math.ceil(_NEW_MODEL_STEPS / steps))) if is_new else 3
+    rate, why = NEW_MODEL_LEARNING_RATE, "a new model"
+    if not is_new:
+        rate, why = 3e-4, "a T5; a causal model needs about 2.0e-5"
+    lines = [
+        "training:",
+        f"  per_device_train_batch_size: {batch}  # on {machine.ranks} ranks about {steps:,} steps an epoch",
+        "  per_device_eval_batch_size: 32",
+        f"  num_train_epochs: {epochs}",
+        "  learning_rate: " + f"{rate:.1e}".replace("e-0", "e-") + f"  # for {why}",
+        "  warmup_steps: 0.05  # share of all steps",
+        f"  # precision: auto, which is {machine.precision[0]} on this machine: {machine.precision[1]}",
+    ]
+    if rows.fraction is None:
+        lines.append("  eval_strategy: no  # the rows are too few or too alike to hold some out")
+    return lines
+
+
+def _trained_rows(choice: Choice, rows: Rows) -> int:
+    """Estimate the rows of an epoch: for an encoder-decoder, each answer of a conversation is a row."""
+    trained = len(rows.examples) - rows.held_out
+    if choice.sources or choice.model != NEW_MODEL:
+        return trained
+    answers = sum(len(one.conversation.answers) for one in rows.examples if one.conversation is not None)
+    return trained * answers // len(rows.examples)
+
+
+def _evaluation(rows: Rows) -> list[str]:
+    if rows.fraction is None:
+        return []
+    targets = _texts(rows)[1]
+    is_label = len(set(targets)) <= min(FEW * 4, max(1, len(targets) // 2))
+    is_short = sum(map(len, targets)) / len(targets) < 40
+    if is_label or is_short:
+        return ["evaluation:", "  metric: exact_match  # targets are labels or short; rougeL is for longer texts"]
+    return ["evaluation:", "  metric: rougeL  # targets are texts; exact_match is for labels"]
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)

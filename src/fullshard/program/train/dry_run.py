@@ -1,0 +1,286 @@
+"""Dry run: the sharding of a run's model over any number of ranks, without the ranks and without its memory."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, fields
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from fullshard.core.comm import Work, free_memory, planned_memory, whole_memory_bytes
+from fullshard.core.engine import UnitTable, units
+from fullshard.errors import ConfigError, InvariantError, ModelError, UserError
+from fullshard.planner import Hardware, TooMuchWorkError, UnplannedStepError, work_limit
+from fullshard.program.config import RunConfig
+from fullshard.program.data import padding_share
+from fullshard.program.models import require_fp16_fit
+from fullshard.program.models.kind import known_kind
+from fullshard.program.train.auto import gpu_sheet, precision_before, simulated_settings
+from fullshard.program.train.fit import Load
+from fullshard.program.train.plan import try_step
+from fullshard.program.train.recompute import ACCUMULATE, BLOCKS, plan_chosen
+from fullshard.program.train.reporting.trackers import tracker_sinks
+from fullshard.program.train.run.assemble import make_evaluation
+from fullshard.program.train.setup.advice import advice
+from fullshard.program.train.setup.choices import choices
+from fullshard.program.train.setup.data_plan import make_plan, mixture_notes
+from fullshard.program.train.setup.devices import (
+    Choice,
+    Devices,
+    for_devices,
+    precision_choice,
+    precision_of,
+    with_precision,
+)
+from fullshard.program.train.setup.learning_rate import learning_rate_schedule
+from fullshard.program.train.setup.model import UnreadWeights, outline_model, own_loss, refuses_fp16, shard_model
+from fullshard.program.train.setup.optimizers import expected_state_bytes
+from fullshard.program.train.setup.prepare import Prepared, Progress, prepare, prepare_tokenizer
+from fullshard.program.train.setup.quantization import quantization_notes, require_kernels
+from fullshard.sizes import format_bytes
+from fullshard.state.saving.full import check_saving
+from fullshard.state.storage import file_system
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+DRY_RUN_OPERATORS = 500_000
+"""Operators that the plans of a dry run may take: some twenty seconds of processor time."""
+
+
+class SimulatedComm:
+    """One of simulated ranks: others return what this one does, and collectives of tensors are refused."""
+
+    def __init__(self, size: int, rank: int = 0) -> None:
+        """Simulate ``size`` ranks on the meta device."""
+        self.rank = rank
+        self.size = size
+        self.device = torch.device("meta")
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        """Return this rank's value for each rank: all have the same model, so the values are the same."""
+        return [value] * self.size
+
+    def split(self, groups: list[list[int]]) -> SimulatedComm:
+        """Return this rank of its group."""
+        own = next(group for group in groups if self.rank in group)
+        return SimulatedComm(len(own), own.index(self.rank))
+
+    def announce(self, what: str) -> None:
+        """Do nothing: no collective follows."""
+
+    def barrier(self) -> None:
+        """Do nothing: there is no other rank."""
+
+    def _refuse(self, *_args: object, **_kwargs: object) -> Work:
+        """Raise: laying out a model needs no collective of tensors."""
+        raise InvariantError("Inspecting a model called a collective of tensors.")
+
+    all_gather = reduce_scatter = all_reduce = broadcast = gather = exchange = _refuse
+
+
+def inspect_units(config: RunConfig, world_size: int) -> UnitTable:
+    """Lay out a run's model over ``world_size`` ranks and return its unit table; one process, no process group.
+
+    The model is built on the meta device, without reading the weights of ``model.path``. The data is read only if a
+    tokenizer must be trained, because its size is the vocabulary size.
+
+    Raises:
+        UserError: Data, tokenizer, model or wrapping cannot be used.
+    """
+    return units(lay_out(config, prepare_tokenizer(config), world_size))
+
+
+def check_kind(config: RunConfig) -> None:
+    """Raise the errors of a run that depend only on the model's configuration; any process, alone, without a network.
+
+    Raises:
+        ConfigError: bitsandbytes is missing or too old for ``model.quantization``.
+        ModelError: The model is known to overflow in the precision.
+    """
+    require_kernels(config)
+    source = config.model.path or config.model.config
+    kind = None if source is None else known_kind(source)
+    if kind is not None and refuses_fp16(config):
+        require_fp16_fit(kind)
+
+
+@dataclass(frozen=True)
+class DryRun:
+    """Facts about a run before its first step; ``str()`` formats them."""
+
+    train_rows: int  # rows trained on
+    validation_rows: int  # rows held out
+    steps_per_epoch: int  # optimizer steps of one epoch
+    total_steps: int  # optimizer steps of the run
+    padding_share: float  # share of padding among all positions of an epoch's batches
+    table: UnitTable  # the unit table
+    parameters: int  # bytes of each rank's shards of the parameters
+    gradients: int  # bytes of each rank's shards of the gradients, from backward to the next step
+    optimizer: int  # bytes of optimizer state on rank 0; about the same on other ranks
+    gathered: int  # peak bytes of gathered parameters: the root and the two largest units
+    notes: tuple[str, ...]  # notes on data and model for the user
+    chosen: tuple[Choice, ...] = ()  # what the run chooses by itself, and why
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return JSON-able values."""
+        plain = {field.name: getattr(self, field.name) for field in fields(self)}
+        chosen = [asdict(one) for one in self.chosen]
+        return {**plain, "table": self.table.as_dict(), "notes": list(self.notes), "chosen": chosen}
+
+    def __str__(self) -> str:
+        """Return the unit table, the notes, the steps, and the memory of each rank."""
+        held = ("parameters", "gradients", "optimizer", "gathered")
+        memory = ", ".join(f"{name} {format_bytes(getattr(self, name))}" for name in held)
+        lines = [
+            str(self.table),
+            *self.notes,
+            "chosen:",
+            *(f"  {one}" for one in self.chosen),
+            f"{self.total_steps:,} steps, {self.steps_per_epoch:,} an epoch",
+            f"memory of each rank: {memory} at most; activations are additional and depend on the batch",
+            "no problem found: ready for the first step",
+        ]
+        return "\n".join(lines)
+
+
+def dry_run(
+    config: RunConfig,
+    world_size: int,
+    progress: Progress = lambda what, done, total: None,
+    *,
+    load: Load | None = None,
+    device: Hardware | None = None,
+    gpus: int = 0,
+) -> DryRun:
+    """Do everything that a run does before its first step, take the step, and save; without ranks, weights or files.
+
+    Args:
+        config: The run's settings.
+        world_size: Number of ranks.
+        progress: Called while data is read.
+        load: Reads the run file with further overrides, which ``sharding: auto`` needs; None: it is not searched.
+        device: The GPU of each rank; None: this machine's.
+        gpus: This machine's GPUs; 0: ranks compute on its CPU.
+
+    Raises:
+        UserError: Data, tokenizer, model or settings cannot be used.
+    """
+    devices = Devices.of_machine(gpus) if device is None else Devices.of_sheet(device)
+    memory = whole_memory_bytes(torch.device("cuda")) if gpus else None
+    with planned_memory(memory if device is None else device.memory_bytes):
+        data, notes = prepare(config, progress=progress), []
+        sheet = gpu_sheet(torch.device("cuda")) if gpus and device is None else device
+        if load is not None:
+            config = load(simulated_settings(load, data, world_size, sheet, notes.append))
+        config = data.settled(config)
+        planned = load is not None and not (gpus and sheet is None)
+        by_plan = partial(_by_plan, config, data, world_size, sheet) if planned else tuple
+        return _dry_run(config, data, world_size, devices, notes, by_plan)
+
+
+def _by_plan(config: RunConfig, data: Prepared, world_size: int, device: Hardware | None) -> tuple[Choice, ...]:
+    """Return what the run would choose by its memory: that of ``device``, or what is free on this machine now."""
+    free = free_memory(torch.device("cpu")).values()
+    limit = device.memory_bytes if device is not None else min(free) // world_size if free else None
+    try:
+        with work_limit(DRY_RUN_OPERATORS):
+            plan, _ = plan_chosen(limit, config, data, world_size, device, roughly=0)
+    except TooMuchWorkError:
+        why = f"decided at the start: its plan takes more than {DRY_RUN_OPERATORS:,} operators, `fullshard plan` tells"
+        asks = {BLOCKS: config.training.gradient_checkpointing, ACCUMULATE: config.training.accumulate}
+        return tuple(Choice(setting, "auto", why) for setting, value in asks.items() if value == "auto")
+    return tuple(one for one in plan.chosen if one.setting in (BLOCKS, ACCUMULATE))
+
+
+def _dry_run(
+    config: RunConfig,
+    data: Prepared,
+    world_size: int,
+    devices: Devices,
+    found: Sequence[str],
+    by_plan: Callable[[], Sequence[Choice]],
+) -> DryRun:
+    before = precision_before(config) if config.training.precision == "auto" else None
+    precision = precision_choice(config, devices, before)
+    if precision.value == "bf16" and devices.gpu and not devices.bf16:
+        raise ConfigError(f"training.precision is bf16, but {precision_of(devices)[1]}. Set it to fp16 or fp32.")
+    asked = with_precision(config, devices, precision.value)
+    config = for_devices(asked, devices)
+    plan = make_plan(config, data.train_set, world_size, causal=data.causal)
+    schedule = learning_rate_schedule(config, plan.num_steps)
+    make_evaluation(config, data)
+    tracker_sinks(config)
+    if config.training.checkpoints_to is not None:
+        file_system(config.training.checkpoints_to)  # checks for its package; the store itself is not contacted
+    model = lay_out(config, data.tokenizer, world_size)
+    table = units(model)
+    untried = _tried(config, data, world_size)
+    check_saving(model, data.tokenizer)
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    root, *blocks = table.rows
+    largest = sorted((row.gathered_bytes for row in blocks), reverse=True)[:2]
+    return DryRun(
+        train_rows=len(data.train_set),
+        validation_rows=len(data.held_out),
+        steps_per_epoch=plan.num_steps,
+        total_steps=schedule.total_steps,
+        padding_share=padding_share(plan, data.train_set, causal=data.causal, packed=config.training.packing),
+        table=table,
+        parameters=sum(row.shard_bytes for row in table.rows),
+        gradients=sum(parameter.nbytes for parameter in trainable),
+        optimizer=expected_state_bytes(model, config),
+        gathered=root.gathered_bytes + sum(largest),
+        notes=(
+            *found,
+            *data.notes,
+            *mixture_notes(config, data),
+            *own_loss(model, config)[1],
+            *quantization_notes(config),
+            *advice(config, data, plan, world_size),
+            *untried,
+        ),
+        chosen=choices(asked, devices, model, before=[precision, *by_plan()]),
+    )
+
+
+def _tried(config: RunConfig, data: Prepared, world_size: int) -> tuple[str, ...]:
+    """Take the run's first step without memory; return a note if it cannot be taken that way.
+
+    Raises:
+        UserError: The step would fail.
+    """
+    try:
+        try_step(config, data, world_size)
+    except UnplannedStepError as error:
+        return (f"the first step was not tried: {error}",)
+    except UserError:
+        raise
+    except Exception as error:  # whatever transformers, peft or the user's model raise in a forward
+        raise ModelError(
+            f"The first step would fail in {_place(error)}: {type(error).__name__}: {error}. Change the settings that "
+            "lead there, such as the adapter's options, or use another model."
+        ) from error
+    return ()
+
+
+def _place(error: Exception) -> str:
+    """Return the file and line that raised an error."""
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{frame.filename}:{frame.lineno}"
+
+
+def lay_out(config: RunConfig, tokenizer: PreTrainedTokenizerBase, world_size: int, rank: int = 0) -> nn.Module:
+    """Return the run's model, sharded as ``rank`` of simulated ranks, on the meta device; any process, alone.
+
+    Raises:
+        UserError: The model cannot be built, or the settings do not match it.
+    """
+    model = outline_model(config, tokenizer)
+    ranks = SimulatedComm(world_size, rank)
+    shard_model(model, config, ranks, None if config.model.path is None else UnreadWeights())
+    return model

@@ -1,0 +1,311 @@
+"""Evaluation on held-out rows under sharding: each rank has a share of the rows, and every row counts once."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from itertools import count
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from fullshard.core.comm import Comm
+from fullshard.core.engine import has_tables_at_home, unsharded
+from fullshard.errors import ConfigError, InvariantError
+from fullshard.program.config import RunConfig
+from fullshard.program.config.evaluation import Metric
+from fullshard.program.data import CollateSpec, EpochPlan, TokenizedSet, batches
+from fullshard.program.data.examples import Example
+from fullshard.program.models import uncompiled
+from fullshard.program.train.evaluation.generation import GenerationSpec, generate, require_right_text
+from fullshard.program.train.evaluation.metrics import (
+    Baseline,
+    baselines,
+    needs_text,
+    perplexity,
+    require_packages,
+    score,
+)
+from fullshard.program.train.evaluation.words import counted_words
+from fullshard.program.train.forward import loss_sum
+from fullshard.program.train.reporting.reports import EvaluationReport, Prediction
+from fullshard.program.train.reporting.scores import Scores
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """The held-out rows, and the label set of the training rows."""
+
+    examples: Sequence[Example]  # the rows as text
+    tokenized: TokenizedSet  # the same rows as token ids
+    collate: CollateSpec  # padding and the kind of model
+    labels: Collection[str] | None = None  # the label set of the training rows, or None
+    # the most frequent training target, or that of each row's set; None if it is not known
+    majority: str | Sequence[str] | None = None
+    sets: Mapping[str, HeldOut] = field(default_factory=dict)  # the rows of each set of a mixture; empty: one set
+
+    @property
+    def references(self) -> list[tuple[str, ...]]:
+        """The references of each row."""
+        return [example.references for example in self.examples]
+
+
+@dataclass(frozen=True)
+class EvaluationSpec:
+    """Rows, metrics and generation settings of an evaluation; the same on every rank."""
+
+    rows: HeldOut  # the held-out rows
+    batch_size: int  # rows of one rank's batch
+    generation: GenerationSpec  # settings of text generation
+    metrics: tuple[Metric, ...]  # names of the metrics; the first decides which model is the best
+    baselines: Mapping[str, Baseline]  # baseline of each metric that has one
+    # how words of text beyond ASCII are counted, by metric; empty: as by the metrics' packages
+    words: Mapping[str, str] = field(default_factory=dict)
+    sets: Mapping[str, EvaluationSpec] = field(
+        default_factory=dict
+    )  # the baselines of each set of a mixture; empty: one set
+
+    @property
+    def metric(self) -> Metric:
+        """The metric that decides which model is the best."""
+        return self.metrics[0]
+
+    @property
+    def baseline(self) -> Baseline | None:
+        """Baseline of that metric, or None."""
+        return self.baselines.get(self.metric)
+
+
+def evaluation_spec(config: RunConfig, rows: HeldOut) -> EvaluationSpec:
+    """Return the evaluation of the held-out rows that a run's settings describe; any rank, alone.
+
+    Raises:
+        ConfigError: A metric's package is missing, or a metric is accuracy and the targets are not a label set.
+    """
+    settings = config.evaluation
+    metrics = tuple(dict.fromkeys((settings.metric, *settings.metrics)))
+    require_packages(metrics)
+    if "accuracy" in metrics and rows.labels is None:
+        raise ConfigError(
+            "evaluation.metric: accuracy needs a label set, but the training targets have too many different texts. "
+            "Use exact_match, rougeL, bleu or chrf."
+        )
+    return _spec_of(config, rows, metrics)
+
+
+def _spec_of(config: RunConfig, rows: HeldOut, metrics: tuple[Metric, ...]) -> EvaluationSpec:
+    """Return the evaluation of some rows, and of each set of a mixture among them."""
+    settings = config.evaluation
+    return EvaluationSpec(
+        rows=rows,
+        batch_size=config.training.per_device_eval_batch_size,
+        generation=GenerationSpec.of(config),
+        metrics=metrics,
+        baselines=baselines(
+            metrics,
+            [example.source for example in rows.examples],
+            rows.references,
+            majority=rows.majority,
+            lead_sentences=settings.lead_sentences,
+        ),
+        words=counted_words(metrics, rows.references),
+        sets={name: _spec_of(config, one, metrics) for name, one in rows.sets.items()},
+    )
+
+
+def evaluate(  # noqa: PLR0913 (of the run, and of this evaluation)
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    spec: EvaluationSpec,
+    comm: Comm,
+    *,
+    step: int,
+    epoch: float,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+    at_once: bool = False,
+) -> EvaluationReport:
+    """Measure loss and metrics on all held-out rows. Every rank calls it.
+
+    During it, the model is in evaluation mode and draws no random numbers, so evaluating does not change training. Text
+    is generated only if a metric needs it. The loss of all rows is measured first: by tables at home it is added up in
+    another order than by gathered ones, and must not depend on ``at_once``.
+
+    Args:
+        model: The sharded model.
+        tokenizer: The model's tokenizer.
+        spec: Rows and metrics.
+        comm: The ranks the model is sharded over.
+        step: Steps trained so far, for the report.
+        epoch: Epochs trained so far, for the report.
+        progress: Called after each batch, on every rank, with this rank's batches done and in total; where there is
+            text, after its text is written. If it raises, the evaluation ends.
+        at_once: If text is generated, gather all units once and keep them until the end, instead of gathering each for
+            every token; the same on every rank. Memory: the gathered model.
+
+    Returns:
+        The report, with the same numbers and predictions on every rank.
+    """
+    started = time.perf_counter()
+    with evaluation_mode(model):
+        found = _run(model, tokenizer, spec, comm, progress, at_once=at_once and needs_text(spec.metrics))
+    loss, texts = _joined(found)
+    scores = _score(spec, loss, texts)
+    return EvaluationReport(
+        step=step,
+        epoch=epoch,
+        loss=loss,
+        metric=spec.metric,
+        value=scores.values[spec.metric],
+        baseline=spec.baseline.value if spec.baseline else None,
+        baseline_name=spec.baseline.name if spec.baseline else None,
+        metrics=scores.values,
+        baselines={name: one.value for name, one in spec.baselines.items()},
+        confusion=scores.confusion,
+        predictions=_predictions(spec, texts),
+        seconds=time.perf_counter() - started,
+        words=spec.words,
+        sets=dict(zip(spec.sets, map(_set_values, spec.sets.values(), found), strict=False)),
+    )
+
+
+def _joined(found: Sequence[_Measured]) -> tuple[float, list[str]]:
+    """Return the mean loss per target token of all sets together, and their texts in order."""
+    loss = sum(one.loss for one in found) / sum(one.target_tokens for one in found)
+    return loss, [text for one in found for text in one.texts]
+
+
+def _predictions(spec: EvaluationSpec, texts: Sequence[str]) -> tuple[Prediction, ...]:
+    """Return a prediction for each row; none if no text was generated."""
+    rows = zip(spec.rows.examples, texts, strict=bool(texts))
+    return tuple(Prediction(row.source, text, row.references) for row, text in rows)
+
+
+def _set_values(spec: EvaluationSpec, found: _Measured) -> dict[str, Any]:
+    """Return the scores of one set, as JSON values."""
+    loss = found.loss / found.target_tokens
+    scores = _score(spec, loss, found.texts)
+    return {
+        "rows": len(spec.rows.tokenized),
+        "loss": loss,
+        "metrics": dict(scores.values),
+        "baselines": {name: one.value for name, one in spec.baselines.items()},
+    }
+
+
+def _score(spec: EvaluationSpec, loss: float, texts: Sequence[str]) -> Scores:
+    """Return the values of all metrics, in their order."""
+    scores = Scores({})
+    if texts:
+        scores = score(spec.metrics, texts, spec.rows.references, labels=spec.rows.labels or ())
+    values = {name: perplexity(loss) if name == "perplexity" else scores.values[name] for name in spec.metrics}
+    return Scores(values, scores.confusion)
+
+
+@contextmanager
+def evaluation_mode(model: nn.Module) -> Iterator[None]:
+    """Disable dropout and compilation of the model inside the context; restores its mode afterwards."""
+    was_training = model.training
+    model.eval()
+    try:
+        with uncompiled(model):
+            yield
+    finally:
+        model.train(was_training)
+
+
+@torch.no_grad()
+def _run(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    spec: EvaluationSpec,
+    comm: Comm,
+    progress: Callable[[int, int], None],
+    *,
+    at_once: bool,
+) -> list[_Measured]:
+    """Measure each set of a mixture, or the only one; the same on every rank."""
+    if needs_text(spec.metrics):
+        require_right_text(model, spec.batch_size)
+    plans = []
+    for one in spec.sets.values() or [spec]:
+        # The order of rows does not change the result, so rows of similar length are batched together.
+        tokenized = one.rows.tokenized
+        lengths = tokenized.lengths
+        plan = EpochPlan(len(tokenized), comm.size, spec.batch_size, training=False, lengths=lengths)
+        plans.append((one, plan))
+    writes = needs_text(spec.metrics)
+    done, total = count(1), sum(plan.num_batches for _, plan in plans) * (2 if writes else 1)
+
+    def tell() -> None:
+        progress(next(done), total)
+
+    with ExitStack() as gathered:
+        if at_once and not has_tables_at_home(model):
+            gathered.enter_context(unsharded(model, write_back=False))
+        losses = [_losses(model, one, comm, plan, tell) for one, plan in plans]
+        if at_once and has_tables_at_home(model):
+            gathered.enter_context(unsharded(model, write_back=False))
+        texts = [_texts(model, tokenizer, one, comm, plan, tell) if writes else [] for one, plan in plans]
+    return [_Measured(*sums, written) for sums, written in zip(losses, texts, strict=True)]
+
+
+@dataclass(frozen=True)
+class _Measured:
+    """Measurements on some rows."""
+
+    loss: float  # summed over target tokens
+    target_tokens: float
+    texts: list[str]  # generated text of each row; empty if no metric needs text
+
+
+def _losses(
+    model: PreTrainedModel, spec: EvaluationSpec, comm: Comm, plan: EpochPlan, tell: Callable[[], None]
+) -> tuple[float, float]:
+    """Return the summed loss of the rows of one set, and their target tokens; the same on every rank."""
+    # Sum and count in float64: the count is exact, and the sum does not depend on the number of batches.
+    totals = torch.zeros(2, dtype=torch.float64, device=comm.device)
+    for batch in batches(spec.rows.tokenized, plan, comm.rank, spec.rows.collate):
+        totals[0] += loss_sum(model, batch.to(comm.device), causal=spec.rows.collate.causal)
+        totals[1] += batch.target_tokens
+        tell()
+    comm.all_reduce(totals).wait()
+    loss, target_tokens = totals.tolist()
+    return loss, target_tokens
+
+
+def _texts(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    spec: EvaluationSpec,
+    comm: Comm,
+    plan: EpochPlan,
+    tell: Callable[[], None],
+) -> list[str]:
+    """Return a text for every row of one set; the same on every rank."""
+    mine: list[tuple[int, str]] = []
+    for batch in batches(spec.rows.tokenized, plan, comm.rank, spec.rows.collate):
+        texts = generate(model, tokenizer, batch.to(comm.device), spec.generation)
+        written = zip(batch.indices, batch.fillers, texts, strict=True)
+        mine += [(index, text) for index, filler, text in written if not filler]
+        tell()
+    return gather_texts(mine, len(spec.rows.tokenized), comm)
+
+
+def gather_texts(mine: Sequence[tuple[int, str]], rows: int, comm: Comm) -> list[str]:
+    """Gather all ranks' texts in the order of the rows; every rank calls it and gets all of them.
+
+    ``mine`` are this rank's texts, each with the index of its row.
+
+    Raises:
+        InvariantError: A row has no text, or two.
+    """
+    everyone = sorted(pair for share in comm.all_gather_object(list(mine)) for pair in share)
+    if [index for index, _ in everyone] != list(range(rows)):
+        raise InvariantError(f"{rows} rows have {len(everyone)} predictions, or a row has none or two.")
+    return [text for _, text in everyone]

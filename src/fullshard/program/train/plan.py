@@ -1,0 +1,558 @@
+"""The plan of a run's step: the program's own model, data, optimizer and step, rehearsed without memory or ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
+from functools import partial
+from itertools import chain
+from math import ceil, prod
+from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fullshard.core.comm import Comm
+from fullshard.core.optim import ShardedGradScaler
+from fullshard.planner import (
+    STEPS,
+    Course,
+    Hardware,
+    Plan,
+    Rates,
+    Rehearsed,
+    candidates,
+    highest,
+    host_of_gpu,
+    real_tensors,
+    rehearse_on,
+    speed_of,
+    spend,
+    time_step,
+)
+from fullshard.program.config import RunConfig
+from fullshard.program.data import (
+    Batch,
+    BatchPlan,
+    CollateSpec,
+    EpochPlan,
+    Ragged,
+    RowRef,
+    Shape,
+    TokenizedSet,
+    collate,
+    step_shapes,
+    steps,
+)
+from fullshard.program.models import Objective, blocks_of
+from fullshard.program.train.around_steps import AT_ONCE, AroundSteps, HeldOutBatches, assumed
+from fullshard.program.train.run.step import StepSpec, issue_step
+from fullshard.program.train.setup.activation_offload import ActivationOffload
+from fullshard.program.train.setup.choices import choices
+from fullshard.program.train.setup.data_plan import make_plan
+from fullshard.program.train.setup.devices import Choice, Devices, for_devices, may_accumulate_unsharded, with_unsharded
+from fullshard.program.train.setup.given_length import RowsOfLength
+from fullshard.program.train.setup.learning_rate import learning_rate_schedule
+from fullshard.program.train.setup.model import UnreadWeights, outline_model, own_loss, prepare_model, shard_model
+from fullshard.program.train.setup.optimizers import make_optimizer
+from fullshard.program.train.setup.prepare import Prepared, Progress, collate_spec, prepare
+from fullshard.program.train.setup.quantization import describe_quantization
+from fullshard.sizes import format_bytes, format_duration
+
+AUTO_SHARE = 0.9
+"""Share of the free memory that a choice of a run may fill."""
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class RunPlan(Plan):
+    """The plan of a run. Memory is that of the longest batch that the data can give; time that of a step of mean size.
+
+    Attributes:
+        steps: Optimizer steps of the run; 0: not known, as rows of a given length are no data.
+        step_tokens: Source and target tokens of a step, all ranks together, without padding; the mean of an epoch.
+        quantization: Format of the frozen linear layers, such as ``nf4 (double)``; None: they are not quantised.
+        accumulate: How gradients of a step's micro-batches are added up, ``sharded`` or ``unsharded``; None: there is
+            one micro-batch.
+        chosen: What the run chooses by itself; of ``sharding: auto`` and of a run to resume only its start knows.
+        blocks: Blocks that backward could recompute.
+        recomputed: How many of them it does.
+        at_once: Most bytes alive in an evaluation whose units are all gathered once, as far as text is generated: its
+            phases by name.
+        gathers_once: Whether evaluations do so; then it is part of ``phase_peaks``.
+        compiled_bytes: With ``training.torch_compile``, the gradients of the largest block, which arrive together; they
+            are added to the plan of uncompiled blocks, which makes it an upper bound. None: blocks are not compiled.
+    """
+
+    steps: int = 0
+    step_tokens: int = 0
+    quantization: str | None = None
+    accumulate: str | None = None
+    chosen: tuple[Choice, ...] = ()
+    blocks: int = 0
+    recomputed: int = 0
+    at_once: Mapping[str, int] = field(default_factory=dict)
+    gathers_once: bool = False
+
+    def gathering_once(self) -> RunPlan:
+        """Return the plan of the same run whose evaluations gather all units once, where they generate text."""
+        return replace(
+            self, phase_peaks={**self.phase_peaks, **self.at_once}, gathers_once="generation" in self.at_once
+        )
+
+    compiled_bytes: int | None = None
+
+    @property
+    def run_s(self) -> float | None:
+        """Seconds of all steps, without evaluation and saving; None without a time, or if their number is unknown."""
+        return self.timing.step_s * self.steps if self.timing is not None and self.steps else None
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return JSON-able values."""
+        chosen = [asdict(one) for one in self.chosen]
+        own = {"quantization": self.quantization, "accumulate": self.accumulate, "chosen": chosen}
+        own |= {"at_once": dict(self.at_once), "gathers_once": self.gathers_once}
+        return {**super().as_dict(), "run_s": self.run_s, **own}
+
+    def __str__(self) -> str:
+        """Return the plan as a table."""
+        table = "\n".join([super().__str__(), *map(str, self.chosen)])
+        if self.quantization is not None:
+            table += f"\nfrozen linear layers are quantised: {self.quantization}"
+        if self.accumulate is not None:
+            table += f"\naccumulate: {self.accumulate}"
+        if self.recomputed:
+            table += f"\nrecomputed in backward: {self.recomputed} of {self.blocks} blocks"
+        if self.gathers_once:
+            table += "\nevaluation gathers all units once, not for every token"
+        if self.compiled_bytes is not None:
+            table += (
+                "\nmemory is an upper bound: blocks are planned uncompiled (training.torch_compile), and for gradients "
+                f"that arrive together {format_bytes(self.compiled_bytes)} are added; time is that of uncompiled blocks"
+            )
+        if self.timing is None:
+            return table
+        run = "" if self.run_s is None else f"{self.steps:,} steps: {format_duration(self.run_s)}; "
+        return f"{table}\n{run}{self.step_tokens / self.timing.step_s:,.0f} tokens a second"
+
+
+def plan_run(
+    config: RunConfig,
+    world_size: int,
+    device: Hardware | None = None,
+    progress: Progress = lambda what, done, total: None,
+) -> RunPlan:
+    """Return what the fullest of ``world_size`` ranks holds and sends in a step; one process, without weights.
+
+    The steps are those of the largest batches; see :func:`largest_steps`.
+
+    Args:
+        config: The run's settings.
+        world_size: Number of ranks.
+        device: The GPU of each; adds the time. None: CPU ranks.
+        progress: Called while data is read.
+
+    Raises:
+        ConfigError: A setting cannot be planned.
+        ModelError: The step depends on values.
+        UserError: Data, tokenizer, model or settings cannot be used.
+    """
+    return plan_prepared(config, prepare_plan(config, progress), world_size, device)
+
+
+def plan_in(
+    memory_bytes: int | None,
+    config: RunConfig,
+    data: Prepared,
+    world_size: int,
+    device: Hardware | None,
+    sharded: RunPlan | None = None,
+    **how: Any,
+) -> RunPlan:
+    """Return the plan of a run in so much memory of each rank: with what it chooses by that.
+
+    These are ``training.accumulate: auto``, and whether evaluations gather all units once. ``memory_bytes`` is None if
+    it is not known. ``sharded`` is the plan of gradients that accumulate sharded, if it was made. The rest is
+    :func:`plan_prepared`'s.
+    """
+    outside = 0 if device is None else device.outside_bytes
+    most = 0 if memory_bytes is None else AUTO_SHARE * (memory_bytes - outside)
+    plan = None
+    if memory_bytes is not None and may_accumulate_unsharded(config, world_size):
+        plan = plan_prepared(with_unsharded(config), data, world_size, device, **how)
+    if plan is None or plan.highest_bytes > most:
+        plan = sharded or plan_prepared(config, data, world_size, device, **how)
+    once = plan.gathering_once()
+    return once if once.highest_bytes <= max(most, plan.highest_bytes) else plan
+
+
+def prepare_plan(config: RunConfig, progress: Progress = lambda what, done, total: None) -> Prepared:
+    """Read the data of a run to be planned, which several plans can share.
+
+    Raises:
+        UserError: Data, tokenizer, model or settings cannot be used.
+    """
+    return prepare(config, progress=progress)
+
+
+def plan_prepared(  # noqa: PLR0913 (each caller needs another part)
+    config: RunConfig,
+    data: Prepared,
+    world_size: int,
+    device: Hardware | None = None,
+    *,
+    rates: Rates | None = None,
+    roughly: int | None = None,
+    listed: bool = False,
+    ranks_each: int | None = None,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> RunPlan:
+    """Return the plan of a run whose data is read; see :func:`plan_run`.
+
+    Args:
+        config: The run's settings.
+        data: Result of :func:`prepare_plan` for settings that read the same data, or of :func:`prepare_length`.
+        world_size: Number of ranks.
+        device: The GPU of each; None: CPU ranks.
+        rates: Measured rates of the machine; they give the time instead of the GPU's data sheet.
+        roughly: Plan this rank only, with at most two micro-batches a step and a step less, and time only what fits;
+            None: exactly.
+        listed: See :func:`largest_steps`.
+        ranks_each: Ranks of each machine; None: ``nproc`` of the run file, else those of a machine with such GPUs, else
+            all.
+        progress: Called with the steps taken and those to take, of all ranks that are planned.
+    """
+    devices = Devices.of_sheet(device)
+    asked, config = config, uncompiled(for_devices(config, devices))
+    times = config.training.gradient_accumulation_steps
+    unsharded = config.training.accumulate == "unsharded"
+    # Full gradients are there from the second micro-batch on, and the last one reduces them.
+    most = times if roughly is None else min(times, 3 if unsharded else 2)
+    # If packed or budgeted, any micro-batch of a step may be its largest.
+    largest = [
+        one[:most] if one[0] is one[-1] else one for one in largest_steps(config, data, world_size, listed=listed)
+    ]
+    held_out = _largest_held_out(config, data, world_size)
+    ranks = candidates(partial(_sharded, config, data), world_size) if roughly is None else [roughly]
+    speed, given = speed_of(device, rates), isinstance(data, RowsOfLength)
+    timed = 0 if speed is None else STEPS
+    first = STEPS - 1 if roughly is None else STEPS - 2
+    told = _Told(progress, len(ranks) * (first + len(largest)) + timed, partial(choices, asked, devices))
+    each = ranks_each or config.nproc or (world_size if device is None else device.devices_each)
+    around = AroundSteps(config, data, held_out, several=world_size > each)
+    build = partial(_build, config, data, largest, around, told, first=first)
+    found = highest(build, ranks, world_size, device, rates, timed=False)
+    values = {one.name: getattr(found, one.name) for one in fields(Plan)}
+    at_once = {name: size for name, size in found.phase_peaks.items() if name.endswith(AT_ONCE)}
+    values["phase_peaks"] = {name: size for name, size in found.phase_peaks.items() if name not in at_once}
+    values["unplanned"] = tuple(name for name in found.unplanned if not name.endswith(AT_ONCE))
+    epoch = make_plan(config, data.train_set, world_size, causal=data.causal)
+    if speed is not None and (roughly is None or found.fits()):
+        batches = largest_steps(config, data, world_size)[-1] if given else middle_step(config, data, epoch)
+        build = partial(_build, config, data, [batches[:most]], None, told)
+        rehearsal = rehearse_on(build, found.rank, world_size, device, rates)
+        values["timing"] = time_step(rehearsal.work, speed, times=max(len(batches) / most, 1))
+    tokens = len(data.train_set) * (data.train_set.source_stats.mean + data.train_set.target_stats.mean)
+    plan = RunPlan(
+        **values,
+        steps=_total_steps(config, data, epoch),
+        step_tokens=round(tokens / epoch.num_steps),
+        quantization=describe_quantization(config),
+        accumulate=None if times == 1 else "unsharded" if unsharded else "sharded",
+        chosen=told.chosen,
+        blocks=told.blocks,
+        recomputed=told.recomputed,
+        at_once={name.removesuffix(AT_ONCE): size for name, size in at_once.items()},
+    )
+    return _with_compiled(plan, told.block_bytes) if asked.training.torch_compile else plan
+
+
+def _with_compiled(plan: RunPlan, block_bytes: int) -> RunPlan:
+    """Return the plan with all gradients of a block at once in backward, as graphs return them."""
+    parts, peaks = dict(plan.parts), dict(plan.phase_peaks)
+    parts["gradient_buffers"] += block_bytes
+    peaks["backward"] += block_bytes
+    return replace(
+        plan, parts=parts, phase_peaks=peaks, peak_bytes=plan.peak_bytes + block_bytes, compiled_bytes=block_bytes
+    )
+
+
+def needed_bytes(plan: RunPlan, kind: str) -> int:
+    """Return the most bytes of tensors on a device of ``kind``; a GPU does not hold a model while it is built.
+
+    Snapshots for restarts are not among them: a run whose snapshots would take too much takes none.
+    """
+    if kind == "cpu":
+        return max(plan.bytes_in(phase, snapshots=False) for phase in plan.phase_peaks)
+    return max(size for phase, size in plan.phase_peaks.items() if phase != "before_first_step")
+
+
+def try_step(config: RunConfig, data: Prepared, world_size: int) -> None:
+    """Take the run's first step with its shortest row as rank 0, without memory; one process, without weights.
+
+    Raises:
+        UnplannedStepError: The step depends on values.
+        Exception: Whatever the step raises.
+    """
+    shortest = int(np.argmin(np.asarray(data.train_set.lengths)))
+    spec = replace(collate_spec(data.tokenizer, causal=data.causal), packed=config.training.packing)
+    batch = collate([RowRef(shortest)], data.train_set, spec)
+    build = partial(_build, uncompiled(config), data, [[batch]], None, _Told(lambda done, total: None, 0), first=0)
+    rehearse_on(build, 0, world_size, None, timed=False)
+
+
+def draw_plan(config: RunConfig, data: Prepared, plan: RunPlan) -> Course:
+    """Return the course of the fullest step of ``plan``, which :func:`plan_prepared` returned for this run."""
+    told = _Told(lambda done, total: None, 0)
+    config = uncompiled(for_devices(config, Devices.of_sheet(plan.device)))
+    config = with_unsharded(config) if plan.accumulate == "unsharded" else config
+    build = partial(_build, config, data, largest_steps(config, data, plan.world_size), None, told)
+    course = rehearse_on(build, plan.rank, plan.world_size, plan.device, draws=True).course
+    assert course is not None, "it was asked for"
+    return course
+
+
+def _total_steps(config: RunConfig, data: Prepared, epoch: BatchPlan) -> int:
+    """Return the optimizer steps of the run; 0 if only its data could say."""
+    if isinstance(data, RowsOfLength):
+        return config.training.max_steps or 0
+    return learning_rate_schedule(config, epoch.num_steps).total_steps
+
+
+class _Told:
+    """Counts the steps of all rehearsals of a plan and tells each; keeps what the run chooses for its model."""
+
+    def __init__(
+        self,
+        progress: Callable[[int, int], None],
+        total: int,
+        choices: Callable[[Any], tuple[Choice, ...]] = lambda model: (),
+    ) -> None:
+        self._progress, self._total, self._done = progress, total, 0
+        self._choices = choices
+        self.chosen: tuple[Choice, ...] = ()
+        self.blocks = self.recomputed = self.block_bytes = 0
+
+    def model(self, model: Any) -> None:
+        """Note what a plan says of a sharded model, which is not kept: it would count as memory."""
+        self.chosen = self._choices(model)
+        blocks: list[Any] = list(blocks_of(model))
+        self.blocks, self.recomputed = len(blocks), sum(block.gradient_checkpointing for block in blocks)
+        trained = ([p for p in block.parameters() if p.requires_grad] for block in blocks)
+        self.block_bytes = max(
+            (sum(prod(p.shard_meta.global_shape) * p.itemsize for p in block) for block in trained), default=0
+        )
+
+    def step(self) -> None:
+        """Count a step."""
+        self._done += 1
+        self._progress(self._done, self._total)
+
+
+def _sharded(config: RunConfig, data: Prepared, comm: Comm) -> Any:
+    """Return the run's model, sharded, without its weights."""
+    if config.model.path is None:
+        model, weights, values = prepare_model(config, data.tokenizer).model, None, []
+    else:
+        with real_tensors():  # peft's values are read to find out whether it computes them from weights
+            model, weights = outline_model(config, data.tokenizer), UnreadWeights()
+        # A run holds its adapter's first values until the whole model is sharded.
+        values = [param.detach() for param in model.parameters()]
+    shard_model(model, config, comm, weights=weights)
+    del values
+    return model.train()
+
+
+def _build(
+    config: RunConfig,
+    data: Prepared,
+    turns: list[list[Batch]],
+    around: AroundSteps | None,
+    told: _Told,
+    comm: Comm,
+    *,
+    first: int = STEPS - 1,
+) -> Rehearsed:
+    """Return the run's step, and what is ``around`` it: ``first`` steps, then one with micro-batches of each turn."""
+    model = _sharded(config, data, comm)
+    told.model(model)
+    if config.training.activation_offload and (host := host_of_gpu()) is not None:
+        ActivationOffload(model, blocks_of(model), host)
+    optimizer = make_optimizer(model, config)
+    scaler = ShardedGradScaler(comm.device.type) if config.training.precision == "fp16" else None
+    spec = step_spec(model, config, data)
+    each = chain(turns[:1] * first, turns)  # the optimizer's state exists from the second step on
+
+    def step() -> None:
+        # Late: otherwise it reads the loss and the norm, which a plan does not know.
+        issue_step(model, optimizer, next(each), comm, spec, scaler, late=scaler is None)
+        told.step()
+
+    return Rehearsed(
+        model,
+        optimizer,
+        step,
+        steps=first + len(turns),
+        after={} if around is None else around.phases(model, optimizer, comm),
+        host={} if around is None else around.host(model, optimizer, comm),
+        assumed=assumed if around is None else around.assumed,
+    )
+
+
+def middle_step(config: RunConfig, data: Prepared, epoch: BatchPlan) -> list[Batch]:
+    """Return rank 0's batches of the step whose padded length is nearest to the mean, of 200 or fewer of an epoch."""
+    lengths = np.asarray(data.train_set.lengths)
+    numbers = np.linspace(0, epoch.num_steps - 1, min(epoch.num_steps, 200)).astype(int).tolist()
+    places = {number: [rows for rows, _ in epoch.step_places(number, 0)] for number in numbers}
+    padded = {n: sum(len(rows) * int(lengths[rows].max()) for rows in batches) for n, batches in places.items()}
+    mean = sum(padded.values()) / len(padded)
+    middle = min(numbers, key=lambda number: abs(padded[number] - mean))
+    spec = replace(collate_spec(data.tokenizer, causal=data.causal), packed=config.training.packing)
+    return next(steps(data.train_set, epoch, 0, spec, start=middle))
+
+
+def at_limits(data: Prepared) -> Prepared:
+    """Return the data with training rows at their greatest lengths, if theirs are only estimated."""
+    rows = data.train_set
+    if not rows.estimated:
+        return data
+    token = np.int32(0 if data.tokenizer.pad_token_id else 1)
+    sources, targets = (
+        Ragged(np.broadcast_to(token, len(rows) * stats.limit), np.arange(len(rows) + 1) * stats.limit)
+        for stats in (rows.source_stats, rows.target_stats)
+    )
+    stats = rows.source_stats, rows.target_stats
+    at_most = TokenizedSet(sources, targets, *stats, weights=rows.weights, set_rows=rows.set_rows)
+    return replace(data, train_set=at_most)
+
+
+def largest_steps(config: RunConfig, data: Prepared, world_size: int, *, listed: bool = False) -> list[list[Batch]]:
+    """Return the micro-batches of steps of which one needs at least as much as any of the run; any process, alone.
+
+    With padded rows: a step of micro-batches that none exceeds. If packed, or with a budget of tokens: of all steps
+    of the run, those with the largest micro-batches by tokens and by attention, on each side, before a micro-batch
+    has left gradients and after, and where full gradients are reduced; full steps last. ``listed``: with padded
+    rows, too.
+    """
+    training, data = config.training, at_limits(data)
+    # A row of a weighted set may occur twice in a micro-batch, which the longest rows do not show.
+    listed = listed or bool(config.data.weights)
+    if not listed and not training.packing and training.per_device_train_batch_tokens is None:
+        return [[longest_batch(config, data)] * training.gradient_accumulation_steps]
+    found: tuple[dict[Shape, _Step], ...] = ({}, {}, {})
+    for step in _counted(_steps(config, data, world_size)):
+        for place, (shape, _) in enumerate(step):
+            reduces = training.accumulate == "unsharded" and place == len(step) - 1
+            found[2 if reduces else min(place, 1)].setdefault(shape, step)
+    chosen = [step for steps in found if steps for step in _largest(steps)]
+    chosen = sorted({id(step): step for step in chosen}.values(), key=len)
+    spec = replace(collate_spec(data.tokenizer, causal=data.causal), packed=training.packing)
+    return [[_with_padding(_collated(rows, data.train_set, spec)) for _, rows in step] for step in chosen]
+
+
+_Step = list[tuple[Shape, NDArray[np.int64]]]
+"""The micro-batches of one rank in one step: shapes and rows."""
+
+
+def _largest(steps: Mapping[Shape, _Step]) -> list[_Step]:
+    """Return the steps of the shapes that are largest by one measure, or by all together; often that is one step."""
+    count, sources, targets = np.array(list(steps), dtype=np.float64).T
+    needs = [count * (sources + targets), count * sources, count * targets]
+    needs += [need * length for need in needs[1:] for length in (sources, targets)]
+    needs += [sum(need / need.max() for need in needs)]
+    best = int(needs[-1].argmax())
+    places = [best] if all(need[best] == need.max() for need in needs) else [int(need.argmax()) for need in needs]
+    return [list(steps.values())[place] for place in places]
+
+
+def _steps(config: RunConfig, data: Prepared, world_size: int) -> Iterator[_Step]:
+    """Yield every step of the run on every rank."""
+    first = make_plan(config, data.train_set, world_size, causal=data.causal)
+    left, packed = learning_rate_schedule(config, first.num_steps).total_steps, config.training.packing
+    for epoch in range(ceil(left / first.num_steps)):
+        steps = min(left, first.num_steps)
+        left -= steps
+        yield from step_shapes(first.for_epoch(epoch), data.train_set, steps, causal=data.causal, packed=packed)
+
+
+def _collated(indices: NDArray[np.int64], rows: TokenizedSet, spec: CollateSpec) -> Batch:
+    return collate([RowRef(row) for row in indices.tolist()], rows, spec)
+
+
+def _largest_held_out(config: RunConfig, data: Prepared, world_size: int) -> HeldOutBatches | None:
+    """Return the evaluation batches with most tokens and with the longest prompts; None if the run never evaluates."""
+    rows = data.held_out_set
+    if rows is None:
+        return None
+    size = config.training.per_device_eval_batch_size
+    plan = EpochPlan(len(rows), world_size, size, training=False, lengths=rows.lengths)
+    spec = collate_spec(data.tokenizer, causal=data.causal)
+
+    def largest(tokens: Callable[[Shape], int], *, causal: bool) -> Batch:
+        batches = chain.from_iterable(step_shapes(plan, rows, plan.num_steps, causal=causal))
+        _, found = max(_counted(batches), key=lambda one: tokens(one[0]))
+        return _with_padding(_collated(found, rows, spec))
+
+    return HeldOutBatches(
+        loss=largest(lambda shape: shape[0] * (shape[1] + shape[2]), causal=data.causal),
+        text=largest(lambda shape: shape[0] * shape[1], causal=False),  # prompts are the sources of either kind
+    )
+
+
+def _counted(values: Iterable[T]) -> Iterator[T]:
+    """Yield ``values`` within the limit on a plan's work: there are as many as the data has batches."""
+    for value in values:
+        spend(1)
+        yield value
+
+
+def longest_batch(config: RunConfig, data: Prepared) -> Batch:
+    """Return a micro-batch that is at least as large as any of the run, of rows of the data; any process, alone."""
+    rows = longest_rows(data.train_set, config.training.per_device_train_batch_size, causal=data.causal)
+    spec = collate_spec(data.tokenizer, causal=data.causal)
+    return _with_padding(collate([RowRef(row) for row in rows], data.train_set, spec))
+
+
+def _with_padding(batch: Batch) -> Batch:
+    """Return the batch with a last token of padding, if it has several rows; any process.
+
+    Rows of one length need no mask, and models then leave it out: a Llama's step was 4 % smaller than that of a batch
+    with one token less.
+    """
+    if len(batch.indices) > 1 and batch.packing is None:
+        batch.attention_mask_BS[-1, -1] = 0
+        batch.prompt_mask_BP[-1, 0 if batch.prompt_mask_BP is not batch.attention_mask_BS else -1] = 0
+    return batch
+
+
+def longest_rows(rows: TokenizedSet, count: int, *, causal: bool) -> Sequence[int]:
+    """Return the indices of ``count`` rows that need most: the longest source and target, then the longest rows.
+
+    A set with fewer rows gives all of them.
+    """
+    sources, targets = np.asarray(rows.source_ids.lengths), np.asarray(rows.target_ids.lengths)
+    by_length = np.argsort(-(sources + targets), kind="stable")[: count + 2].tolist()
+    first = [] if causal or count < 2 else [int(sources.argmax()), int(targets.argmax())]
+    return list(dict.fromkeys([*first, *by_length]))[:count]
+
+
+def uncompiled(config: RunConfig) -> RunConfig:
+    """Return the settings without compiling: blocks then compute the same in operators that can be followed."""
+    return config.model_copy(update={"training": config.training.model_copy(update={"torch_compile": False})})
+
+
+def step_spec(model: Any, config: RunConfig, data: Prepared) -> StepSpec:
+    """Return the limits of a step that is planned or measured."""
+    settings = config.training
+    return StepSpec(
+        step=1,
+        epoch=0.0,
+        learning_rate=settings.learning_rate or 0.0,
+        max_grad_norm=settings.max_grad_norm,
+        causal=data.causal,
+        objective=Objective(settings.label_smoothing_factor, settings.z_loss),
+        router_loss=own_loss(model, config)[0],
+        precision=settings.precision,
+        unsharded=settings.accumulate == "unsharded",
+    )

@@ -1,0 +1,304 @@
+"""The checkpoints of a run: what they contain, and restoring a run from one."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fullshard.core.comm import together, together_in_background
+from fullshard.errors import CheckpointError, ConfigError
+from fullshard.program.train.evaluation.metrics import higher_is_better
+from fullshard.program.train.reporting.reports import CheckpointReport, EvaluationReport
+from fullshard.program.train.reporting.scores import LOSS_METRICS
+from fullshard.program.train.reporting.sinks import Sink
+from fullshard.program.train.run.assemble import Assembly
+from fullshard.program.train.run.best import BestModel
+from fullshard.program.train.run.prompted import PromptedTokenizer
+from fullshard.program.train.run.record import Record
+from fullshard.program.train.setup.resume import StartingPoint
+from fullshard.program.train.setup.saved_values import EVALUATION_NAME
+from fullshard.state.saving import Checkpoints, Restored, SaveReport
+from fullshard.state.saving.full import write_assets
+from fullshard.state.storage import Place, add_small_file, read_completion, read_index
+
+
+class RunCheckpoints:
+    """Saves and restores a run's checkpoints, and reports them to the sinks; every rank calls every method.
+
+    Attributes:
+        newest: Step and directory of the newest checkpoint of this run; step 0 before the first.
+    """
+
+    def __init__(
+        self, parts: Assembly, start: StartingPoint, checkpoints: Checkpoints, best: BestModel, sinks: Sequence[Sink]
+    ) -> None:
+        """Change nothing yet."""
+        self.newest: tuple[int, Place | None] = (0, None)
+        # What an evaluation may write depends on the data too, which is known only now.
+        self._comparable = start.comparable and _same_length(start.values, parts)
+        self._extendable = self._comparable
+        self._parts = parts
+        self._start = start
+        self._checkpoints = checkpoints
+        self._best = best
+        self._sinks = sinks
+
+    def restore(self) -> tuple[int, Record, tuple[str, ...]]:
+        """Load the checkpoint that the run resumes from, if it resumes.
+
+        Returns:
+            The steps trained before, their record, and notes for the user; ``(0, Record(), ())`` for a new run.
+
+        Raises:
+            ConfigError: The checkpoint is from after the last step of the run.
+            CheckpointError: It is damaged or cannot be read.
+        """
+        start, parts, comm = self._start, self._parts, self._parts.comm
+        if self._checkpoints.in_memory is not None:
+            self._checkpoints.in_memory.note_made(parts.model)
+        if start.path is None or start.values is None:
+            return 0, Record(), ()
+        self._require_same_separator()
+        self._require_same_base()
+        options = [{k: v for k, v in group.items() if k != "params"} for group in parts.optimizer.param_groups]
+        restored = self._load(start.path)
+        # The optimizer's options come from the settings, because the user may have changed them on purpose.
+        for group, given in zip(parts.optimizer.param_groups, options, strict=True):
+            group.update(given)
+        if restored.step > parts.schedule.total_steps:
+            raise ConfigError(
+                f"{start.path} was saved after step {restored.step:,}, but with these settings the run has only "
+                f"{parts.schedule.total_steps:,} steps: raise training.num_train_epochs or training.max_steps."
+            )
+        if not restored.rng_restored:
+            torch.manual_seed(_rank_seed(parts.config.seed, comm.rank, restored.step))
+        if parts.scaler is not None and start.values["scaler"] is not None:
+            parts.scaler.load_state_dict(start.values["scaler"])
+        if start.snapshot is None and restored.path.parent.resolve() == self._checkpoints.directory.resolve():
+            self.newest = (restored.step, restored.path)
+        try:
+            record = Record.from_values(start.values["record"], rank=comm.rank, world_size=comm.size)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise CheckpointError(f"The record of the run in {start.path} is damaged: {error!r}.") from error
+        return restored.step, record, self._restore_best(restored.step, record)
+
+    def _load(self, path: Place) -> Restored:
+        """Load the snapshot that the run continues from, or otherwise the checkpoint at ``path``."""
+        parts, snapshot, kept = self._parts, self._start.snapshot, self._checkpoints.in_memory
+        if snapshot is not None and kept is not None:
+            return kept.load(snapshot, parts.model, parts.optimizer)
+        restored = self._checkpoints.load(parts.model, parts.optimizer, path=path)
+        assert restored is not None, "a path was given"
+        return restored
+
+    def _require_same_base(self) -> None:
+        """Check that the model's frozen weights were read from the files that the checkpoint names.
+
+        Raises:
+            CheckpointError: They were read from others.
+        """
+        path, ours = self._start.path, self._parts.base
+        assert path is not None, "the run resumes"
+        if self._start.snapshot is not None:  # a snapshot holds the frozen weights or their checksums itself
+            return
+        theirs = together_in_background(self._parts.comm, lambda: read_index(path)).base
+        if theirs is not None and ours is not None and theirs.content != ours.content:
+            raise CheckpointError(
+                f"{path} is of an adapter over {theirs.name} ({theirs.content}), and {ours.directory} has other files "
+                f"({ours.content}). Set model.path to the model that the run began with, or start with resume=never."
+            )
+
+    def _require_same_separator(self) -> None:
+        """Check that source and target are separated as at the start of the run, unless the user asked for a change.
+
+        Raises:
+            ConfigError: The checkpoint is of a version that chose another separator.
+        """
+        start, key = self._start, "data.separator"
+        assert start.values is not None, "the run resumes"
+        # Versions without the option put nothing between them.
+        before, now = start.values.get("separator", ""), self._parts.config.data.separator
+        asked = start.settings.get(key) != start.values["settings"].get(key)
+        if now is not None and before != now and not asked:
+            raise ConfigError(
+                f"{start.path} was trained with {before!r} between source and target; without data.separator it would "
+                f"be {now!r} from here on. To resume, set resume={start.path} and "
+                f"'data.separator={json.dumps(before)}'; to start from scratch, resume=never."
+            )
+
+    def _restore_best(self, step: int, record: Record) -> tuple[str, ...]:
+        """Restore the best model so far, or drop it from the record if it is lost or cannot be compared any more."""
+        best = record.best
+        if best is None:
+            return ()
+        why = "was evaluated with other settings"
+        if self._comparable:
+            if self._best.restore(step, best):
+                return ()
+            why = "is no longer there"
+        # Any evaluation that was due after this step is made again.
+        record.best, record.evaluated_step, record.stale_evaluations = None, 0, 0
+        return (f"the best model so far, of step {best.step:,}, {why}: the best from here on is kept",)
+
+    def save(self, step: int, record: Record, train_seconds: float, *, background: bool = True) -> None:
+        """Save a checkpoint; the previous one must have been reported by ``report(wait=True)``.
+
+        Args:
+            step: Steps trained.
+            record: The run so far.
+            train_seconds: Wall time of the run so far.
+            background: Write while training continues; :meth:`report` reports it once it is on disk.
+
+        Raises:
+            CheckpointError: It could not be written; on every rank.
+        """
+        parts = self._parts
+        values = self._values(record, train_seconds, parts.comm.all_gather_object(record.peak_bytes))
+        started = time.monotonic()
+        path = self._checkpoints.save(
+            parts.model,
+            parts.optimizer,
+            step=step,
+            values=values,
+            background=background,
+            assets=partial(_write_assets, parts),
+            base=parts.base,
+        )
+        self.newest = (step, path)
+        self._extendable = True
+        self._best.named(step, record.best)
+        if not background:
+            seconds = time.monotonic() - started
+            self._committed(step, path, seconds, stall_seconds=seconds)
+
+    def _values(self, record: Record, train_seconds: float, peaks: Sequence[int]) -> dict[str, Any]:
+        parts = self._parts
+        return {
+            "settings": self._start.settings,
+            "separator": parts.config.data.separator,
+            "group_rows": self._start.group,
+            "max_new_tokens": _longest_text(parts.config.as_flat()),
+            "rules": self._start.rules.as_values(),
+            "division": self._start.began.as_values(),
+            "total_steps": parts.schedule.total_steps,
+            "scaler": None if parts.scaler is None else parts.scaler.state_dict(),
+            "record": record.as_values(train_seconds=train_seconds, peaks=peaks),
+        }
+
+    def snapshot_is_due(self, step: int) -> bool:
+        """Return True if a launcher keeps snapshots and one follows this step; no communication."""
+        kept = self._checkpoints.in_memory
+        return kept is not None and kept.due(step)
+
+    def snapshot(self, step: int, record: Record, train_seconds: float) -> None:
+        """Take a snapshot in memory if a launcher keeps them; it is completed while training continues."""
+        kept, parts = self._checkpoints.in_memory, self._parts
+        if kept is None:
+            return
+        # Each rank keeps its own record, so that no communication is needed.
+        values = self._values(record, train_seconds, [record.peak_bytes] * parts.comm.size)
+        if kept.take(parts.model, parts.optimizer, step=step, values=values):
+            self._best.named_by_snapshot(record.best)
+
+    def begun(self) -> None:
+        """Record that what the run replaces is deleted, so that later attempts continue it."""
+        kept = self._checkpoints.in_memory
+        if kept is not None:
+            kept.leave_out_made(self._parts.model)
+            together(self._parts.comm, lambda: kept.mark_begun(self._start.began.ranks))
+
+    def step_over(self) -> None:
+        """Record that a step is over, to measure the time between snapshots."""
+        if self._checkpoints.in_memory is not None:
+            self._checkpoints.in_memory.tick()
+
+    def add_evaluation(self, evaluation: EvaluationReport, record: Record, train_seconds: float) -> None:
+        """Add an evaluation to the checkpoint of its step, if there is one, so that a resumed run does not repeat it.
+
+        Args:
+            evaluation: The evaluation.
+            record: The run so far, with the evaluation.
+            train_seconds: Wall time of the run so far.
+
+        Raises:
+            CheckpointError: It could not be written; on every rank.
+        """
+        step, path = self.newest
+        # If the run resumed with other evaluation settings, the checkpoint keeps its own evaluation.
+        if path is None or step != evaluation.step or not self._extendable:
+            return
+        comm = self._parts.comm
+        values = record.as_values(train_seconds=train_seconds, peaks=comm.all_gather_object(record.peak_bytes))
+        text, greater = json.dumps({"record": values}) + "\n", higher_is_better(evaluation.metric)
+
+        def add() -> None:
+            if comm.rank == 0:
+                add_small_file(path, EVALUATION_NAME, text, metric=evaluation.value, greater_is_better=greater)
+
+        together_in_background(comm, add)
+        self._best.named(step, record.best)
+        self._best.committed(step)
+
+    def report(self, *, wait: bool = False) -> None:
+        """Report a checkpoint saved in the background, once it is on disk; with ``wait``, wait until it is.
+
+        Raises:
+            CheckpointError: It could not be written; on every rank.
+        """
+        report: SaveReport | None = self._checkpoints.wait() if wait else self._checkpoints.committed()
+        if report is not None:
+            self._committed(report.step, report.path, report.seconds, report.stall_seconds)
+
+    def _committed(self, step: int, path: Place, seconds: float, stall_seconds: float) -> None:
+        self._best.committed(step)
+        if self._sinks:
+            nbytes = sum(read_completion(path).files.values())
+            for sink in self._sinks:
+                sink.checkpoint(CheckpointReport(step, str(path), nbytes, seconds, stall_seconds))
+
+
+def with_checkpoint(start: StartingPoint, parts: Assembly, checkpoints: Checkpoints) -> StartingPoint:
+    """Save the snapshots of other ranks as a checkpoint, if the start is from such, and return a start from it.
+
+    Every rank calls it.
+
+    Raises:
+        CheckpointError: It could not be written; on every rank.
+    """
+    if start.others is None:
+        return start
+    path = checkpoints.save_snapshots(start.others, parts.model, assets=partial(_write_assets, parts), base=parts.base)
+    # It replaces a damaged checkpoint of the same step, which need not be set aside any more.
+    return replace(start, path=path, damaged=tuple(one for one in start.damaged if one.name != path.name))
+
+
+def _write_assets(parts: Assembly, directory: Path) -> None:
+    write_assets(parts.model, directory, tokenizer=PromptedTokenizer(parts))
+
+
+def _rank_seed(seed: int, rank: int, step: int) -> int:
+    """Return a new seed for a rank whose random state cannot be restored because the number of ranks changed."""
+    return int.from_bytes(hashlib.sha256(f"{seed} {rank} {step}".encode()).digest()[:8]) >> 1
+
+
+def _longest_text(settings: Mapping[str, Any]) -> Any:
+    """Return how many tokens of a row an evaluation writes at most, by the settings; None: they do not say."""
+    return settings.get("evaluation.max_new_tokens") or settings.get("data.max_target_length")
+
+
+def _same_length(values: Mapping[str, Any] | None, parts: Assembly) -> bool:
+    """Return whether evaluations may write as many tokens as those before the checkpoint with these values."""
+    config = parts.config
+    if values is None or {config.evaluation.metric, *config.evaluation.metrics} <= set(LOSS_METRICS):
+        return True
+    # Earlier versions did not record it: without the setting they wrote up to data.max_target_length.
+    before = values.get("max_new_tokens") or _longest_text(values["settings"])
+    return before == _longest_text(config.as_flat())

@@ -1,0 +1,444 @@
+"""The training loop: steps, evaluations, the best model, checkpoints and the summary, all reported to sinks.
+
+A run is exact: a step depends only on the settings, the weights, the optimizer's state and the random state, all of
+which are in a checkpoint. A run that resumes from a checkpoint therefore repeats what followed it bit for bit, except
+with ``max_train_minutes``: the learning rate follows the time that is left.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+
+from fullshard.core.comm import Comm, device_of, together, together_in_background
+from fullshard.errors import ConfigError, MemoryLimitError, RunStopped
+from fullshard.program.config import RunConfig
+from fullshard.program.models import Objective
+from fullshard.program.train.evaluation.evaluate import evaluate
+from fullshard.program.train.evaluation.generation import fits_at_once
+from fullshard.program.train.evaluation.metrics import higher_is_better, is_better
+from fullshard.program.train.reporting.reports import EndedBy, EvaluationReport, RunSummary, StepReport
+from fullshard.program.train.reporting.sinks import Sink
+from fullshard.program.train.run.assemble import Assembly, assemble
+from fullshard.program.train.run.best import BestModel
+from fullshard.program.train.run.checkpoints import RunCheckpoints, with_checkpoint
+from fullshard.program.train.run.early_stop import any_rank, count_stale, ends_early, longest
+from fullshard.program.train.run.out_of_memory import Planned, explain, is_out_of_memory
+from fullshard.program.train.run.prompted import PromptedTokenizer
+from fullshard.program.train.run.record import Record
+from fullshard.program.train.run.step import IssuedStep, StepSpec, issue_step
+from fullshard.program.train.run.stop import StopRequest
+from fullshard.program.train.run.summary import describe_start, summarise
+from fullshard.program.train.run.timetable import Position, StepInput, Timetable
+from fullshard.program.train.run.traced_step import traced_step
+from fullshard.program.train.setup.devices import Choice, Devices, precision_choice, with_precision
+from fullshard.program.train.setup.learning_rate import learning_rate
+from fullshard.program.train.setup.prepare import Prepared
+from fullshard.program.train.setup.resume import (
+    StartingPoint,
+    checkpoints_directory,
+    choose_starting_point,
+    delete_superseded,
+    mark_finished,
+    or_snapshot,
+)
+from fullshard.state.saving import Checkpoints, save
+from fullshard.state.storage import publish_model
+
+_SLOW_STEPS = 2
+"""First steps of an attempt, which are left out of the pace."""
+
+_PACE_STEPS = 5
+"""Steps of an attempt after which it is told how many fit the time limit: the first ones take longer."""
+
+
+def train(
+    config: RunConfig,
+    comm: Comm,
+    sinks: Sequence[Sink] = (),
+    stop: StopRequest | None = None,
+    prepared: Prepared | None = None,
+    planned: Planned | None = None,
+    chosen: Sequence[Choice] = (),
+) -> RunSummary:
+    """Assemble a run, train, evaluate, keep the best model and publish it; every rank calls it.
+
+    Afterwards ``output_dir`` holds the best model by the task's metric on the held-out rows (the last one if the run
+    never evaluates), loadable by ``from_pretrained(output_dir)``. The same settings, world size, machine and library
+    versions give the same losses and weights, bit for bit, also when the run was interrupted and resumed from one of
+    the checkpoints that it saves in ``output_dir/checkpoints``, or where ``training.checkpoints_to`` says.
+
+    Args:
+        config: The run's settings.
+        comm: The ranks.
+        sinks: Receive everything as it happens; passed on rank 0 only.
+        stop: Request to stop on this rank; None if there never is one.
+        prepared: Tokenizer and token ids from ``prepare`` on this rank, preferably
+            made before the process group exists, because it may take long. None: prepared here.
+        planned: The plan of the run, for its files and for the message when memory runs out; None if there is none.
+        chosen: What was chosen before this call instead of by ``auto`` in ``config``, to be recorded with its reason.
+
+    Returns:
+        The summary, the same on every rank except for the times.
+
+    Raises:
+        RunStopped: A stop was requested on some rank, and a checkpoint to resume from is on disk; on every rank.
+        UserError: Data, model, settings or disk cannot be used; on every rank, with the same text.
+        MemoryLimitError: This rank is out of memory; the others lose it.
+    """
+    if config.sharding.auto is True:
+        raise ConfigError("sharding: auto must be resolved first: add what chosen_settings() returns to the settings.")
+    devices = Devices.of_ranks(comm)
+    chosen = chosen or [precision_choice(config, devices)]
+    config = with_precision(config, devices)
+    if comm.device.type == "cuda":
+        torch.set_float32_matmul_precision("high" if config.training.tf32 else "highest")
+    parts: Assembly | None = None
+    with ExitStack() as closing:
+        for sink in reversed(sinks):
+            closing.callback(sink.close)
+        directory = checkpoints_directory(config)
+        # The lock on the directory is taken before another run's files are touched.
+        keep_last, greater = config.training.save_total_limit, higher_is_better(config.evaluation.metric)
+        own = {"ranks": comm, "keep_last": keep_last, "greater_is_better": greater, "in_memory": "auto"}
+        with Checkpoints(directory, **own) as checkpoints:
+            start = _starting_point(config, comm, checkpoints)
+            try:
+                parts = assemble(
+                    start.division.settings(config),
+                    comm,
+                    prepared,
+                    group=start.group,
+                    rules=start.rules,
+                    filled=start.snapshot is not None,
+                    chosen=chosen,
+                )
+                start = with_checkpoint(start, parts, checkpoints)
+                return TrainingRun(parts, start, checkpoints, sinks, stop or StopRequest(), planned).train()
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    raise
+                raise MemoryLimitError(explain(error, comm, parts, planned)) from error
+
+
+def _starting_point(config: RunConfig, comm: Comm, checkpoints: Checkpoints) -> StartingPoint:
+    """Return the starting point: the newest snapshot, the newest checkpoint, or scratch. Every rank calls it."""
+    kept = checkpoints.in_memory
+    begun = 0 if kept is None else kept.begun()
+    snapshot = None if kept is None else kept.newest()
+    others = None if kept is None else kept.of_other_ranks()
+    found = snapshot is not None or others is not None
+    start = _on_rank_0(comm, lambda: choose_starting_point(config, comm.size, begun=begun, in_memory=found))
+    return together(comm, lambda: or_snapshot(start, snapshot, others))
+
+
+class _StopDuringEvaluationError(Exception):
+    """Raised on all ranks when they agree during an evaluation to stop."""
+
+
+class TrainingRun:
+    """An assembled run on one rank; every rank calls :meth:`train` once.
+
+    Attributes:
+        record: The run so far; goes into every checkpoint.
+        resumed_step: Step of the checkpoint that the run resumed from; 0 for a new run.
+        ended_by: What ended the run.
+    """
+
+    def __init__(
+        self,
+        parts: Assembly,
+        start: StartingPoint,
+        checkpoints: Checkpoints,
+        sinks: Sequence[Sink],
+        stop: StopRequest,
+        planned: Planned | None = None,
+    ) -> None:
+        """Store the parts. This run holds the lock on ``checkpoints``; ``sinks`` is empty on all ranks but 0."""
+        self.record = Record()
+        self.resumed_step = 0
+        self.ended_by: EndedBy = "steps"
+        self._parts = parts
+        self._config = parts.config
+        self._comm = parts.comm
+        self._start = start
+        self._sinks = sinks
+        self._stop = stop
+        self._planned = planned
+        self._started = time.perf_counter()
+        self._best = BestModel(Path(parts.config.output_dir), parts.comm)
+        self._checkpoints = RunCheckpoints(parts, start, checkpoints, self._best, sinks)
+        self._timetable = Timetable(parts)
+        decided = parts.scaler is None and parts.config.training.on_nonfinite == "stop"
+        self._schedule = parts.schedule
+        self._paced_from_s = 0.0
+        self._late = decided and device_of(parts.comm.device).queues
+        self._unread: IssuedStep | None = None
+        self._read_s = 0.0
+
+    @property
+    def train_seconds(self) -> float:
+        """Wall time of the run so far, including the time before it was interrupted."""
+        return self.record.train_seconds + time.perf_counter() - self._started
+
+    def train(self) -> RunSummary:
+        """Train to the end.
+
+        Raises:
+            RunStopped, UserError: See :func:`train`.
+        """
+        self._begin()
+        # A resumed run traces a step only if its checkpoint has no trace, or has one of another number of ranks.
+        traced = 0 if self.record.peak_bytes else self._timetable.heaviest_step(self.resumed_step)
+        with self._stop:
+            self._make_up_evaluation()
+            for due in self._timetable.steps_after(self.resumed_step):
+                reason = self._early_end(due.position.step - 1)
+                if reason is not None:
+                    self.ended_by = reason
+                    self._save_and_evaluate_early_end()
+                    break
+                position = due.position
+                evaluates = self._timetable.evaluation_is_due(position)
+                saves = self._timetable.checkpoint_is_due(position)
+                copies = self._checkpoints.snapshot_is_due(position.step)
+                stops = self._take_step(due, traced=position.step == traced, late=not (evaluates or saves or copies))
+                self._checkpoints.step_over()
+                if stops:
+                    self._leave(position.step)
+                if saves:
+                    self._save(position.step, background=not evaluates)
+                if evaluates:
+                    if not saves:  # with checkpoints, a rank that dies in the evaluation costs no step
+                        self._checkpoints.snapshot(position.step, self.record, self.train_seconds)
+                    self._evaluate(position)
+                if copies or evaluates:
+                    self._checkpoints.snapshot(position.step, self.record, self.train_seconds)
+                self._checkpoints.report()
+            self._read_step()
+            self._checkpoints.report(wait=True)  # a stop must not abandon the checkpoint that is being written
+        return self._finish()
+
+    def _begin(self) -> None:
+        """Set the random state, restore the checkpoint, delete what the run replaces, and notify the sinks."""
+        # Dropout must differ between ranks, which see different rows. Weights were drawn from separate generators.
+        torch.manual_seed(self._config.seed + self._comm.rank)
+        if self._comm.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self._comm.device)
+        self.resumed_step, self.record, notes = self._checkpoints.restore()
+        # Only after the checkpoint is loaded: if loading fails, nothing has been deleted.
+        _on_rank_0(self._comm, lambda: delete_superseded(self._start, self._config))
+        if self._start.path is None:
+            _on_rank_0(self._comm, self._best.discard)
+        self._checkpoints.begun()
+        notes = (*self._start.notes, *notes)
+        start = describe_start(
+            self._parts, self.record, self._start.settings, resumed_step=self.resumed_step, notes=notes
+        )
+        start = start if self._planned is None else replace(start, plan=self._planned.values)
+        for sink in self._sinks:
+            sink.start(start)
+
+    def _early_end(self, steps: int) -> EndedBy | None:
+        """Return why the run ends before its next step, after ``steps``, or None. A run has at least one step.
+
+        With a time limit, the schedule is from now on that of the steps that fit.
+        """
+        if steps == 0:
+            return None
+        limit, seconds = self._config.training.max_train_minutes, 0.0
+        if limit is not None:
+            seconds = longest(self._comm, self.train_seconds)
+            self._follow_pace(60.0 * limit, steps, seconds)
+        reason = ends_early(self._config.training, self.record, seconds)
+        if reason is not None:
+            self._read_step()
+        return reason
+
+    def _follow_pace(self, limit_s: float, steps: int, seconds: float) -> None:
+        """Set the schedule to that of the steps that fit, once the pace is known, from this attempt or an earlier one.
+
+        The first steps of an attempt are slow (compiling, caches, the traced step) and say nothing about later ones.
+        """
+        measured = steps - self.resumed_step - _SLOW_STEPS
+        if measured == 0:
+            self._paced_from_s = seconds
+        if measured >= _PACE_STEPS:
+            self.record.pace_s = (seconds - self._paced_from_s) / measured
+        pace_s = self.record.pace_s
+        self._schedule = self._parts.schedule.within(limit_s, steps=steps, seconds=seconds, pace_s=pace_s)
+        if measured == _PACE_STEPS:
+            for sink in self._sinks:
+                sink.estimate(self._schedule.total_steps)
+
+    def _make_up_evaluation(self) -> None:
+        """Make the evaluation that was due at the step that the run resumes from, if it was not made."""
+        position = self._timetable.position(self.resumed_step)
+        made = self.record.evaluated_step == position.step
+        if position.step and not made and self._timetable.evaluation_is_due(position):
+            self._evaluate(position)
+
+    def _save_and_evaluate_early_end(self) -> None:
+        """Save and evaluate after the last step of a run that ends early, as after the last planned step."""
+        last = self.record.last
+        assert last is not None, "a run has at least one step"
+        evaluates = self._parts.evaluation is not None and self.record.evaluated_step != last.step
+        if self._config.training.save_strategy != "no" and self._checkpoints.newest[0] != last.step:
+            self._save(last.step, background=not evaluates)
+        if evaluates:
+            self._evaluate(self._timetable.position(last.step))
+
+    def _take_step(self, due: StepInput, *, traced: bool, late: bool) -> bool:
+        """Take one optimizer step, report it, and return True if some rank was asked to stop.
+
+        On a device with a queue, ``late`` delays the report until the next call has issued its work to the device.
+        """
+        parts, record, settings = self._parts, self.record, self._config.training
+        spec = StepSpec(
+            step=due.position.step,
+            epoch=due.position.epoch,
+            learning_rate=learning_rate(settings, self._schedule, due.position.step, record.skipped_steps),
+            max_grad_norm=settings.max_grad_norm,
+            causal=parts.collate.causal,
+            stop=self._stop.requested,
+            objective=Objective(settings.label_smoothing_factor, settings.z_loss),
+            router_loss=parts.router_loss,
+            on_nonfinite=settings.on_nonfinite,
+            precision=settings.precision,
+            unsharded=settings.accumulate == "unsharded",
+        )
+
+        late = late and self._late and not traced
+
+        def take() -> IssuedStep:
+            inputs = parts.model, parts.optimizer, due.micro_batches, parts.comm, spec, parts.scaler
+            return issue_step(*inputs, late=late)
+
+        if traced:
+            stops = self._read_step()
+            report, trace = traced_step(parts.model, parts.optimizer, parts.comm, lambda: take().report())
+            record.peak_bytes = trace.ranks[parts.comm.rank].peak_bytes
+            for sink in self._sinks:
+                sink.trace(trace)
+            return self._note(report) or stops
+        issued = take()
+        stops, self._unread = self._read_step(), issued
+        if stops or not late:  # the checkpoint after a stop includes this step
+            stops |= self._read_step()
+        return stops
+
+    def _read_step(self) -> bool:
+        """Report the last issued step if it was not yet; return True if some rank was asked to stop.
+
+        Raises:
+            TrainingError: Its loss or its gradient is not finite; on every rank.
+        """
+        issued, self._unread = self._unread, None
+        return False if issued is None else self._note(issued.report(since=self._read_s))
+
+    def _note(self, report: StepReport) -> bool:
+        self._read_s = time.perf_counter()
+        self.record.add_step(report)
+        for sink in self._sinks:
+            sink.step(report)
+        return report.stop_requested
+
+    def _evaluate(self, position: Position) -> None:
+        """Evaluate, and keep the model if it is the best so far.
+
+        A checkpoint of this step is saved first, so that an error in generation costs no training; the evaluation is
+        added to it afterwards.
+
+        Raises:
+            RunStopped: A stop was requested on some rank meanwhile. A resumed run makes the evaluation again.
+        """
+        parts, record = self._parts, self.record
+        assert parts.evaluation is not None, "an evaluation is due only when there are rows for it"
+
+        def progress(done: int, total: int) -> None:
+            for sink in self._sinks:
+                sink.evaluating(done, total)
+            if done < total and any_rank(self._comm, self._stop.requested):
+                raise _StopDuringEvaluationError
+
+        step, epoch = position.step, position.epoch
+        # A save under way would be abandoned if the evaluation failed.
+        self._checkpoints.report(wait=True)
+        try:
+            of_run = parts.model, parts.tokenizer, parts.evaluation, self._comm
+            at_once = (
+                self._planned.values.get("gathers_once", False)
+                if self._planned
+                else fits_at_once(parts.model, self._comm)
+            )
+            report = evaluate(*of_run, step=step, epoch=epoch, progress=progress, at_once=at_once)
+        except _StopDuringEvaluationError:
+            self._leave(step)
+        record.evaluation_seconds += report.seconds
+        record.evaluated_step = step
+        record.stale_evaluations = count_stale(record, report, self._config.training.early_stopping_threshold)
+        is_best = record.best is None or _beats(report, record.best)
+        if is_best:
+            self._best.keep(parts.model, PromptedTokenizer(parts), report)
+            record.best = report
+        for sink in self._sinks:
+            sink.evaluation(report, is_best=is_best)
+        self._checkpoints.add_evaluation(report, record, self.train_seconds)
+
+    def _save(self, step: int, *, background: bool = True) -> None:
+        # The time of saving is part of the run's time, which is saved.
+        self._checkpoints.report(wait=True)
+        self._checkpoints.save(step, self.record, self.train_seconds, background=background)
+
+    def _leave(self, step: int) -> NoReturn:
+        """Save a checkpoint unless this step is already saved, and end the run.
+
+        Raises:
+            RunStopped: Always.
+        """
+        self._checkpoints.report(wait=True)
+        if self._checkpoints.newest[0] != step:
+            self._save(step, background=False)
+        path = self._checkpoints.newest[1]
+        resume = "" if self._config.resume == "auto" else " with resume=auto"
+        raise RunStopped(
+            f"Stopped after step {step:,} of {self._parts.schedule.total_steps:,}, saved in {path}. "
+            f"The same command{resume} resumes from there.",
+            step=step,
+            checkpoint=str(path),
+        )
+
+    def _finish(self) -> RunSummary:
+        """Publish the model in ``output_dir``, and return the summary."""
+        parts, config, comm = self._parts, self._config, self._comm
+        kept = self._best.directory
+        if self.record.best is None:
+            kept = Path(config.output_dir, "last")
+            save(parts.model, kept, tokenizer=PromptedTokenizer(parts))
+        # In the background: without hard links it copies all files.
+        _on_rank_0(comm, lambda: publish_model(kept, Path(config.output_dir)))
+        summary = summarise(parts, self.record, self.train_seconds, self.ended_by)
+        for sink in self._sinks:
+            sink.finish(summary)
+        self._best.clear()
+        _on_rank_0(comm, lambda: mark_finished(config, summary.steps, summary.ended_by))
+        return summary
+
+
+def _beats(report: EvaluationReport, best: EvaluationReport) -> bool:
+    """Return True if an evaluation is better than the best one; if the metrics are equal, by the lower loss."""
+    if report.value == best.value:
+        return report.loss < best.loss
+    return is_better(report.metric, report.value, best.value)
+
+
+def _on_rank_0(comm: Comm, action: Callable[[], Any]) -> Any:
+    """Run a function on rank 0 that may take long or fail; every rank gets its result or raises its error."""
+    result = together_in_background(comm, lambda: action() if comm.rank == 0 else None)
+    return comm.all_gather_object(result)[0]

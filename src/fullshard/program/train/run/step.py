@@ -1,0 +1,297 @@
+"""One optimizer step over all ranks: count tokens, forward, backward, clip, update, report."""
+
+from __future__ import annotations
+
+import functools
+import math
+import resource
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from torch import Tensor
+
+from fullshard.core.comm import Comm, device_of
+from fullshard.core.engine import no_all_reduce, no_sync
+from fullshard.core.optim import ShardedGradScaler, clip_grad_norm_
+from fullshard.core.shards import rows_of
+from fullshard.errors import TrainingError
+from fullshard.program.data import Batch
+from fullshard.program.models import PLAIN, Objective, RouterLoss
+from fullshard.program.train.forward import losses
+from fullshard.program.train.reporting.reports import StepReport
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+@dataclass(frozen=True)
+class StepSpec:
+    """Number, rate and limits of one step."""
+
+    step: int  # number of the step, from 1
+    epoch: float  # epochs trained after it
+    learning_rate: float  # learning rate of its update
+    max_grad_norm: float | None  # norm that the full gradient is clipped to; None: it is not clipped
+    causal: bool  # whether source and target are one sequence (decoder-only)
+    stop: bool = False  # whether a stop was requested on this rank; the report says whether it was on any rank
+    objective: Objective = PLAIN  # label smoothing and z-loss
+    router_loss: RouterLoss | None = None  # the routers' own loss of a mixture of experts; None: it is not trained
+    # if the loss or the gradient is not finite: ``stop`` ends the run, ``skip`` skips the step
+    on_nonfinite: Literal["stop", "skip"] = "stop"
+    precision: str = "fp32"  # the run's precision, for the advice in errors
+    unsharded: bool = False  # whether micro-batches add up full gradients, which the last one reduces
+
+
+def issue_step(
+    model: PreTrainedModel,
+    optimizer: torch.optim.Optimizer,
+    micro_batches: Sequence[Batch],
+    comm: Comm,
+    spec: StepSpec,
+    scaler: ShardedGradScaler | None = None,
+    *,
+    late: bool = False,
+) -> IssuedStep:
+    """Take one optimizer step; every rank calls it with its own micro-batches, equally many.
+
+    The loss is the sum over all target tokens of all ranks and micro-batches divided by their number, so world size and
+    accumulation do not change it. If rows have weights, each token counts with its row's weight in both the sum and the
+    number. The routers' own loss is not a sum over tokens: each micro-batch's counts in proportion to its tokens. In
+    fp16, if the loss is finite but the gradient is not, the step is skipped and the loss scale is halved, as long as
+    it is at least 1.
+
+    Args:
+        model: The sharded model, in training mode.
+        optimizer: Over the model's local shards.
+        micro_batches: This rank's, on the CPU, at least one.
+        comm: The ranks the model is sharded over.
+        spec: Number, rate and limits of this step.
+        scaler: Scales the loss in fp16.
+        late: Update the weights before loss and norm are known, so that nothing waits for the device. Allowed only
+            if steps are never skipped.
+
+    Returns:
+        The step, whose report has the same loss, norm and counts on every rank.
+
+    Raises:
+        TrainingError: The loss or the gradient's norm is not finite; on every rank, before the weights change. With
+            ``late`` the report raises it, and they have changed.
+    """
+    assert not late or (scaler is None and spec.on_nonfinite == "stop"), "skipping is decided before the update"
+    started = time.perf_counter()
+    device = device_of(comm.device)
+    counts = _count(micro_batches, comm, spec)
+    optimizer.zero_grad(set_to_none=True)
+    loss_scale = None if scaler is None else scaler.get_scale()
+    total, router = _accumulate(model, micro_batches, comm, spec, counts, scaler)
+    if scaler is not None:
+        scaler.unscale_(optimizer)
+    norm = clip_grad_norm_(model, math.inf)
+    measured = torch.stack([total / counts[0].to(total.dtype), norm.to(total), router])
+    numbers = torch.cat([measured.double(), counts])
+    on_host = device.empty_host(numbers.numel(), torch.float64, pinned=True)
+    issued = IssuedStep(spec, started, loss_scale, comm, on_host, device.copy_to_host([(on_host, numbers)]))
+    if late:
+        _update(model, optimizer, spec, norm, None)
+        return issued
+    if issued.ends_run:
+        raise TrainingError(_nonfinite_message(model, micro_batches, comm, spec, *issued.loss_and_norm))
+    _update(model, optimizer, spec, norm if issued.finite else None, scaler)
+    return issued
+
+
+class IssuedStep:
+    """A step issued to the device. Reading any of its numbers waits until the device has computed them."""
+
+    def __init__(
+        self,
+        spec: StepSpec,
+        started: float,
+        loss_scale: float | None,
+        comm: Comm,
+        on_host: Tensor,
+        wait: Callable[[], None],
+    ) -> None:
+        """Store what the report needs; ``on_host`` may be read after ``wait()``."""
+        self._spec = spec
+        self._started = started
+        self._loss_scale = loss_scale
+        self._comm = comm
+        self._on_host = on_host
+        self._wait = wait
+
+    @functools.cached_property
+    def _numbers(self) -> list[float]:
+        self._wait()
+        return self._on_host.tolist()
+
+    @property
+    def loss_and_norm(self) -> tuple[float, float]:
+        """The loss including the routers' own, and the norm of the gradient."""
+        loss, norm, router = self._numbers[:3]
+        return loss + router, norm
+
+    @property
+    def finite(self) -> bool:
+        """True if both are finite. They are global, so every rank decides the same."""
+        return all(map(math.isfinite, self.loss_and_norm))
+
+    @property
+    def ends_run(self) -> bool:
+        """True if loss or gradient is not finite, such steps are not skipped, and a smaller loss scale cannot help."""
+        scale = self._loss_scale
+        overflowed = scale is not None and scale >= 1 and math.isfinite(self.loss_and_norm[0])
+        return not self.finite and self._spec.on_nonfinite == "stop" and not overflowed
+
+    def report(self, since: float = 0.0) -> StepReport:
+        """Return the report. ``since``: when the previous step was known to be done, if after this one's start.
+
+        Raises:
+            TrainingError: Loss or norm is not finite, and the step was not skipped; on every rank.
+        """
+        spec, (loss, norm) = self._spec, self.loss_and_norm
+        tokens, stop, target_tokens, *memory = map(int, self._numbers[4:])
+        memory, reserved = memory[: self._comm.size], memory[self._comm.size :]
+        if self.ends_run:
+            raise TrainingError(
+                f"Step {spec.step}: the loss is {loss} and the gradient norm is {norm}; both must be finite. The "
+                "weights have been updated with it; nothing is saved from here on. Resume from the last checkpoint "
+                f"with a learning rate below {spec.learning_rate:g} or more training.warmup_steps, or set "
+                "training.on_nonfinite=skip to skip such steps."
+            )
+        return StepReport(
+            step=spec.step,
+            epoch=spec.epoch,
+            loss=loss,
+            grad_norm=norm,
+            learning_rate=spec.learning_rate,
+            target_tokens=target_tokens,
+            tokens=tokens,
+            seconds=time.perf_counter() - max(self._started, since),
+            memory_bytes=peak_memory_bytes(self._comm.device),
+            stop_requested=stop > 0,
+            memory_bytes_per_rank=tuple(memory),
+            reserved_bytes=max(reserved),
+            skipped=not self.finite,
+            loss_scale=self._loss_scale,
+            router_loss=None if spec.router_loss is None else self._numbers[2],
+        )
+
+
+def _count(micro_batches: Sequence[Batch], comm: Comm, spec: StepSpec) -> Tensor:
+    """Return over all ranks: weights of target tokens, tokens, requests to stop, target tokens, each rank's memory.
+
+    Tokens exclude padding; memory is the peak, then what is reserved. In float64, exact for counts, (4 + 2 ranks,), on
+    the device, where the loss is divided by them: reading them would wait for the previous step.
+    """
+    target_tokens = sum(batch.target_tokens for batch in micro_batches)
+    target_weight = sum(batch.target_weight for batch in micro_batches)
+    tokens = sum(batch.tokens for batch in micro_batches)
+    counts = [target_weight, tokens, int(spec.stop), target_tokens, *[0] * (2 * comm.size)]
+    counts[4 + comm.rank] = peak_memory_bytes(comm.device)
+    counts[4 + comm.size + comm.rank] = reserved_memory_bytes(comm.device)
+    totals = device_of(comm.device).from_host(torch.tensor(counts, dtype=torch.float64))
+    comm.all_reduce(totals).wait()
+    return totals
+
+
+def _accumulate(
+    model: PreTrainedModel,
+    micro_batches: Sequence[Batch],
+    comm: Comm,
+    spec: StepSpec,
+    counts: Tensor,
+    scaler: ShardedGradScaler | None,
+) -> tuple[Tensor, Tensor]:
+    """Run backward on each micro-batch; return the summed loss and the mean of the routers' over all ranks, 0-d."""
+    total = torch.zeros(2, device=comm.device)
+    # The engine averages gradients over ranks; multiplied by the world size, they are the sum.
+    factor = comm.size / counts[0]
+    expected_gradient = factor.float() * (1.0 if scaler is None else scaler.get_scale())
+    held_back = no_sync if spec.unsharded else no_all_reduce
+    for left, batch in zip(range(len(micro_batches))[::-1], micro_batches, strict=True):
+        loss, router = losses(
+            model,
+            batch.to(comm.device),
+            spec.router_loss,
+            causal=spec.causal,
+            objective=spec.objective,
+            expected_gradient=expected_gradient,
+        )
+        scaled = loss * factor.to(loss.dtype)
+        total[0] += loss.detach()
+        if router is not None:
+            share = (batch.tokens / counts[1]).to(router.dtype)
+            scaled = scaled + router * (comm.size * share)
+            total[1] += router.detach() * share
+        with held_back(model) if left else nullcontext():
+            (scaled if scaler is None else scaler.scale(scaled)).backward()
+    comm.all_reduce(total).wait()
+    return total[0], total[1]
+
+
+def _update(
+    model: PreTrainedModel,
+    optimizer: torch.optim.Optimizer,
+    spec: StepSpec,
+    norm: Tensor | None,
+    scaler: ShardedGradScaler | None,
+) -> None:
+    """Clip and step; if ``norm`` is None, because something is not finite, drop the gradients instead."""
+    if norm is not None and spec.max_grad_norm is not None:
+        torch.nn.utils.clip_grads_with_norm_(model.parameters(), spec.max_grad_norm, norm)
+    for group in optimizer.param_groups:
+        group["lr"] = spec.learning_rate
+    if norm is not None:
+        if scaler is None:
+            optimizer.step()
+        else:
+            scaler.step(optimizer)
+    if scaler is not None:
+        scaler.update()
+    if norm is None:
+        optimizer.zero_grad(set_to_none=True)
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """Return this rank's peak memory: the allocator's on CUDA, the process's peak resident set on CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024  # Linux counts in KiB
+
+
+def reserved_memory_bytes(device: torch.device) -> int:
+    """Return the most that this rank's allocator has reserved on CUDA; 0 on the CPU, whose allocator keeps nothing."""
+    return torch.cuda.max_memory_reserved(device) if device.type == "cuda" else 0
+
+
+def _nonfinite_message(
+    model: torch.nn.Module, micro_batches: Sequence[Batch], comm: Comm, spec: StepSpec, loss: float, grad_norm: float
+) -> str:
+    """Return an error message with the rows and parameters that are not finite. Every rank calls it."""
+    mine = [index for batch in micro_batches for index in batch.indices]
+    bad = [p for p in model.parameters() if p.grad is not None and not rows_of(p.grad).isfinite().all()]
+    names = [p.shard_meta.name for p in bad]  # type: ignore[attr-defined]
+    gathered = comm.all_gather_object((mine, names))
+    rows = "; ".join(f"rank {rank}: {_some(indices)}" for rank, (indices, _) in enumerate(gathered))
+    # Several ranks may hold parts of one parameter.
+    spoiled = list(dict.fromkeys(name for _, names in gathered for name in names))
+    where = f" The gradient is not finite in {len(spoiled)} parameters: {_some(spoiled, 5)}." if spoiled else ""
+    limit = "off" if spec.max_grad_norm is None else f"{spec.max_grad_norm:g}"
+    precise = "" if spec.precision == "fp32" else f", set training.precision=fp32 (it is {spec.precision})"
+    return (
+        f"Step {spec.step}: the loss is {loss} and the gradient norm is {grad_norm}; both must be finite. The weights "
+        f"are those after step {spec.step - 1}. Training rows of the step: {rows}.{where} The learning rate is "
+        f"{spec.learning_rate:g}, max_grad_norm is {limit}: lower training.learning_rate, add training.warmup_steps"
+        f"{precise}, or set training.on_nonfinite=skip to skip such steps."
+    )
+
+
+def _some(values: Sequence[object], most: int = 20) -> str:
+    return ", ".join(str(value) for value in values[:most]) + (", …" if len(values) > most else "")

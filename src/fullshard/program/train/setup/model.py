@@ -1,0 +1,462 @@
+"""The model of a run: built or loaded, changed for training, and sharded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from fullshard.core.comm import Comm, machine_axes, whole_memory_bytes
+from fullshard.core.engine import WeightSource, check_wrapped, fully_shard
+from fullshard.core.engine.registry import runtime_of
+from fullshard.core.engine.setup.source import WantedTensor
+from fullshard.core.engine.setup.wrap import BY_CLASS, ONE_UNIT
+from fullshard.core.policy import (
+    BackwardPrefetch,
+    CPUOffload,
+    MinNumel,
+    MixedPrecision,
+    ShardingStrategy,
+    TransformerBlocks,
+    WrapPolicy,
+)
+from fullshard.errors import ConfigError, ModelError, WrapError
+from fullshard.program.config import RunConfig, require_base
+from fullshard.program.models import (
+    AdaptedWeights,
+    AdapterSpec,
+    RouterLoss,
+    add_adapter,
+    base_of,
+    blocks_of,
+    build_model,
+    build_skeleton,
+    can_fuse,
+    compile_blocks,
+    converted_names,
+    enable_activation_checkpointing,
+    fuse_head,
+    fused_head_of,
+    is_causal,
+    load_model,
+    require_fp16_fit,
+    require_left_to_right,
+    require_plain_loss,
+    resolve_model,
+    router_loss,
+    set_attention_dropout,
+)
+from fullshard.program.models.packing import enable_packing
+from fullshard.program.train.setup.activation_offload import ActivationOffload
+from fullshard.program.train.setup.devices import Choice, Devices, for_devices
+from fullshard.program.train.setup.quantization import (
+    quantise_outline,
+    quantises_head,
+    quantization_notes,
+    quantize_of,
+    require_by_shard,
+    require_quantizable,
+)
+from fullshard.sizes import format_bytes
+from fullshard.state.saving import Pretrained
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+CPU = torch.device("cpu")
+
+SHARE_OF_LOGITS = 0.05
+"""Share of the device's memory that all logits of a micro-batch may take before the loss is computed in the head."""
+
+_CASTS_ITSELF = {"SwitchTransformersTop1Router"}
+"""Classes of transformers whose forward casts the module to float32; a gathered parameter cannot change its dtype."""
+
+
+@dataclass(frozen=True)
+class ReadyModel:
+    """A model that is ready to be sharded."""
+
+    model: PreTrainedModel  # on the CPU or the meta device; with an adapter, peft's model around it
+    weights: WeightSource | None  # source of the weights; None: the model has its values
+    notes: tuple[str, ...]  # notes for the user
+
+
+def prepare_model(
+    config: RunConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    directory: Path | None = None,
+    *,
+    filled: bool = False,
+    memory_bytes: int | None = None,
+) -> ReadyModel:
+    """Build the model, or its skeleton on the meta device, and prepare it for training; any rank.
+
+    Args:
+        config: The run's settings.
+        tokenizer: The run's tokenizer.
+        directory: ``model.path`` resolved by ``resolve_model``; None: resolved here.
+        filled: True if a snapshot fills all trained parameters later. Then weights are neither made nor read, unless
+            some are frozen and therefore not in the snapshot.
+        memory_bytes: The smallest memory of all ranks' devices, which decides ``training.fused_cross_entropy: auto``
+            alike on every rank; None: this host's, or that of the planned device.
+
+    Raises:
+        UserError: The model cannot be built, or the settings do not match it.
+    """
+    if config.model.path is None:
+        require_base(config.model)
+        ready = _made(config, tokenizer, memory_bytes, filled=filled)
+    else:
+        directory = directory or resolve_model(config.model.path)
+        ready = ReadyModel(*choose_loader(make_model(config, tokenizer, directory), config, tokenizer, directory))
+        ready = _adapted(
+            replace(ready, model=_changed(ready.model, config, memory_bytes)),
+            config,
+            tokenizer,
+            directory,
+            memory_bytes,
+        )
+        if filled and ready.weights is not None and _all_trained(ready.model):
+            ready = replace(ready, weights=UnreadWeights())
+    _change_forward(ready.model, config)
+    loss = loss_choice(ready.model, config, memory_bytes)
+    if loss is not None and _fuses(base_of(ready.model), config, memory_bytes):
+        ready = replace(ready, notes=(*ready.notes, str(loss)))
+    return ready
+
+
+def _made(
+    config: RunConfig, tokenizer: PreTrainedTokenizerBase, memory_bytes: int | None, *, filled: bool
+) -> ReadyModel:
+    """Return the model of ``model.config``; on the meta device if its values come later."""
+    if filled:
+        with torch.device("meta"):
+            skeleton = _changed(make_model(config, tokenizer), config, memory_bytes)
+        if _all_trained(skeleton):
+            return ReadyModel(skeleton, UnreadWeights(), ())
+    return ReadyModel(_changed(make_model(config, tokenizer), config, memory_bytes), None, ())
+
+
+def _all_trained(model: nn.Module) -> bool:
+    return all(parameter.requires_grad for parameter in model.parameters())
+
+
+def _change_forward(model: PreTrainedModel, config: RunConfig) -> None:
+    """Change the model's forward in place, after its adapter was added."""
+    asked = config.training.gradient_checkpointing
+    if asked not in (False, "auto"):  # the memory check resolves auto; where nothing is planned, nothing is recomputed
+        enable_activation_checkpointing(model, None if asked is True else int(asked))
+    if config.training.torch_compile:
+        compile_blocks(model, dynamic=True)  # lengths of rows vary
+    if config.training.packing:
+        enable_packing(model, config.data.max_source_length + config.data.max_target_length)
+
+
+def make_model(config: RunConfig, tokenizer: PreTrainedTokenizerBase, directory: Path | None = None) -> PreTrainedModel:
+    """Return the model of ``model.config`` on the CPU, the same on every rank, or of ``model.path`` on the meta device.
+
+    ``directory`` is ``model.path`` resolved by ``resolve_model``; None: resolved here.
+
+    Raises:
+        ModelError: It cannot be built.
+    """
+    settings = config.model
+    kind, attention = settings.model_class, settings.attn_implementation
+    if settings.path is not None:
+        directory = directory or resolve_model(settings.path)
+        return build_skeleton(directory, tokenizer, model_class=kind, attention=attention)
+    assert settings.config is not None, "the schema requires path or config"
+    return build_model(settings.config, tokenizer, model_class=kind, attention=attention, seed=config.seed)
+
+
+def choose_loader(
+    skeleton: PreTrainedModel, config: RunConfig, tokenizer: PreTrainedTokenizerBase, directory: Path | None = None
+) -> tuple[PreTrainedModel, Pretrained | None, tuple[str, ...]]:
+    """Decide whether ``model.path`` can be read shard by shard, or must be loaded in full by transformers.
+
+    ``skeleton`` is the model on the meta device, ``directory`` the resolved ``model.path``; None: resolved here.
+
+    Returns:
+        The skeleton and the weights to shard it with, or the loaded model, None and a note for the user.
+
+    Raises:
+        CheckpointError: A file is missing or damaged.
+        ConfigError: The model would be loaded in full, and ``model.quantization`` is set.
+        ModelError: Transformers cannot load it either.
+    """
+    assert config.model.path is not None, "called for model.path only"
+    directory = directory or resolve_model(config.model.path)
+    weights = Pretrained(directory, quantize=quantize_of(config))
+    converted = converted_names(skeleton, weights.names())
+    reason = f"transformers converts {len(converted)} of its tensors ({converted[0]}, …)" if converted else None
+    reason = reason or weights.misfit(skeleton)
+    if reason is None:
+        return skeleton, weights, ()
+    require_by_shard(config, reason)
+    return _load_full(config, tokenizer, directory), None, (_full_load_note(config, reason),)
+
+
+def _load_full(config: RunConfig, tokenizer: PreTrainedTokenizerBase, directory: Path) -> PreTrainedModel:
+    settings = config.model
+    return load_model(directory, tokenizer, model_class=settings.model_class, attention=settings.attn_implementation)
+
+
+def _full_load_note(config: RunConfig, reason: str) -> str:
+    return f"{config.model.path} was loaded in full on every rank, not shard by shard: {reason}"
+
+
+def _changed(model: PreTrainedModel, config: RunConfig, memory_bytes: int | None) -> PreTrainedModel:
+    """Change the model in place; called before its adapter is added."""
+    if config.model.attention_dropout is not None:
+        set_attention_dropout(model, config.model.attention_dropout)
+    if refuses_fp16(config):
+        require_fp16_fit(model.config.model_type)
+    quantised = quantises_head(model, config)
+    fuses = _fuses(model, config, memory_bytes)
+    if config.training.fused_cross_entropy is True:
+        fuse_head(model)
+    elif (fuses or config.sharding.tables != "gather") and not quantised and can_fuse(model):
+        fuse_head(model, fuses=fuses)
+    require_plain_loss(model.config)
+    require_left_to_right(model.config)
+    require_quantizable(model, config)
+    return model
+
+
+def _fuses(model: PreTrainedModel, config: RunConfig, memory_bytes: int | None) -> bool:
+    """Return ``training.fused_cross_entropy``; ``auto``: whether float32 logits could take more than 5 % of memory."""
+    asked = config.training.fused_cross_entropy
+    if asked != "auto":
+        return asked
+    return _logits_bytes(model, config) > SHARE_OF_LOGITS * (memory_bytes or whole_memory_bytes(CPU))
+
+
+def _logits_bytes(model: PreTrainedModel, config: RunConfig) -> int:
+    """Return the most bytes of a micro-batch's logits in float32."""
+    words = model.config.get_text_config().vocab_size
+    tokens = config.data.max_target_length + is_causal(model) * config.data.max_source_length
+    tokens = config.training.per_device_train_batch_tokens or config.training.per_device_train_batch_size * tokens
+    return 4 * tokens * words
+
+
+def loss_choice(model: nn.Module, config: RunConfig, memory_bytes: int | None = None) -> Choice | None:
+    """Return what ``training.fused_cross_entropy: auto`` is for a prepared model; None if it is set; any rank.
+
+    ``memory_bytes``: see :func:`prepare_model`.
+    """
+    if config.training.fused_cross_entropy != "auto":
+        return None
+    base, memory = base_of(model), memory_bytes or whole_memory_bytes(CPU)
+    fuses = _fuses(base, config, memory)
+    limit = f"{100 * SHARE_OF_LOGITS:.0f} % of {format_bytes(memory)} of memory"
+    why = f"logits of up to {format_bytes(_logits_bytes(base, config))}, {'over' if fuses else 'within'} {limit}"
+    if fuses and fused_head_of(model) is None:
+        return Choice("training.fused_cross_entropy", "false", f"{why}, but this output layer cannot compute the loss")
+    return Choice("training.fused_cross_entropy", str(fuses).lower(), why)
+
+
+def own_loss(model: nn.Module, config: RunConfig) -> tuple[RouterLoss | None, tuple[str, ...]]:
+    """Return the routers' own loss to train, or None, and notes for the user; any rank.
+
+    Args:
+        model: The run's model, with its adapter if it has one.
+        config: The run's settings.
+
+    Raises:
+        ConfigError: It cannot be trained.
+    """
+    router, note = router_loss(base_of(model).config, config.model.output_router_logits)
+    adapter = config.model.adapter
+    if router is not None and adapter is not None and adapter.type == "prefix":
+        raise ConfigError(
+            "A prefix adapter is incompatible with the routers' own loss: transformers counts the prefix as tokens "
+            "that the routers have seen. Set model.output_router_logits: false, or use another adapter."
+        )
+    if router is not None and config.training.packing:
+        raise ConfigError(
+            "training.packing is incompatible with the routers' own loss: transformers counts its tokens by a padding "
+            "mask, which packed rows do not have. Set packing: false, or model.output_router_logits: false."
+        )
+    return router, () if note is None else (note,)
+
+
+def _adapted(
+    ready: ReadyModel, config: RunConfig, tokenizer: PreTrainedTokenizerBase, directory: Path, memory_bytes: int | None
+) -> ReadyModel:
+    """Return the model with its adapter, if the settings have one."""
+    settings = config.model.adapter
+    if settings is None:
+        return ready
+    _check_adapter(config, causal=is_causal(ready.model))
+    assert config.model.path is not None, "prepare_model raises for an adapter without model.path"
+    spec = AdapterSpec(base=config.model.path, **dict(settings))
+    adapted, notes = add_adapter(ready.model, spec, seed=config.seed), ready.notes
+    weights: WeightSource | None = ready.weights
+    if adapted.lacking is not None:
+        reason = f"peft computes {adapted.lacking} from its weights"
+        require_by_shard(config, reason)
+        notes = (*notes, _full_load_note(config, reason))
+        full = _changed(_load_full(config, tokenizer, directory), config, memory_bytes)
+        adapted, weights = add_adapter(full, spec, seed=config.seed), None
+    elif isinstance(weights, Pretrained):
+        weights = AdaptedWeights(weights, adapted.values)
+    _require_fused(adapted.model, config)
+    share = adapted.trainable / adapted.total
+    trained = (
+        f"{settings.type} adapter: {adapted.trainable:,} of {adapted.total:,} parameters are trained ({share:.3%})"
+    )
+    return ReadyModel(adapted.model, weights, (*notes, *quantization_notes(config), trained))
+
+
+def _require_fused(model: nn.Module, config: RunConfig) -> None:
+    if config.training.fused_cross_entropy is True and fused_head_of(model) is None:
+        raise ModelError(
+            "The adapter changes the output layer, in which fused_cross_entropy computes the loss. Remove one of them."
+        )
+
+
+def _check_adapter(config: RunConfig, *, causal: bool) -> None:
+    """Refuse combinations for which peft computes a wrong result.
+
+    Raises:
+        ConfigError: The adapter is incompatible with another setting.
+    """
+    assert config.model.adapter is not None, "called where there is one"
+    kind, training = config.model.adapter.type, config.training
+    if kind in ("prompt", "prefix") and training.packing:
+        raise ConfigError(
+            f"A {kind} adapter is incompatible with training.packing: its vectors stand only before the first row of a "
+            "packed sequence. Set packing: false."
+        )
+    if kind == "prefix" and training.gradient_checkpointing not in (False, "auto"):
+        raise ConfigError(
+            "A prefix adapter is incompatible with gradient_checkpointing: transformers mistakes the prefix for a "
+            "key-value cache and drops it. Remove one of them."
+        )
+    if kind == "prompt" and causal and training.eval_strategy != "no" and training.per_device_eval_batch_size > 1:
+        raise ConfigError(
+            "With a prompt adapter, padding changes the text of a decoder-only model, because peft counts padding as "
+            "positions. Set per_device_eval_batch_size to 1, so that nothing is padded, or use a prefix adapter."
+        )
+
+
+def shard_model(model: nn.Module, config: RunConfig, comm: Comm, weights: WeightSource | None = None) -> None:
+    """Shard a model in place by the run's settings; every rank calls it.
+
+    Args:
+        model: On the CPU or the meta device.
+        config: The run's settings.
+        comm: The ranks to shard over.
+        weights: Source of the weights; None: the model's own values, or initial ones for a meta model.
+
+    Raises:
+        UserError: Wrapping, precision or weights do not match the model.
+    """
+    if isinstance(weights, AdaptedWeights):
+        weights.compute_magnitudes(model, comm)
+    try:
+        _shard(model, config, comm, weights)
+        check_wrapped(model)
+        if config.training.activation_offload and comm.device.type == "cuda":
+            ActivationOffload(model, blocks_of(model), runtime_of(model).device)
+    except WrapError as error:
+        raise WrapError(_with_run_file_remedies(str(error), config)) from error
+
+
+def _with_run_file_remedies(text: str, config: RunConfig) -> str:
+    """Replace the library's remedies in an error about wrapping by the run file's."""
+    size = config.sharding.wrap
+    own = {ONE_UNIT: "set sharding.wrap: none", BY_CLASS: "sharding.wrap: [Block, ...]"}
+    if isinstance(size, int):
+        own[f"MinNumel({size:,})"] = f"sharding.wrap: {size}"
+    for theirs, ours in own.items():
+        text = text.replace(theirs, ours)
+    return text
+
+
+def _shard(model: nn.Module, config: RunConfig, comm: Comm, weights: WeightSource | None) -> None:
+    config = for_devices(config, Devices.of_ranks(comm))
+    settings = config.sharding
+    strategy = ShardingStrategy(settings.strategy)
+    fully_shard(
+        model,
+        machine_axes(comm, config.nproc) if strategy.needs_two_axes else comm,
+        wrap=_wrap_policy(settings.wrap),
+        strategy=strategy,
+        mp_policy=_mixed_precision(model, config),
+        prefetch=BackwardPrefetch(settings.prefetch),
+        offload_policy=CPUOffload() if settings.cpu_offload else None,
+        frozen=settings.frozen,
+        tables=settings.tables,
+        device=comm.device,
+        weights=weights,
+    )
+
+
+def _mixed_precision(model: nn.Module, config: RunConfig) -> MixedPrecision:
+    messages = config.training.messages
+    if config.training.precision == "fp32":
+        return MixedPrecision(messages=messages)
+    kept = _CASTS_ITSELF & {type(module).__name__ for module in model.modules()}
+    dtype = {"bf16": "bfloat16", "fp16": "float16"}[config.training.precision]
+    return MixedPrecision(param=dtype, reduce="float32", keep_fp32=tuple(kept), messages=messages)
+
+
+def _wrap_policy(wrap: str | int | tuple[str, ...]) -> WrapPolicy:
+    """Return the engine's policy for ``sharding.wrap``."""
+    if isinstance(wrap, tuple):
+        return TransformerBlocks(wrap)
+    if isinstance(wrap, int):
+        return MinNumel(wrap)
+    return None if wrap == "none" else wrap
+
+
+def outline_model(config: RunConfig, tokenizer: PreTrainedTokenizerBase, memory_bytes: int | None = None) -> nn.Module:
+    """Return the model without weights, on the meta device, with its adapter, to inspect its units; any process.
+
+    ``memory_bytes``: see :func:`prepare_model`.
+
+    Raises:
+        UserError: The model cannot be built, or the settings do not match it.
+    """
+    with torch.device("meta"):
+        model = _changed(make_model(config, tokenizer), config, memory_bytes)
+    settings = config.model.adapter
+    if settings is not None:
+        _check_adapter(config, causal=is_causal(model))
+        spec = AdapterSpec(base=str(config.model.path), **dict(settings))
+        adapted = add_adapter(model, spec, seed=config.seed)
+        if adapted.model is None:
+            raise ModelError(
+                f"peft makes this adapter from the model's weights ({adapted.lacking}), and only the run itself reads "
+                "them. Use another adapter, or another init_lora_weights in model.adapter.options."
+            )
+        model = adapted.model
+        _require_fused(model, config)
+        quantise_outline(model, config)
+    _change_forward(model, config)
+    return model
+
+
+def refuses_fp16(config: RunConfig) -> bool:
+    """Return True if models that are known to overflow in fp16 are refused."""
+    return config.training.precision == "fp16" and not config.training.allow_fp16
+
+
+class UnreadWeights:
+    """A weight source that reads nothing: shards and persistent buffers get memory as if it did."""
+
+    def open(self, model: nn.Module, wanted: list[WantedTensor]) -> UnreadWeights:
+        """See :meth:`WeightSource.open`: claims that every tensor fits."""
+        self._buffers = {name for one in wanted if one.buffer for name in one.names}
+        return self
+
+    def has(self, name: str) -> bool:
+        """See :meth:`WeightReader.has`: buffers need memory of their own, parameters already have it in the shards."""
+        return name in self._buffers
+
+    def read(self, name: str, start: int, out: torch.Tensor) -> None:
+        """See :meth:`WeightReader.read`: does nothing."""

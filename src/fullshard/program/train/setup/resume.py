@@ -1,0 +1,477 @@
+"""Where a run starts: from scratch or from a checkpoint, and whether its settings match the checkpoint's."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from fullshard.errors import CheckpointError, ConfigError, DataError
+from fullshard.program.config import RUN_NAME, RunConfig
+from fullshard.program.data import split_lists
+from fullshard.program.train.reporting.reports import EndedBy
+from fullshard.program.train.setup.division import Division, began_with
+from fullshard.program.train.setup.saved_values import Rules, read_values
+from fullshard.program.train.setup.set_rows import source_spec
+from fullshard.state.resilience import OfOtherRanks, Snapshot
+from fullshard.state.storage import (
+    FINISHED_NAME,
+    Place,
+    Survey,
+    as_place,
+    backend_of,
+    content_of,
+    find_checkpoints,
+    is_url,
+    read_json,
+    remove_checkpoint,
+    set_aside,
+    set_aside_text,
+    survey,
+)
+
+CHECKPOINTS_NAME = "checkpoints"
+
+GLOBAL_BATCH = "global batch (ranks x training.per_device_train_batch_size x training.gradient_accumulation_steps)"
+
+TITLE_LISTS = "WikiHow's title lists (beside data.train_file)"
+
+_FREE_SETTINGS = (
+    "output_dir",
+    "nproc",
+    "resume",
+    "card.",
+    "sharding.",
+    "evaluation.num_samples_shown",
+    "data.cache_dir",
+    "training.accumulate",
+    "training.per_device_",
+    "training.fused_",
+    "training.gradient_",
+    "training.early_stopping_",
+    "training.checkpoints_",
+    "training.eval_",
+    "training.logging_",
+    "training.max_train_minutes",
+    "training.push_to_hub",
+    "training.report_to",
+    "training.run_name",
+    "training.save_",
+)
+"""Prefixes of the settings that may change when a run resumes: they affect neither the rows of a step nor the metric
+of an evaluation."""
+
+_STATE_SETTINGS = ("model.", "global batch", "training.optimizer")
+"""Prefixes of the settings that must not change even if the user names the checkpoint."""
+
+_DRAWN = ("data.max_train_samples", "data.max_eval_samples")
+"""The settings that draw rows."""
+
+_STEPS = ("training.max_steps", "training.num_train_epochs")
+"""The settings that say how many steps a run has."""
+
+_DATA_FILES = ("train_file", "validation_file", "dataset_name")
+"""Ends of the names of settings that say which data a run is of."""
+
+_EVALUATION_SETTINGS = frozenset(
+    (
+        "data.max_eval_samples",
+        "data.validation_file",
+        "data.validation_fraction",
+        "data.validation_split",
+        TITLE_LISTS,
+        "evaluation.length_penalty",
+        "evaluation.metric",
+        "evaluation.min_new_tokens",
+        "evaluation.no_repeat_ngram_size",
+        "evaluation.num_beams",
+    )
+)
+"""If one of these changes, earlier evaluations are not comparable with later ones. So it is with the length of texts,
+which depends on the data and is compared when that is known."""
+
+
+@dataclass(frozen=True)
+class StartingPoint:
+    """Where a run starts."""
+
+    settings: Mapping[str, Any]  # settings that affect training, by dotted key; saved in the run's checkpoints
+    asked: Division  # division of a step that the settings request on the current ranks
+    began: Division  # the same at the run's start
+    path: Place | None = None  # the checkpoint to resume from; None: the run starts from scratch
+    values: Mapping[str, Any] | None = None  # the values that the run saved in that checkpoint
+    comparable: bool = True  # whether evaluations before that checkpoint can be compared with later ones
+    superseded: tuple[Place, ...] = ()  # checkpoints to delete before the first step
+    damaged: tuple[Place, ...] = ()  # damaged checkpoints to rename before the first step: later runs ignore them
+    notes: tuple[str, ...] = ()  # notes for the user
+    step: int = 0  # optimizer steps taken before
+    snapshot: Snapshot | None = None  # this rank's part of the snapshot to continue from, which ``path`` is then
+    others: OfOtherRanks | None = None  # the snapshots of other ranks to continue from; saved as a checkpoint first
+
+    @property
+    def group(self) -> int:
+        """Rows, or micro-batches, that are sorted by length together, as at the run's start."""
+        return self.began.group if self.values is None else self.values["group_rows"]
+
+    @property
+    def rules(self) -> Rules:
+        """What settings mean, as at the run's start, unless the user now asks for another number of steps."""
+        rules = Rules.of(self.values)
+        if self.values is None or all(self.settings.get(k) == self.values["settings"].get(k) for k in _STEPS):
+            return rules
+        return replace(rules, steps="max_steps")
+
+    @property
+    def division(self) -> Division:
+        """Division of a step's rows over the current ranks.
+
+        Raises:
+            ConfigError: They cannot be divided equally.
+        """
+        return self.began.on(self.asked.ranks)
+
+    def with_values(self, values: Mapping[str, Any]) -> StartingPoint:
+        """Return the start with the values of a checkpoint or snapshot, which may come from other ranks.
+
+        Raises:
+            ConfigError: Its global batch cannot be divided over the current ranks.
+        """
+        return replace(self, values=values).keeping(Division.began(values) or self.began)
+
+    def keeping(self, began: Division) -> StartingPoint:
+        """Return the start with the global batch of a run that began with another division, unless settings changed."""
+        start = replace(self, began=began_with(self.asked, began))
+        settings = {**self.settings, GLOBAL_BATCH: start.division.global_batch}
+        notes = dict.fromkeys((*self.notes, *start._division_notes()))
+        return replace(start, settings=settings, notes=tuple(notes))
+
+    def _division_notes(self) -> tuple[str, ...]:
+        now, unit = self.division, "tokens" if self.began.by_tokens else "rows"
+        if now == self.asked:
+            return ()
+        return (
+            f"the run began on {self.began.ranks} ranks: on {now.ranks} a step of {now.global_batch:,} {unit} is "
+            f"{now.accumulation} micro-batches of {now.each} on each",
+        )
+
+
+def checkpoints_directory(config: RunConfig) -> Place:
+    """Return where a run saves its checkpoints: in its directory, or in an object store."""
+    return as_place(config.training.checkpoints_to or Path(config.output_dir, CHECKPOINTS_NAME))
+
+
+def choose_starting_point(
+    config: RunConfig, world_size: int, *, begun: int = 0, in_memory: bool = False
+) -> StartingPoint:
+    """Decide where a run starts, without changing anything; on rank 0, under the lock on the checkpoints.
+
+    Args:
+        config: The run's settings.
+        world_size: Number of ranks.
+        begun: Number of ranks of the first attempt of the same launcher that has passed its start; 0: none has. After
+            that, all checkpoints are the run's own, whatever ``resume`` says, and damaged ones are passed over. If
+            there are none, the run starts again from the checkpoint that ``resume`` names.
+        in_memory: Whether there is a snapshot to continue from: then damaged checkpoints are passed over even if there
+            is no other one.
+
+    Raises:
+        ConfigError: The settings differ from the checkpoint's.
+        CheckpointError: The requested checkpoint is damaged or was not saved by a run, or the newest one is damaged and
+            ``resume`` is not ``previous``.
+        DataError: A file that the settings name cannot be read.
+    """
+    asked = Division.of(config, world_size)
+    fresh = StartingPoint(deciding_settings(config, world_size), asked, asked)
+    found = survey(checkpoints_directory(config), parse_newest=True)
+    complete = [path for _, path in found.complete]
+    # The first attempt started from a checkpoint in another directory and none was saved since: start there again.
+    own = complete or config.resume in ("auto", "previous", "never")
+    resume = "previous" if begun and own else config.resume
+    if resume == "never":
+        doomed = (*complete, *(one.path for one in found.damaged))
+        names = ", ".join(path.name for path in doomed)
+        notes = (f"resume=never: {names} in {found.directory} deleted",) if doomed else ()
+        return replace(fresh, superseded=doomed, notes=notes)
+    if resume not in ("auto", "previous"):
+        return _at(as_place(config.resume), fresh, found)
+    finished = found.directory / FINISHED_NAME
+    if finished.exists() and not begun:  # an attempt may also be lost after the run has finished
+        further = f", resume={complete[-1]} with a higher {_limit_of(finished)}" if complete else ""
+        raise ConfigError(
+            f"{config.output_dir} holds a finished run{_other_data(config, fresh.settings)}. Set another output_dir"
+            f"{further}, or resume=never to start from scratch, which deletes checkpoints now and its model at the end."
+        )
+    passed_over = resume == "previous" and (complete or in_memory)
+    aside = found.newer_damaged() if passed_over else ()
+    found = replace(found, damaged=tuple(one for one in found.damaged if one not in aside))
+    newest = found.newest()
+    if newest is None:
+        damaged = tuple(one.path for one in aside)
+        fresh = replace(fresh, damaged=damaged, notes=tuple(_aside_notes(damaged)))
+        return fresh.keeping(replace(asked, ranks=begun)) if begun else fresh
+    return _newest(newest, fresh, found, tuple(one.path for one in aside), _other_data(config, fresh.settings))
+
+
+def delete_superseded(start: StartingPoint, config: RunConfig) -> None:
+    """Delete the checkpoints that the run replaces, set damaged ones aside, and delete the mark of a finished run.
+
+    On rank 0, under the lock.
+
+    Raises:
+        CheckpointError: The file system refused.
+    """
+    finished = checkpoints_directory(config) / FINISHED_NAME
+    try:
+        # Order matters if this is killed in between: the next run must neither resume a finished run nor take a resumed
+        # one for finished. A resuming run removes its mark first, a replaced run loses its checkpoints first.
+        if start.path is not None and finished.exists():
+            backend_of(finished).delete_file(finished)
+        for path in start.superseded:
+            remove_checkpoint(path)
+        for path in start.damaged:
+            set_aside(path)
+        if finished.exists():
+            backend_of(finished).delete_file(finished)
+    except OSError as error:
+        raise CheckpointError(f"An earlier run's checkpoints could not be deleted or renamed: {error}.") from error
+
+
+def mark_finished(config: RunConfig, steps: int, ended_by: EndedBy) -> None:
+    """Mark the run as finished, with the setting that ended it; on rank 0.
+
+    Raises:
+        CheckpointError: The file system refused.
+    """
+    noted = {"steps": steps, "limit": _limit(config, steps, ended_by)}
+    finished = checkpoints_directory(config) / FINISHED_NAME
+    backend_of(finished).write_text(finished, json.dumps(noted) + "\n")
+
+
+def _limit(config: RunConfig, steps: int, ended_by: EndedBy) -> str:
+    """Return the setting that ended a run."""
+    if ended_by == "steps":
+        return "training.max_steps" if steps == config.training.max_steps else "training.num_train_epochs"
+    return {"time": "training.max_train_minutes", "early_stopping": "training.early_stopping_patience"}[ended_by]
+
+
+def _other_data(config: RunConfig, now: Mapping[str, Any]) -> str:
+    """Return which data the run in ``output_dir`` was of if it is not that of the settings; otherwise nothing.
+
+    Args:
+        config: The settings.
+        now: Their deciding settings, in which a file is its content.
+    """
+    try:
+        recorded = read_json(Path(config.output_dir, RUN_NAME))
+        content, given = recorded["content"], recorded["config"]["data"]
+        sets = {f"data.sets.{name}.{key}": value for name, one in given["sets"].items() for key, value in one.items()}
+        then = {**{f"data.{key}": value for key, value in given.items()}, **sets}
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):  # nothing is recorded, or it is damaged
+        return ""
+    named = [key for key in dict.fromkeys((*then, *now)) if key.endswith(_DATA_FILES) and key.startswith("data.")]
+    here = config.as_flat()
+    changed = [
+        f"{key} was {_named_text(then.get(key), content.get(key))} and is {_named_text(here.get(key), now.get(key))}"
+        for key in named
+        if content.get(key, then.get(key)) != now.get(key)
+    ]
+    return f" of other data ({'; '.join(changed)})" if changed else ""
+
+
+def _named_text(given: Any, content: Any) -> str:
+    """Return a file or dataset and its content, if that is known."""
+    return _value_text(given) if content in (None, given) else f"{given} ({content})"
+
+
+def _limit_of(finished: Place) -> str:
+    """Return the setting that ended a finished run, from its mark."""
+    try:
+        return str(read_json(finished)["limit"])
+    except (OSError, ValueError, TypeError, KeyError):  # damaged, or of an older version without a limit
+        return "training.num_train_epochs"
+
+
+def deciding_settings(config: RunConfig, world_size: int) -> dict[str, Any]:
+    """Return the settings that affect a step's weights or an evaluation's metric, by dotted key; on one rank.
+
+    Files are represented by their content, not their path.
+
+    Raises:
+        DataError: A file cannot be read.
+    """
+    flat = config.as_flat()
+    settings = {key: value for key, value in flat.items() if not key.startswith(_FREE_SETTINGS)}
+    files = [key for key in settings if key.startswith("data.") and key.endswith(("train_file", "validation_file"))]
+    for key in (*files, "model.path"):
+        # A model on the Hub is represented by its id.
+        if settings[key] is not None and Path(settings[key]).exists():
+            settings[key] = _content(Path(settings[key]))
+    for key in _DRAWN:
+        # Earlier versions took the first rows: their runs must not go on with others.
+        settings[key] = settings[key] and f"{settings[key]} drawn by hash"
+    for key in [key for key in settings if key.startswith("data.") and key.endswith("dataset_name")]:
+        if settings[key] is not None and Path(settings[key]).is_dir():
+            settings[key] = _dataset_content(Path(settings[key]))
+    specs = [source_spec(part) for part in config.data.parts.values()]
+    lists = [f"{path.name} {_content(path)}" for spec in specs for path in split_lists(spec)]
+    if lists:
+        settings[TITLE_LISTS] = "; ".join(lists)
+    return {**settings, GLOBAL_BATCH: Division.of(config, world_size).global_batch}
+
+
+def _newest(
+    path: Place, fresh: StartingPoint, found: Survey, aside: tuple[Place, ...], other_data: str
+) -> StartingPoint:
+    """Resume from the newest good checkpoint of the output directory, only with the same settings."""
+    step, values = read_values(path)
+    start = fresh.with_values(values)
+    different = _differences(start.settings, values["settings"])
+    if different:
+        raise ConfigError(
+            f"The run {'of' if is_url(path) else 'in'} {path.parent if is_url(path) else path.parent.parent} was "
+            f"interrupted and would resume from {path.name}, but these settings have changed:\n"
+            + "\n".join(f"  {line}" for line in different.values())
+            + (f"\nIt is a run{other_data}." if other_data else "")
+            + f"\nTo resume, {_restoring(different, values['settings'], path)}. "
+            "To start from scratch, set resume=never, which deletes the "
+            f"checkpoints there, or another output_dir. To resume with the new settings, set resume={path}; the "
+            "model, the optimizer and the global batch must be the same even then."
+        )
+    older = tuple(f"{one.problem} It is older than {path.name} and is not used." for one in found.damaged)
+    notes = (f"resuming after step {step:,} from {path}", *start.notes, *_aside_notes(aside), *older)
+    return replace(start, path=path, damaged=aside, notes=notes, step=step)
+
+
+def _restoring(different: Mapping[str, str], then: Mapping[str, Any], path: Place) -> str:
+    """Return how a run resumes whose settings differ from the checkpoint's."""
+    first_rows = [key for key in _DRAWN if key in different and isinstance(then.get(key), int)]
+    if not first_rows:
+        return "restore the earlier settings"
+    rest = (
+        "" if len(first_rows) == len(different) else " and restore the other settings if you do not mean to change them"
+    )
+    return (
+        f"set resume={path}{rest}: an earlier version took the first rows for {' and '.join(first_rows)}, which this "
+        "one cannot; the run goes on with rows drawn by hash"
+    )
+
+
+def or_snapshot(start: StartingPoint, snapshot: Snapshot | None, others: OfOtherRanks | None = None) -> StartingPoint:
+    """Return the start from a snapshot if its step is later, otherwise ``start``; any rank, with its own snapshot.
+
+    Args:
+        start: The start from a checkpoint, or from scratch.
+        snapshot: The newest one of these ranks.
+        others: The newest ones of another number of ranks.
+
+    Raises:
+        ConfigError: The run file was changed meanwhile.
+    """
+    steps = [start.step, *(0 if one is None else one.described.step for one in (snapshot, others))]
+    if max(steps) == steps[0]:
+        return start
+    taken = others if steps[2] > steps[1] else snapshot
+    assert taken is not None, "it has the latest step"
+    described = taken.described
+    start = start.with_values(described.values)
+    different = _differences(start.settings, described.values["settings"])
+    if different:
+        raise ConfigError(
+            "The run was started again, but these settings have changed meanwhile:\n"
+            + "\n".join(f"  {line}" for line in different.values())
+            + "\nRestore the earlier settings, and give the command again."
+        )
+    start = replace(
+        start,
+        comparable=True,  # its evaluations were made with these settings
+        notes=tuple(line for line in start.notes if not line.startswith("resuming ")),
+        step=described.step,
+    )
+    if isinstance(taken, OfOtherRanks):
+        note = f"resuming after step {described.step:,} from the snapshots in memory of {described.world_size} ranks"
+        return replace(start, notes=(note, *start.notes), others=taken)
+    note = f"resuming after step {described.step:,} from the snapshot in memory ({taken.directory.parent.parent})"
+    return replace(start, notes=(note, *start.notes), path=taken.directory, snapshot=taken)
+
+
+def _aside_notes(paths: Sequence[Place]) -> list[str]:
+    return [
+        f"{path.name} is damaged and is {set_aside_text(path)}; delete that if you do not need it" for path in paths
+    ]
+
+
+def _at(path: Place, fresh: StartingPoint, found: Survey) -> StartingPoint:
+    """Resume from a checkpoint that the user names; later ones in the output directory are deleted or set aside."""
+    if path.is_file():
+        raise ConfigError(
+            f"resume must be auto, previous, never or the directory of a checkpoint; {path} is a file. Give its "
+            f"directory: resume={path.parent}."
+        )
+    if not path.is_dir():
+        raise ConfigError(
+            f"resume must be auto, previous, never or the directory of a checkpoint; {path} does not exist."
+        )
+    inside = find_checkpoints(path) or find_checkpoints(path / CHECKPOINTS_NAME)
+    if inside:
+        raise ConfigError(f"{path} holds several checkpoints; name one of them, such as resume={inside[-1]}.")
+    step, values = read_values(path)
+    start = fresh.with_values(values)
+    different = _differences(start.settings, values["settings"])
+    fatal = [line for key, line in different.items() if key.startswith(_STATE_SETTINGS)]
+    if fatal:
+        raise ConfigError(
+            f"The run cannot resume from {path}: the model, the optimizer or the global batch has changed:\n"
+            + "\n".join(f"  {line}" for line in fatal)
+            + "\nRestore the earlier settings, or start a new run from its weights: fullshard export, then model.path."
+        )
+    notes = (
+        f"resuming after step {step:,} from {path}",
+        *start.notes,
+        *(f"changed: {line}" for line in different.values()),
+    )
+    complete = [other for _, other in found.complete]
+    mine = [number for number, other in enumerate(complete) if other.resolve() == path.resolve()]
+    superseded = tuple(complete[mine[0] + 1 :] if mine else complete)
+    chosen = found.complete[mine[0]][0] if mine else None
+    aside = tuple(one.path for one in found.damaged if chosen is None or one.may_be_newer(chosen))
+    if superseded:
+        notes = (*notes, f"{', '.join(other.name for other in superseded)} in {found.directory} deleted")
+    comparable = _EVALUATION_SETTINGS.isdisjoint(re.sub(r"^data\.sets\.[^.]+", "data", key) for key in different)
+    notes = (*notes, *_aside_notes(aside))
+    return replace(
+        start, path=path, comparable=comparable, superseded=superseded, damaged=aside, notes=notes, step=step
+    )
+
+
+def _differences(now: Mapping[str, Any], then: Mapping[str, Any]) -> dict[str, str]:
+    """Return a line with both values for each setting that differs, by key."""
+    return {
+        key: f"{key}: {_value_text(now.get(key))}; in the checkpoint {_value_text(then.get(key))}"
+        for key in [*now, *(key for key in then if key not in now)]
+        if now.get(key) != then.get(key)
+    }
+
+
+def _value_text(value: Any) -> str:
+    return "not set" if value is None else str(value)
+
+
+def _content(path: Path) -> str:
+    """Return a digest of the content of a file or a model directory."""
+    try:
+        return content_of(path)
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error}.") from error
+
+
+def _dataset_content(directory: Path) -> str:
+    """Return a digest of a dataset's splits, from the state files with fingerprints that ``save_to_disk`` writes."""
+    try:
+        noted = [file.read_bytes() for file in sorted(directory.glob("**/state.json"))]
+    except OSError as error:
+        raise DataError(f"{directory} cannot be read: {error}.") from error
+    return f"{len(noted)} splits, hash {hashlib.sha256(b''.join(noted)).hexdigest()[:16]}"

@@ -1,4 +1,0 @@
-"""Self-contained HTML pages about a run, from the files in its output_dir, and about a plan."""
-
-from fullshard.report.page import write_report as write_report
-from fullshard.report.plan_page import write_plan as write_plan

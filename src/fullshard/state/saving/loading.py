@@ -1,0 +1,257 @@
+"""Resuming from a sharded checkpoint, whatever ranks wrote it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from fullshard.core.comm import device_of, together, together_in_background
+from fullshard.core.engine import LocalTensor, local_tensors, mesh_of, require_one_state
+from fullshard.core.optim.average import ExponentialMovingAverage
+from fullshard.core.optim.shards import holds_rows
+from fullshard.core.shards import rows_of
+from fullshard.errors import CheckpointError
+from fullshard.state.saving.load_plan import LoadPlan
+from fullshard.state.saving.pieces import AVERAGE, GRADIENT, MODEL, OPTIMIZER, UPDATES, groups_as_plain
+from fullshard.state.saving.rng import restore_rng, rng_name
+from fullshard.state.saving.stepped import Stepped, Stepping, options_of, stepped, take_options
+from fullshard.state.storage import (
+    CheckpointReader,
+    Index,
+    ObjectPath,
+    Piece,
+    PieceEntry,
+    Place,
+    TensorEntry,
+    TensorSpec,
+    as_place,
+    dtype_of,
+    read_index,
+)
+
+
+@dataclass(frozen=True)
+class Restored:
+    """The contents of a loaded checkpoint other than tensors.
+
+    Attributes:
+        path: Its directory.
+        step: Optimizer steps taken.
+        world_size: Number of ranks that wrote it.
+        values: The ``values`` that ``save`` was given.
+        metric: The ``metric`` that ``save`` was given.
+        rng_restored: Whether each rank's random state was set; not at another world size.
+    """
+
+    path: Place
+    step: int
+    world_size: int
+    values: Mapping[str, Any]
+    metric: float | None
+    rng_restored: bool
+
+
+def load_checkpoint(
+    model: nn.Module,
+    optimizer: Stepping | None,
+    path: str | Path | ObjectPath,
+    *,
+    average: ExponentialMovingAverage | None = None,
+) -> Restored:
+    """Load a checkpoint of any world size and strategy; every rank calls it.
+
+    Each rank reads the element ranges it holds and verifies the checksum of every block it touches. In addition to the
+    training state it needs the memory of one block.
+
+    Args:
+        model: The sharded model; its shards and persistent buffers are filled in place.
+        optimizer: Its state and options are set; None: they are left unchanged.
+        path: The checkpoint's directory, or its URL in an object store.
+        average: The moving average of the model's weights, filled in place; None: it is not read.
+
+    Returns:
+        The contents of the checkpoint other than tensors.
+
+    Raises:
+        CheckpointError: The checkpoint is damaged or of another model; on every rank, with the same text. If it does
+            not fit, nothing has changed; if a file turns out to be damaged, part of the model has changed.
+    """
+    require_one_state(model)
+    ranks, path = mesh_of(model), as_place(path)
+    index = together_in_background(ranks, lambda: read_index(path))
+    target = together(ranks, lambda: _Target(model, optimizer, index, average))
+    device = device_of(ranks.device)
+    together_in_background(ranks, device.for_thread(lambda: target.compare(CheckpointReader(path, index))))
+    same_size = index.world_size == ranks.size
+
+    def read() -> torch.Tensor | None:
+        reader = CheckpointReader(path, index)
+        reader.read(*sorted(target.plan.pieces, key=lambda piece: (piece.name, piece.start)))
+        if not same_size:
+            return None
+        name = rng_name(ranks.rank)
+        rng = torch.empty(reader.entry(name).shape, dtype=torch.uint8)
+        reader.read(Piece(name, tuple(rng.shape), 0, rng))
+        return rng
+
+    rng = together_in_background(ranks, device.for_thread(read))
+    target.finish()
+    if rng is not None:
+        together(ranks, lambda: restore_rng(rng, ranks.device))
+    return Restored(path, index.step, index.world_size, index.values, index.metric, rng_restored=rng is not None)
+
+
+class _Unread(CheckpointReader):
+    """A reader of a checkpoint without files, which allocates the memory that reading takes."""
+
+    def _file(self, name: str) -> Any:
+        return None
+
+    def _read_block(self, name: str, stored: PieceEntry, number: int, out: torch.Tensor) -> None:
+        pass
+
+
+def resume_unread(model: nn.Module, optimizer: Stepping) -> Callable[[], None]:
+    """Return a function that allocates the memory of a resume without reading, for plans; any rank.
+
+    Gradients and the optimizer's state are dropped first, because a run that resumes has none. The assumed checkpoint
+    was written by another number of ranks, so that blocks are cut.
+    """
+    held = local_tensors(model)
+    entries = {MODEL + local.name: (local.shape, local.tensor.dtype) for local in held}
+    scalars: dict[str, dict[str, Any]] = {}
+    own = stepped(held, optimizer)
+    for one in own:
+        for key, value in one.state.items():
+            if isinstance(value, torch.Tensor):
+                part = one.part(key, value)
+                entries[f"{OPTIMIZER}{one.local.name}/{key}"] = (() if part is None else part.shape, value.dtype)
+            else:
+                scalars.setdefault(one.local.name, {})[key] = value
+    groups = groups_as_plain(own)
+    tensors = {
+        name: TensorEntry(str(dtype).removeprefix("torch."), tuple(shape), (PieceEntry("", 0, prod(shape), ()),))
+        for name, (shape, dtype) in entries.items()
+    }
+    for one in own:
+        one.state.clear()
+        one.param.grad = None
+    index = Index(0, 0, None, {}, groups, scalars, {}, (), tensors)
+
+    def read() -> None:
+        target = _Target(model, optimizer, index, None)
+        _Unread(Path(), index).read(*target.plan.pieces)
+        target.finish()
+
+    return read
+
+
+class _Target:
+    """The training state of one rank that a checkpoint is loaded into.
+
+    Attributes:
+        plan: The pieces to read.
+    """
+
+    def __init__(
+        self, model: nn.Module, optimizer: Stepping | None, index: Index, average: ExponentialMovingAverage | None
+    ) -> None:
+        """Plan what will be read; changes nothing yet.
+
+        Raises:
+            CheckpointError: Names or shapes do not fit, or the optimizer's state or the average of the weights is to be
+                loaded and was not saved.
+        """
+        self.index, self.plan = index, LoadPlan()
+        self._specs = {name: TensorSpec(name, e.shape, dtype_of(e)) for name, e in index.tensors.items()}
+        self._own: list[Stepped] = []
+        self._gradients: list[tuple[nn.Parameter, torch.Tensor | None]] = []
+        self._average, self._updates = average, torch.zeros(1, dtype=torch.int64)
+        held = [_as_saved(local, index) for local in local_tensors(model)]
+        stored = {name.removeprefix(MODEL): spec for name, spec in self._specs.items() if name.startswith(MODEL)}
+        self.plan.add_model(held, stored, "The checkpoint", index.base)
+        for local in held:
+            if local.param is not None:
+                self._gradients.append((local.param, self._gradient(local, local.param)))
+        if optimizer is not None:
+            self._own = stepped(held, optimizer)
+            self._add_optimizer()
+        if average is not None:
+            self._add_average(average, held)
+
+    def compare(self, reader: CheckpointReader) -> None:
+        """Read and compare the optimizer's constants; called on every rank before anything is read into place.
+
+        Raises:
+            CheckpointError: The values differ from this optimizer's, or the file is damaged.
+        """
+        for piece, _ in self.plan.constants:
+            reader.read(piece)
+        self.plan.compare()
+
+    def finish(self) -> None:
+        """Set everything that was read and is not in place yet."""
+        self.plan.finish()
+        # Not through load_state_dict, which would cast states to the parameter's dtype and change the resumed run.
+        for one, (state, options) in zip(self._own, self.plan.loaded, strict=True):
+            one.state.clear()
+            one.state.update(state)
+            take_options(one.group, options)
+        for param, gradient in self._gradients:
+            param.grad = gradient
+        if self._average is not None:
+            self._average.updates = int(self._updates)
+
+    def _gradient(self, local: LocalTensor, param: nn.Parameter) -> torch.Tensor | None:
+        if GRADIENT + local.name not in self._specs:
+            return None
+        gradient = torch.empty_like(rows_of(param))  # also on a rank without rows, as after backward
+        if holds_rows(param):
+            self.plan.pieces.append(Piece(GRADIENT + local.name, local.shape, local.start, gradient.view(-1)))
+        return gradient
+
+    def _add_optimizer(self) -> None:
+        if not self.index.groups:
+            raise CheckpointError("The checkpoint was saved without an optimizer: load it with optimizer=None.")
+        states: dict[str, dict[str, Any]] = {name: dict(values) for name, values in self.index.scalars.items()}
+        for name, spec in self._specs.items():
+            if name.startswith(OPTIMIZER):
+                parameter, _, key = name.removeprefix(OPTIMIZER).rpartition("/")
+                states.setdefault(parameter, {})[key] = spec
+        saved = {name: group for group in self.index.groups for name in group["params"]}
+        names: dict[int, list[str]] = {}
+        for one in self._own:
+            names.setdefault(id(one.group), []).append(one.local.name)
+        options = {group: options_of(of_group, saved) for group, of_group in names.items()}
+        self.plan.add_optimizer(self._own, states, [options[id(one.group)] for one in self._own])
+
+    def _add_average(self, average: ExponentialMovingAverage, held: Sequence[LocalTensor]) -> None:
+        if UPDATES not in self._specs:
+            raise CheckpointError(
+                "The checkpoint was saved without an average of the weights: load it without average."
+            )
+        self.plan.pieces.append(Piece(UPDATES, (), 0, self._updates))
+        names = {name: local for local in held for name in (local.name, *local.aliases)}
+        for name, tensor in average.averages.items():
+            local = names[name]
+            if not tensor.numel():
+                continue
+            if AVERAGE + local.name not in self._specs:
+                raise CheckpointError(
+                    f"The saved average of the weights does not include {name}, which was frozen when it was saved. "
+                    "Make the average over the parameters that were trainable at that time."
+                )
+            self.plan.pieces.append(Piece(AVERAGE + local.name, local.shape, local.start, tensor.view(-1)))
+
+
+def _as_saved(local: LocalTensor, index: Index) -> LocalTensor:
+    """Return the same tensor with its name in the checkpoint as its first name."""
+    names = (local.name, *local.aliases)
+    name = next((name for name in names if MODEL + name in index.tensors), local.name)
+    return replace(local, name=name, aliases=tuple(other for other in names if other != name))

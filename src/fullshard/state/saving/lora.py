@@ -1,0 +1,343 @@
+"""peft's tensor names: which tensors of a model are its adapter's, and how LoRA factors merge into the base model.
+
+A layer of ``base_model.model.decoder.q`` with LoRA is stored as ``decoder.q.base_layer.weight`` and
+``decoder.q.lora_A.default.weight``, ``decoder.q.lora_B.default.weight``; an embedding as ``lora_embedding_A.default``;
+a fully trained module as ``head.original_module.weight`` and ``head.modules_to_save.default.weight``. A vector
+of IA3 is ``q.ia3_l.default``; those of prompt and prefix tuning, outside of the base model, are
+``prompt_encoder.default.embedding.weight``.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from fullshard.errors import CheckpointError
+from fullshard.state.saving.pieces import MODEL
+from fullshard.state.storage import TensorEntry
+
+ADAPTER_CONFIG_NAME = "adapter_config.json"
+
+TIED_NAME = "adapter_tied.json"
+"""Small file of a checkpoint whose adapter has tied copies of layers: see ``tied_copies``."""
+
+_PREFIX = "base_model.model."
+_LORA = re.compile(r"(?P<module>.+)\.(?P<kind>lora_\w+)\.(?P<adapter>[^.]+)(?P<end>(?:\.[^.]+)*)")
+_SAVED = re.compile(r"(?P<module>.+)\.modules_to_save\.(?P<adapter>[^.]+)\.(?P<end>.+)")
+_VECTORS = re.compile(r"(?P<module>.+)\.(?P<kind>ia3_l)\.(?P<adapter>[^.]+)")
+_PROMPT = re.compile(r"prompt_encoder\.(?P<adapter>[^.]+)\.embedding\.weight")
+_TOKENS = re.compile(r"(?P<module>.+\.token_adapter)\.(?P<kind>trainable_tokens_delta)\.(?P<adapter>[^.]+)")
+_PROMPTS = {"PROMPT_TUNING", "PREFIX_TUNING"}
+_ADAPTERS = {"LORA", "IA3", *_PROMPTS}
+_FACTORS = {"lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B"}
+_MAGNITUDE = "lora_magnitude_vector"
+
+_REMEDY = "Export it with --adapter and merge it with peft (PeftModel.from_pretrained(…).merge_and_unload())."
+
+# fmt: off
+_HARMLESS = frozenset((
+    "alpha_pattern", "auto_mapping", "base_model_name_or_path", "bias", "corda_config", "ensure_weight_tying",
+    "eva_config", "exclude_modules", "fan_in_fan_out", "inference_mode", "init_lora_weights", "layers_pattern",
+    "layers_to_transform", "loftq_config", "lora_alpha", "lora_dropout", "lora_ga_config", "megatron_core",
+    "modules_to_save", "peft_type", "peft_version", "qalora_group_size", "r", "rank_pattern", "revision",
+    "runtime_config", "target_modules", "task_type", "use_rslora",
+))
+# fmt: on
+"""Settings with which merging is W + scaling * B @ A; any other that is set would change the merged weight."""
+
+
+@dataclass(frozen=True)
+class LowRank:
+    """A low-rank update of a tensor: ``scaling * left @ right``."""
+
+    left: str  # stored name of the factor with the tensor's rows
+    right: str  # stored name of the factor with its columns
+    # whether ``left`` is stored as (rank, rows) and ``right`` as (columns, rank), as for a tensor that is stored as
+    # (inputs, outputs); else (rows, rank) and (rank, columns)
+    transposed: bool
+    scaling: float  # the scalar factor
+    magnitude: str | None = None  # DoRA: stored name of the norms that the sum's rows get; None: the sum stays
+
+
+@dataclass(frozen=True)
+class ExportedTensor:
+    """One tensor of an export."""
+
+    name: str  # its name in the exported files
+    source: str  # its name in the checkpoint
+    update: LowRank | None = None  # the update to add to it; None: none
+
+
+def holds_adapter(names: Iterable[str]) -> bool:
+    """Return True if any of a model's tensors has a name that peft gives to an adapter's."""
+    patterns = (_VECTORS, _TOKENS, _PROMPT)
+    return any(_is_factor(name) or any(pattern.fullmatch(name) for pattern in patterns) for name in names)
+
+
+def _is_factor(name: str) -> bool:
+    match = _LORA.fullmatch(name)
+    return match is not None and match["kind"] in _FACTORS
+
+
+def adapter_tensors(tensors: Mapping[str, TensorEntry], config: Mapping[str, Any]) -> list[ExportedTensor]:
+    """Return the adapter's tensors as peft saves them: without the base model and without the adapter's name.
+
+    ``tensors`` are those of the checkpoint's model, by name without ``model/``.
+
+    Raises:
+        CheckpointError: There is more than one adapter, or it is of a kind that is not exported.
+    """
+    return [ExportedTensor(saved, MODEL + name) for name, saved in adapter_names(tensors, config).items()]
+
+
+def adapter_names(names: Iterable[str], config: Mapping[str, Any]) -> dict[str, str]:
+    """Return the names of an adapter's tensors in ``adapter_model.safetensors``, by their names in the model.
+
+    Raises:
+        CheckpointError: There is more than one adapter, or it is of a kind that is not exported.
+    """
+    names = list(names)
+    _require_one_adapter(names, config)
+    # peft puts no module of its own around a model whose prompt it trains.
+    prefix = "" if config["peft_type"] in _PROMPTS else _PREFIX
+    found = {}
+    for name in names:
+        saved = _saved_name(name, config)
+        if saved is not None:
+            found[name] = prefix + saved.removeprefix(prefix)
+    return found
+
+
+def _saved_name(name: str, config: Mapping[str, Any]) -> str | None:
+    """Return a tensor's name without the adapter's name; None if the tensor is the base model's."""
+    lora, trained = _LORA.fullmatch(name), _SAVED.fullmatch(name)
+    vectors = _VECTORS.fullmatch(name) or _TOKENS.fullmatch(name)
+    if _PROMPT.fullmatch(name):
+        return "prompt_embeddings"
+    if vectors is not None:
+        return f"{vectors['module']}.{vectors['kind']}"
+    if lora is not None:
+        # peft omits the suffix of DoRA's magnitudes.
+        end = "" if lora["kind"] == _MAGNITUDE else lora["end"]
+        return f"{lora['module']}.{lora['kind']}{end}"
+    if trained is not None:
+        return f"{trained['module']}.{trained['end']}"
+    return name if name.endswith(".bias") and config.get("bias") == "all" else None
+
+
+def merged_tensors(
+    tensors: Mapping[str, TensorEntry], config: Mapping[str, Any], model_config: Mapping[str, Any]
+) -> list[ExportedTensor]:
+    """Return the base model's tensors with the adapter merged into them.
+
+    Args:
+        tensors: Tensors of the checkpoint's model, by name without ``model/``.
+        config: The adapter's configuration.
+        model_config: The model's configuration; empty if not known.
+
+    Raises:
+        CheckpointError: Merging takes more than adding ``scaling * B @ A``; the message states the remedy.
+    """
+    _require_one_adapter(tensors, config)
+    _require_plain_lora(config)
+    factors = _factors(tensors)
+    trained = {f"{m['module']}.{m['end']}": name for name in tensors if (m := _SAVED.fullmatch(name)) is not None}
+    merged = []
+    for name, entry in tensors.items():
+        if _LORA.fullmatch(name) or ".original_module." in name:
+            continue
+        match = _SAVED.fullmatch(name)
+        module, is_base, end = name.rpartition(".base_layer.")
+        plain = f"{match['module']}.{match['end']}" if match else f"{module}.{end}" if is_base else name
+        update = None
+        if is_base and end == "weight" and module in factors:
+            update = _low_rank(module, factors.pop(module), entry, tensors, config)
+        if match is not None or update is not None:
+            _require_untied(plain, entry, model_config)
+        merged.append(ExportedTensor(plain.removeprefix(_PREFIX), MODEL + name, update))
+    lost = [f"{module}.weight" for module in factors] + [
+        plain for plain, name in trained.items() if _original_of(name) not in tensors
+    ]
+    if lost:
+        raise CheckpointError(
+            f"{lost[0]} shares its base weight with another tensor, so the merged model would have one tensor more "
+            f"than the base model: it cannot be merged here. {_REMEDY}"
+        )
+    return merged
+
+
+def merged_updates(
+    tensors: Mapping[str, TensorEntry],
+    config: Mapping[str, Any],
+    model_config: Mapping[str, Any],
+    entry_of: Callable[[str], TensorEntry],
+) -> dict[str, LowRank]:
+    """Return the update of each weight that an adapter changes, by its name in the base model.
+
+    Args:
+        tensors: Tensors of a checkpoint without the base model, by name without ``model/``.
+        config: The adapter's configuration.
+        model_config: The model's configuration; empty if not known.
+        entry_of: Returns the shape and dtype of a weight of the base model.
+
+    Raises:
+        CheckpointError: Merging takes more than adding ``scaling * B @ A`` and DoRA's magnitudes; the message states
+            the remedy.
+    """
+    _require_one_adapter(tensors, config)
+    # Here a weight is merged as one piece, so that the norms of its rows can be computed.
+    _require_plain_lora({name: value for name, value in config.items() if name != "use_dora"})
+    magnitudes = _magnitudes(tensors)
+    updates = {}
+    for module, found in _factors(set(tensors) - set(magnitudes.values())).items():
+        name = f"{module.removeprefix(_PREFIX)}.weight"
+        entry = entry_of(name)
+        update = _low_rank(module, found, entry, tensors, config)
+        if module in magnitudes:
+            update = _with_magnitude(module, update, magnitudes[module], tensors)
+        elif config.get("use_dora"):
+            raise CheckpointError(f"{module} has no {_MAGNITUDE}, and use_dora is set: the checkpoint lacks it.")
+        updates[name] = update
+        _require_untied(name, entry, model_config)
+    return updates
+
+
+def trained_copies(tensors: Mapping[str, TensorEntry], model_config: Mapping[str, Any]) -> dict[str, str]:
+    """Return the fully trained tensor for each tensor of the base model that it replaces, by its name there.
+
+    Raises:
+        CheckpointError: Other tensors are tied to it.
+    """
+    found = {
+        f"{m['module']}.{m['end']}".removeprefix(_PREFIX): name for name in tensors if (m := _SAVED.fullmatch(name))
+    }
+    for plain, name in found.items():
+        _require_untied(plain, tensors[name], model_config)
+    return found
+
+
+def _original_of(name: str) -> str:
+    """Return the name of the untrained copy of a tensor of a fully trained module."""
+    return re.sub(r"\.modules_to_save\.[^.]+\.", ".original_module.", name)
+
+
+def _require_one_adapter(names: Iterable[str], config: Mapping[str, Any]) -> None:
+    if config.get("peft_type") not in _ADAPTERS:
+        raise CheckpointError(
+            f"{ADAPTER_CONFIG_NAME} has peft_type {config.get('peft_type')!r}; {', '.join(sorted(_ADAPTERS))} are "
+            "saved. Load the checkpoint into the model with fullshard.load_checkpoint and save it with peft."
+        )
+    names = list(names)
+    patterns = (_LORA, _SAVED, _VECTORS, _TOKENS, _PROMPT)
+    matches = [match for name in names for pattern in patterns if (match := pattern.fullmatch(name))]
+    adapters = sorted({match["adapter"] for match in matches})
+    if len(adapters) != 1:
+        raise CheckpointError(
+            f"The model has adapters {', '.join(adapters)}; only a single adapter can be saved. Load the checkpoint "
+            "into it with fullshard.load_checkpoint and save it with peft."
+        )
+
+
+def _require_plain_lora(config: Mapping[str, Any]) -> None:
+    if config["peft_type"] != "LORA":
+        raise CheckpointError(f"The adapter has peft_type {config['peft_type']!r}; only LORA is merged here. {_REMEDY}")
+    if config.get("bias", "none") != "none":
+        raise CheckpointError(f"The adapter trains biases (bias={config['bias']!r}), which only peft merges. {_REMEDY}")
+    special = sorted(name for name, value in config.items() if value and name not in _HARMLESS)
+    if special:
+        raise CheckpointError(
+            f"The adapter computes more than W + scaling * B @ A ({', '.join(f'{n}={config[n]!r}' for n in special)}); "
+            f"only peft merges that. {_REMEDY}"
+        )
+
+
+def _magnitudes(names: Iterable[str]) -> dict[str, str]:
+    """Return the names of DoRA's magnitudes by module."""
+    matches = (_LORA.fullmatch(name) for name in names)
+    return {match["module"]: match[0] for match in matches if match is not None and match["kind"] == _MAGNITUDE}
+
+
+def _with_magnitude(module: str, update: LowRank, name: str, tensors: Mapping[str, TensorEntry]) -> LowRank:
+    """Return an update with DoRA's magnitudes.
+
+    Raises:
+        CheckpointError: They are not one for each row of a linear layer's weight.
+    """
+    rows = tensors[update.left.removeprefix(MODEL)].shape[0]
+    if update.transposed or tensors[name].shape != (rows,):
+        raise CheckpointError(
+            f"{module}: DoRA is merged here only for linear layers, with a magnitude for each of {rows} rows; found "
+            f"{tensors[name].shape}. {_REMEDY}"
+        )
+    return replace(update, magnitude=MODEL + name)
+
+
+def _factors(tensors: Iterable[str]) -> dict[str, dict[str, str]]:
+    """Return the names of the factors by module and kind.
+
+    Raises:
+        CheckpointError: A module does not have exactly the two factors.
+    """
+    factors: dict[str, dict[str, str]] = {}
+    for name in tensors:
+        match = _LORA.fullmatch(name)
+        if match is not None:
+            factors.setdefault(match["module"], {})[match["kind"] + (".bias" if match["end"] == ".bias" else "")] = name
+    for module, found in factors.items():
+        if set(found) not in ({"lora_A", "lora_B"}, {"lora_embedding_A", "lora_embedding_B"}):
+            raise CheckpointError(f"{module} has {', '.join(sorted(found))}; only A and B can be merged. {_REMEDY}")
+    return factors
+
+
+def _low_rank(
+    module: str,
+    found: Mapping[str, str],
+    base: TensorEntry,
+    tensors: Mapping[str, TensorEntry],
+    config: Mapping[str, Any],
+) -> LowRank:
+    """Return the update that the factors of one module make to its weight.
+
+    Raises:
+        CheckpointError: Shapes do not fit, or contradict the configuration.
+    """
+    a, b = (found[kind] for kind in sorted(found))
+    shapes = tensors[a].shape, tensors[b].shape
+    # An embedding's weight has a row for each input, like a layer's with fan_in_fan_out.
+    transposed = a.rpartition(".lora_")[2].startswith("embedding") or bool(config.get("fan_in_fan_out"))
+    fits = len(shapes[0]) == len(shapes[1]) == 2 and shapes[0][0] == shapes[1][1]
+    expected = None
+    if fits:
+        expected = (shapes[0][1], shapes[1][0]) if transposed else (shapes[1][0], shapes[0][1])
+    if expected != base.shape:
+        raise CheckpointError(
+            f"{module}: A {shapes[0]} and B {shapes[1]} do not make an update of its weight {base.shape} with "
+            f"fan_in_fan_out={config.get('fan_in_fan_out')}: it is not a plain linear layer or embedding. {_REMEDY}"
+        )
+    scaling = _scaling(module.removeprefix(_PREFIX), shapes[0][0], config)
+    left, right = (a, b) if transposed else (b, a)
+    return LowRank(MODEL + left, MODEL + right, transposed, scaling)
+
+
+def _scaling(module: str, rank: int, config: Mapping[str, Any]) -> float:
+    """Return the scaling as peft computes it; ``rank`` is that of the factors, whatever ``rank_pattern`` is."""
+    patterns: Mapping[str, float] = config.get("alpha_pattern") or {}
+    alpha = next(
+        (value for pattern, value in patterns.items() if re.match(rf"(.*\.)?({pattern})$", module)),
+        config["lora_alpha"],
+    )
+    return alpha / math.sqrt(rank) if config.get("use_rslora") else alpha / rank
+
+
+def _require_untied(name: str, entry: TensorEntry, model_config: Mapping[str, Any]) -> None:
+    """Refuse a trained embedding that shares its weight with the head: merging would change the head too."""
+    vocab_size = model_config.get("vocab_size")
+    tied = vocab_size is not None and model_config.get("tie_word_embeddings", True)
+    if tied and len(entry.shape) == 2 and entry.shape[0] == vocab_size:
+        raise CheckpointError(
+            f"The adapter trains {name} of shape {entry.shape}, and the model ties its embeddings "
+            f"(tie_word_embeddings): merged, a tied one would change with it. {_REMEDY}"
+        )

@@ -1,0 +1,124 @@
+"""The training state as pieces of named tensors: model, optimizer, gradients and average; each rank writes a part."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from fullshard.core.engine import LocalTensor, local_tensors, mesh_of, require_one_state
+from fullshard.core.optim.average import ExponentialMovingAverage
+from fullshard.core.optim.shards import holds_rows
+from fullshard.core.shards import on_rows
+from fullshard.errors import CheckpointError
+from fullshard.state.saving.stepped import Stepped, Stepping, stepped
+from fullshard.state.storage import Piece, SavePlan
+
+MODEL, OPTIMIZER, GRADIENT, AVERAGE = "model/", "optimizer/", "gradient/", "average/"
+
+UPDATES = "averaged"
+"""Name of the number of updates of the weights' average."""
+
+_SPLIT_NUMEL = 1 << 14
+"""Size from which on the ranks that hold copies of a tensor each write a share, in elements."""
+
+
+@on_rows
+def plan_save(
+    model: nn.Module,
+    optimizer: Stepping | None,
+    *,
+    gradients: bool,
+    average: ExponentialMovingAverage | None = None,
+    frozen: bool = True,
+) -> SavePlan:
+    """Return what this rank writes of a training state; together the ranks write each element once. No communication.
+
+    Args:
+        model: A sharded model.
+        optimizer: Over its parameters; None: it is not written.
+        gradients: Whether ``.grad`` of the shards is written too.
+        average: The average of the weights to write too; None: none is.
+        frozen: Whether parameters that are not trained are written.
+
+    Returns:
+        Views of the memory that training uses.
+
+    Raises:
+        CheckpointError: The optimizer has parameters of another model, or state that cannot be cut by rows.
+    """
+    require_one_state(model)
+    plan = SavePlan()
+    held = local_tensors(model)
+    averages = {} if average is None else average.averages
+    for local in held:
+        if not frozen and local.param is not None and not local.param.requires_grad:
+            continue
+        low, high = _share(local, local.tensor.numel())
+        if high > low:
+            plan.pieces.append(Piece(MODEL + local.name, local.shape, local.start + low, local.tensor[low:high]))
+            if gradients and local.param is not None and local.param.grad is not None:
+                part = local.param.grad.detach().reshape(-1)[low:high]
+                plan.pieces.append(Piece(GRADIENT + local.name, local.shape, local.start + low, part))
+            if local.name in averages:
+                part = averages[local.name].reshape(-1)[low:high]
+                plan.pieces.append(Piece(AVERAGE + local.name, local.shape, local.start + low, part))
+    if average is not None and mesh_of(model).rank == 0:
+        plan.pieces.append(Piece(UPDATES, (), 0, torch.tensor([average.updates])))
+    if optimizer is not None:
+        own = stepped(held, optimizer)
+        for one in own:
+            for key, value in one.state.items() if holds_rows(one.param) else ():
+                _add_state(plan, one, key, value)
+        plan.groups += groups_as_plain(own)
+    return plan
+
+
+def _share(local: LocalTensor, numel: int) -> tuple[int, int]:
+    """Return which of ``numel`` elements this rank writes: all, or its share if other ranks hold copies of them."""
+    # Buffers may differ between ranks (running statistics): shares of each would combine into no rank's buffer.
+    if local.replicas > 1 and (local.param is None or numel < _SPLIT_NUMEL):
+        return (0, numel) if local.replica == 0 else (0, 0)
+    return numel * local.replica // local.replicas, numel * (local.replica + 1) // local.replicas
+
+
+def _add_state(plan: SavePlan, one: Stepped, key: str, value: Any) -> None:
+    """Add one value of a parameter's optimizer state to what this rank writes."""
+    local, part = one.local, one.part(key, value)
+    name = f"{OPTIMIZER}{local.name}/{key}"
+    if part is not None:
+        start, stop = part.written
+        low, high = _share(local, stop - start)
+        if high > low:
+            run = value.detach().reshape(-1)[start - part.held[0] :][low:high]
+            plan.pieces.append(Piece(name, part.shape, start + low, run))
+    elif local.start == 0 and local.replica == 0:
+        if isinstance(value, torch.Tensor):
+            plan.pieces.append(Piece(name, (), 0, value.detach().reshape(1)))
+        else:
+            require_plain(f"state {key!r} of {local.name}", value)
+            plan.scalars.setdefault(local.name, {})[key] = value
+
+
+def groups_as_plain(own: Sequence[Stepped]) -> list[dict[str, Any]]:
+    """Return the options of the optimizer's groups as JSON holds them, with parameter names under ``params``."""
+    groups: dict[int, dict[str, Any]] = {}
+    for one in own:
+        if id(one.group) not in groups:
+            groups[id(one.group)] = {"params": []}
+            for name, value in one.group.items():
+                if name not in ("params", "param_names"):
+                    plain = value.item() if isinstance(value, torch.Tensor) else value
+                    require_plain(f"option {name!r} of the optimizer's group", plain)
+                    groups[id(one.group)][name] = list(plain) if isinstance(plain, tuple) else plain
+        groups[id(one.group)]["params"].append(one.local.name)
+    return list(groups.values())
+
+
+def require_plain(what: str, value: Any) -> None:
+    """Raise a CheckpointError unless a value is a number, a text, None, or several of them."""
+    values = value if isinstance(value, (tuple, list)) else (value,)
+    if not all(one is None or isinstance(one, (bool, int, float, str)) for one in values):
+        raise CheckpointError(f"The {what} is a {type(value).__name__}; checkpoints hold numbers, texts and tensors.")

@@ -1,0 +1,112 @@
+"""The base model of an adapter, which a checkpoint names instead of holding it."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from fullshard.errors import CheckpointError
+from fullshard.state.storage import rules
+
+_MODEL_FILES = ("*.safetensors", "*.bin", "*.model", "*.txt", "*config.json", "*token*.json", "*vocab*.json")
+_SAMPLE_BYTES = 1 << 20
+_SAMPLES = 64
+
+
+@dataclass(frozen=True)
+class Base:
+    """A model whose weights are read from its own files again, and quantised again as they were."""
+
+    name: str  # as the run file names it: a directory, or an id on the Hub
+    directory: str  # where its files were read
+    content: str  # digest of its files
+    type: str  # format of the quantised weights, such as ``nf4``
+    double_quant: bool  # whether the scales of nf4 and fp4 are quantised too
+    layers: tuple[str, ...]  # names of the weights that are quantised, in the base model
+
+    @property
+    def quantisation(self) -> str:
+        """The format as a model's tensors name it, such as ``nf4 (double)``."""
+        return f"{self.type} (double)" if self.double_quant and self.type in ("nf4", "fp4") else self.type
+
+    @property
+    def facts(self) -> dict[str, str]:
+        """What a run records and shows of it: name, directory, digest and quantisation."""
+        plain = {"name": self.name, "directory": self.directory, "content": self.content}
+        return plain | {"quantisation": self.quantisation}
+
+    def as_plain(self) -> dict[str, Any]:
+        """Return the entry of an index."""
+        return asdict(self) | {"layers": list(self.layers)}
+
+    @classmethod
+    def from_plain(cls, values: Mapping[str, Any]) -> Base:
+        """Parse the entry of an index.
+
+        Raises:
+            KeyError, ValueError: A field is missing or breaks its rule.
+        """
+        texts = {key: rules.name(values[key], key) for key in ("name", "directory", "content", "type")}
+        rules.names(values["layers"], "layers")
+        double = rules.flag(values["double_quant"], "double_quant")
+        return cls(**texts, double_quant=bool(double), layers=tuple(values["layers"]))
+
+
+def require_base(directory: Path, facts: Mapping[str, str], owner: str, remedy: str) -> None:
+    """Check that a directory has the files of the base model that an adapter was trained on; any process.
+
+    Args:
+        directory: Where the base model is now.
+        facts: :attr:`Base.facts` of the run.
+        owner: The adapter or checkpoint, for the message.
+        remedy: What the user should do, for the message.
+
+    Raises:
+        CheckpointError: It has other files, or they cannot be read.
+    """
+    name, expected = facts["name"], facts["content"]
+    if not directory.is_dir():
+        raise CheckpointError(
+            f"{owner} goes with the base model {name} ({expected}), and {directory} is not there. {remedy}"
+        )
+    try:
+        found = content_of(directory)
+    except OSError as error:
+        raise CheckpointError(f"The base model {directory} cannot be read: {error}.") from error
+    if found != expected:
+        raise CheckpointError(
+            f"{owner} goes with the base model {name} ({expected}), and {directory} has other files ({found}). {remedy}"
+        )
+
+
+def content_of(path: Path) -> str:
+    """Return a digest of the content of a file or a model directory.
+
+    Raises:
+        OSError: It cannot be read.
+    """
+    if path.is_dir():
+        files = sorted({file for pattern in _MODEL_FILES for file in path.glob(pattern)})
+        parts = [f"{file.name} {file.stat().st_size} {_sampled_hash(file)}" for file in files]
+        digest = hashlib.sha256("\n".join(parts).encode()).hexdigest()
+        return f"{len(files)} files, {sum(file.stat().st_size for file in files):,} bytes, hash {digest[:16]}"
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    return f"{path.stat().st_size:,} bytes, hash {digest[:16]}"
+
+
+def _sampled_hash(path: Path) -> str:
+    """Hash a file, or 64 samples of a large one: weights of another model differ everywhere, and this is fast."""
+    size = path.stat().st_size
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        if size <= _SAMPLES * _SAMPLE_BYTES:
+            digest.update(file.read())
+        else:
+            for sample in range(_SAMPLES):
+                file.seek(sample * (size - _SAMPLE_BYTES) // (_SAMPLES - 1))
+                digest.update(file.read(_SAMPLE_BYTES))
+    return digest.hexdigest()

@@ -1,0 +1,200 @@
+"""``complete.json``, which is written last and marks a checkpoint as complete: sizes and hashes of its other files."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
+from math import isnan
+from typing import Any
+
+from fullshard.errors import CheckpointError
+from fullshard.state.storage import rules
+from fullshard.state.storage.backend import backend_of
+from fullshard.state.storage.index import INDEX_BOUNDS, INDEX_NAME, VERSION, Index
+from fullshard.state.storage.json_file import Bounds, parse_bounded, read_bounded, require_sealed, seal, sha256_of
+from fullshard.state.storage.object_path import Place
+
+COMPLETE_NAME = "complete.json"
+_BOUNDS = Bounds(16 << 20, 200_000, 400_000)
+"""Limits: one entry for each rank's file and each small file."""
+_SMALL = "model/"
+"""Directory of the small files that an export needs in addition to tensors."""
+_SHA256 = re.compile("[0-9a-f]{64}")
+
+
+@dataclass(frozen=True)
+class Completion:
+    """The contents of ``complete.json``.
+
+    Attributes:
+        step: Optimizer steps taken.
+        metric: The value that ``keep_best`` compares; None if none was given.
+        index_sha256: SHA-256 of the index file.
+        files: Size in bytes of each other file, by its path inside the checkpoint.
+        serial: Position in the order of saving. Steps do not give that order: a run that resumed from an earlier
+            step saves checkpoints that are newer than those of later steps.
+        greater_is_better: Direction of the metric; None: not recorded, by an earlier version.
+        sha256: Hash of each small file, by its path inside the checkpoint; earlier versions recorded none.
+    """
+
+    step: int
+    metric: float | None
+    index_sha256: str
+    files: dict[str, int]
+    serial: int = 0
+    greater_is_better: bool | None = None
+    sha256: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def unhashed(self) -> list[str]:
+        """Small files of which only the size was recorded."""
+        return [name for name in self.files if name.startswith(_SMALL) and name not in self.sha256]
+
+
+def parse_completion(content: bytes) -> Completion:
+    """Parse a ``complete.json``; fields that a later version added are ignored.
+
+    Raises:
+        ValueError: It is damaged, not of this format, or has values that no checkpoint has.
+    """
+    values = rules.mapping(parse_bounded(content, _BOUNDS), "it")
+    version = rules.count(values.get("version", 1), "version", least=1)
+    if version > VERSION:
+        raise ValueError(f"it has format version {version}; this fullshard reads up to {VERSION}. Update it")
+    require_sealed(content, needed=version > 1)
+    missing = [name for name in ("step", "metric", "index_sha256", "files") if name not in values]
+    if missing:
+        raise ValueError(f"it has no {missing[0]}")
+    _require_rules(values)
+    known = {one.name for one in fields(Completion)}
+    return Completion(**{name: value for name, value in values.items() if name in known})
+
+
+def _require_rules(values: Mapping[str, Any]) -> None:
+    """Check the values against the rules of :class:`Completion`.
+
+    Raises:
+        ValueError: A value breaks its rule.
+    """
+    rules.count(values["step"], "step")
+    rules.metric(values["metric"])
+    rules.count(values.get("serial", 0), "serial")
+    rules.flag(values.get("greater_is_better"), "greater_is_better")
+    for name, size in rules.mapping(values["files"], "files").items():
+        rules.count(size, f"the size of {rules.shown(rules.file_name(name, 'the name of a file'))}")
+    hashes = rules.mapping(values.get("sha256", {}), "sha256")
+    for name, digest in [*hashes.items(), (INDEX_NAME, values["index_sha256"])]:
+        rules.file_name(name, "the name of a file")
+        if type(digest) is not str or not _SHA256.fullmatch(digest):
+            raise ValueError(f"the hash of {rules.shown(name)} is {rules.shown(digest)}; it must be 64 hex digits")
+
+
+def completion_of(path: Place, index: Index) -> Completion:
+    """Build the completion record after everything else in the checkpoint is on disk; on one rank.
+
+    Args:
+        path: Its directory while it is written.
+        index: Its index, with its serial number.
+
+    Raises:
+        CheckpointError, OSError: The file system refused.
+    """
+    files = {name: size for name, size in backend_of(path).sizes(path).items() if name != COMPLETE_NAME}
+    hashes = {name: sha256_of(path / name) for name in files if name.startswith(_SMALL)}
+    serial, greater = index.serial or 0, index.greater_is_better
+    return Completion(index.step, index.metric, sha256_of(path / INDEX_NAME), files, serial, greater, hashes)
+
+
+def write_completion(path: Place, done: Completion) -> None:
+    """Mark a checkpoint as complete; on one rank.
+
+    Raises:
+        CheckpointError: The file system or the store refused.
+    """
+    backend_of(path).write_text(path / COMPLETE_NAME, seal(json.dumps({"version": VERSION, **asdict(done)}, indent=1)))
+
+
+def add_small_file(path: Place, name: str, text: str, *, metric: float | None, greater_is_better: bool | None) -> None:
+    """Add a small file and a metric to a complete checkpoint, which remains complete throughout; on one rank.
+
+    Raises:
+        CheckpointError: It is not complete, or the file system refused.
+    """
+    done, content = check_completion(path), text.encode()
+    if name in done.files:
+        # Taken off the list while it is replaced: after a kill in between, its size would differ from the listed one.
+        files, hashes = ({key: of[key] for key in of if key != name} for of in (done.files, done.sha256))
+        done = replace(done, files=files, sha256=hashes)
+        write_completion(path, done)
+    backend_of(path).write_text(path / name, text)
+    files = {**done.files, name: len(content)}
+    hashes = {**done.sha256, name: hashlib.sha256(content).hexdigest()}
+    metric = None if metric is None or isnan(metric) else metric
+    write_completion(
+        path, replace(done, metric=metric, greater_is_better=greater_is_better, files=files, sha256=hashes)
+    )
+
+
+def check_completion(path: Place) -> Completion:
+    """Check that a checkpoint is complete, without reading tensors; any rank.
+
+    Raises:
+        CheckpointError: It does not exist or is not complete; the message names only the problem.
+    """
+    if not path.is_dir():
+        raise CheckpointError(f"{path} is not a directory; a checkpoint is a directory such as step-00000100.")
+    file = path / COMPLETE_NAME
+    try:
+        done = parse_completion(read_bounded(file, _BOUNDS.nbytes))
+        wrong = list(_wrong_sizes(path, done))
+        file = path / INDEX_NAME
+        if not wrong and sha256_of_index(path) != done.index_sha256:
+            wrong = [f"{INDEX_NAME} was changed after it was written"]
+    except FileNotFoundError as error:
+        raise CheckpointError(
+            f"{path} is not a complete checkpoint: {file.name}, which is written last, is missing. The save was "
+            "interrupted, only part of the directory was copied, or this is not a checkpoint."
+        ) from error
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{file} cannot be read: {error}.") from error
+    if wrong:
+        raise CheckpointError(f"{path} is not complete: {'; '.join(wrong[:5])}.")
+    return done
+
+
+def _wrong_sizes(path: Place, done: Completion) -> Iterator[str]:
+    found = backend_of(path).sizes_of(path, list(done.files))
+    for name, size in done.files.items():
+        if found[name] != size:
+            yield (
+                f"{name} is missing" if found[name] is None else f"{name} has {found[name]:,} bytes instead of {size:,}"
+            )
+
+
+def sha256_of_index(path: Place) -> str:
+    """Return the SHA-256 of a checkpoint's index.
+
+    Raises:
+        OSError, ValueError: It cannot be read.
+    """
+    return hashlib.sha256(read_bounded(path / INDEX_NAME, INDEX_BOUNDS.nbytes)).hexdigest()
+
+
+def changed_small_files(path: Place, done: Completion) -> Iterator[tuple[str, str]]:
+    """Find small files of a checkpoint that changed after they were written, with the same size; any rank.
+
+    Yields:
+        Name, and a text with both hashes. :func:`check_completion` finds missing files and those of another size.
+
+    Raises:
+        OSError: One cannot be read.
+    """
+    sizes = backend_of(path).sizes_of(path, list(done.sha256))
+    for name, written in done.sha256.items():
+        if name in done.files and sizes[name] == done.files[name]:
+            found = sha256_of(path / name)
+            if found != written:
+                yield name, f"has SHA-256 {found}, expected {written}"

@@ -1,0 +1,260 @@
+"""Checkpoints in an object store, which has neither renames nor directories.
+
+::
+
+    s3://bucket/run/
+      step-00000100.9f3c01d2-1/       one save: step, the run that wrote it, the number of its save
+        shard-00000-of-00002.safetensors, …, index.json, model/…
+        complete.json                 put last: the checkpoint is complete exactly when this object exists
+      step-00000200.9f3c01d2-2/       no complete.json: being written, being deleted, or left by a killed run
+        writing.json                  put first, so that every rank can see that it may write there
+      lock                            renewed by the run that writes here
+
+A save never writes under the name of another one, so a rank that outlives its killed run cannot damage a later save.
+Objects appear complete or not at all: a put replaces one in a single step, and an upload in parts appears at its end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import re
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from fullshard.errors import CheckpointError
+from fullshard.file_names import stays_inside
+from fullshard.state.storage.object_client import ATTEMPTS, PART_BYTES, no_bucket, put, refusal, request
+from fullshard.state.storage.object_lock import ObjectLock
+from fullshard.state.storage.object_path import ObjectPath
+from fullshard.state.storage.rules import shown
+
+COMPLETE_NAME = "complete.json"
+WRITING_NAME = "writing.json"
+DAMAGED_NAME = "damaged.json"
+
+_NAMED = re.compile(r"step-\d{8,}(\.[0-9a-f]+-\d+)?")
+"""Checkpoints, and those that were copied here from a disk."""
+_SAVED_HERE = re.compile(r"step-\d{8,}\.[0-9a-f]+-\d+")
+
+
+class ObjectStore:
+    """Objects under a prefix; see :mod:`fullshard.state.storage.backend`."""
+
+    fetches = 8
+    look_seconds = 0.1
+
+    def read(self, path: ObjectPath, nbytes: int) -> bytes:
+        """Read an object in one request, after its size."""
+        size = _required_size(path)
+        if size > nbytes:
+            raise ValueError(f"it has {size:,} bytes; at most {nbytes:,} are read")
+        return request(path.url, lambda files: files.cat_file(path.key))
+
+    def sha256(self, path: ObjectPath) -> str:
+        """Hash an object, a part at a time."""
+        digest = hashlib.sha256()
+        for start in range(0, _required_size(path), PART_BYTES):
+            digest.update(_range(path, start, start + PART_BYTES))
+        return digest.hexdigest()
+
+    @contextlib.contextmanager
+    def opened(self, path: ObjectPath, known: tuple[Any, ...] | None) -> Iterator[_Object]:
+        """Ask for the size once; it stays valid, because no save writes an object of this name again."""
+        yield _Object(path, _required_size(path) if known is None else known[1])
+
+    def create(self, path: ObjectPath, nbytes: int) -> _NewObject:
+        """Start an upload in parts."""
+        return _NewObject(path, nbytes)
+
+    def write_text(self, path: ObjectPath, text: str) -> None:
+        """Put an object, which appears complete."""
+        put(path.url, text.encode())
+
+    def delete_file(self, path: ObjectPath) -> None:
+        """Delete an object."""
+        path.delete()
+
+    def sizes(self, path: ObjectPath) -> dict[str, int]:
+        """List a prefix in one request (one for each thousand objects)."""
+        return dict(sorted(path.sizes().items()))
+
+    def sizes_of(self, path: ObjectPath, names: Sequence[str]) -> Mapping[str, int | None]:
+        """List the prefix: one request instead of one for each name."""
+        found = path.sizes()
+        return {name: found.get(name) for name in names}
+
+    def copy_directory(self, source: ObjectPath, target: Path, left_out: Sequence[str]) -> None:
+        """Fetch each object, once the names of all are known to stay inside ``target``.
+
+        Raises:
+            CheckpointError: A name does not; nothing has been written.
+        """
+        found = {name: size for name, size in source.sizes().items() if name not in left_out}
+        for name in found:
+            if not stays_inside(name):
+                raise CheckpointError(
+                    f"{source} has an object named {shown(name)}, which would be written outside of {target}. Nothing "
+                    "was written. Delete the object; no save of fullshard puts such a name."
+                )
+        for name, size in found.items():
+            (target / name).parent.mkdir(parents=True, exist_ok=True)
+            (target / name).write_bytes(self.read(source / name, size))
+
+    def names(self, directory: ObjectPath, step: int, attempt: str) -> tuple[ObjectPath, ObjectPath]:
+        """Return the same prefix twice; no other save uses it."""
+        path = directory / f"step-{step:08d}.{attempt}"
+        return path, path
+
+    def begin(self, temporary: ObjectPath) -> None:
+        """Put an object that the other ranks can see."""
+        self.write_text(temporary / WRITING_NAME, json.dumps({"note": "this checkpoint is not complete"}) + "\n")
+
+    @contextlib.contextmanager
+    def small_files(self, path: ObjectPath) -> Iterator[Path]:
+        """Provide a temporary directory, and put its files at the end."""
+        with tempfile.TemporaryDirectory(prefix="fullshard-") as scratch:
+            yield Path(scratch)
+            for file in sorted(one for one in Path(scratch).rglob("*") if one.is_file()):
+                put((path / file.relative_to(scratch)).url, file.read_bytes())
+
+    def finish(self, temporary: ObjectPath, final: ObjectPath, mark: Callable[[], None]) -> None:
+        """Put the marker last: that is the commit. Nothing is renamed."""
+        assert temporary == final, "a store has no renames"
+        (temporary / WRITING_NAME).delete()
+        mark()
+
+    def remove(self, path: ObjectPath) -> None:
+        """Delete the marker first: without it, the prefix is not a checkpoint."""
+        self.discard(path)
+
+    def discard(self, temporary: ObjectPath) -> None:
+        """Delete every object under the prefix, the marker first, including objects whose put seemed to fail."""
+        (temporary / COMPLETE_NAME).delete()
+        for name in temporary.sizes():
+            (temporary / name).delete()
+
+    def set_aside_text(self, path: ObjectPath) -> str:
+        """Return the object that marks it."""
+        del path
+        return f"marked by an object {DAMAGED_NAME}"
+
+    def set_aside(self, path: ObjectPath) -> ObjectPath:
+        """Put an object that marks the checkpoint as damaged, because there are no renames."""
+        self.write_text(path / DAMAGED_NAME, json.dumps({"note": "set aside by a run that went back"}) + "\n")
+        return path / DAMAGED_NAME
+
+    def clear_leftovers(self, directory: ObjectPath) -> None:
+        """Delete saves without a marker; holding the lock means that no run is writing them."""
+        for name, files in _by_name(directory).items():
+            if _SAVED_HERE.fullmatch(name) and COMPLETE_NAME not in files and DAMAGED_NAME not in files:
+                self.discard(directory / name)
+
+    def candidates(self, directory: ObjectPath) -> list[ObjectPath]:
+        """Return the prefixes that have a marker."""
+        return [
+            directory / name
+            for name, files in sorted(_by_name(directory).items(), key=lambda one: (one[0].partition(".")[0], one[0]))
+            if _NAMED.fullmatch(name) and COMPLETE_NAME in files and DAMAGED_NAME not in files
+        ]
+
+    def is_candidate(self, path: ObjectPath) -> bool:
+        """Return True if its marker is still there."""
+        return (path / COMPLETE_NAME).is_file()
+
+    def unfinished(self, directory: ObjectPath) -> list[ObjectPath]:
+        """Return the prefixes without a marker."""
+        return [
+            directory / name
+            for name, files in sorted(_by_name(directory).items())
+            if _NAMED.fullmatch(name) and COMPLETE_NAME not in files and DAMAGED_NAME not in files
+        ]
+
+    def aside(self, directory: ObjectPath) -> list[ObjectPath]:
+        """Return the prefixes that are marked as damaged."""
+        return [directory / name for name, files in sorted(_by_name(directory).items()) if DAMAGED_NAME in files]
+
+    def lock(self, directory: ObjectPath) -> ObjectLock:
+        """Take the lock object, which only one run renews."""
+        return ObjectLock(directory)
+
+
+class _Object:
+    """An object that is read by ranges."""
+
+    def __init__(self, path: ObjectPath, size: int) -> None:
+        self.size = size
+        self.identity = (path.url, size)
+        self._path = path
+
+    def read_into(self, view: memoryview, position: int) -> int:
+        """Fetch one range of bytes."""
+        content = _range(self._path, position, min(position + len(view), self.size))
+        view[: len(content)] = content
+        return len(content)
+
+
+class _NewObject:
+    """An upload in parts of ``PART_BYTES``, from the first byte to the last; it appears when it is finished."""
+
+    def __init__(self, path: ObjectPath, nbytes: int) -> None:
+        self._path, self._nbytes, self._at, self._finished = path, nbytes, 0, False
+        self._file: Any = request(path.url, lambda files: files.open(path.key, "wb", block_size=PART_BYTES))
+
+    def write_at(self, position: int, data: memoryview) -> None:
+        """Append ``data``; each full part is sent."""
+        assert position == self._at, f"{self._path}: byte {position} after {self._at}; an upload has one order"
+        self._at += len(data)
+        self._attempt(lambda: self._file.write(data), lambda: self._file.flush())
+
+    def finish(self) -> None:
+        """Send the last part, and confirm that the store has the object at its full size."""
+        self._attempt(self._file.close, self._file.close)
+        size = self._path.size()
+        if size != self._nbytes:
+            raise CheckpointError(
+                f"{self._path} has {size or 0:,} bytes after the upload of {self._nbytes:,}. Save again; if it happens "
+                "again, check the store."
+            )
+        self._finished = True
+
+    def close(self) -> None:
+        """Abandon the upload unless it was finished: none of its parts appears."""
+        if not self._finished and not self._file.closed:
+            with contextlib.suppress(Exception):  # the causing error is reported; the store expires old parts itself
+                self._file.closed = True
+                self._file.discard()
+
+    def _attempt(self, first: Callable[[], Any], again: Callable[[], Any]) -> None:
+        """Send a part once: fsspec's clients repeat the parts themselves, a bounded number of times."""
+        try:
+            first()
+        except FileNotFoundError as error:
+            raise no_bucket(self._path.url, error) from error
+        except Exception as error:
+            problem = refusal(self._path.url, error, ATTEMPTS)
+            raise (problem or error) from error
+
+
+def _range(path: ObjectPath, start: int, stop: int) -> bytes:
+    return request(path.url, lambda files: files.cat_file(path.key, start=start, end=stop))
+
+
+def _required_size(path: ObjectPath) -> int:
+    size = path.size()
+    if size is None:
+        raise FileNotFoundError(f"there is no {path}")
+    return size
+
+
+def _by_name(directory: ObjectPath) -> dict[str, set[str]]:
+    """Return the objects under each prefix that is one component longer, from one listing."""
+    found: dict[str, set[str]] = {}
+    for path in directory.sizes():
+        name, _, rest = path.partition("/")
+        if rest:
+            found.setdefault(name, set()).add(rest)
+    return found

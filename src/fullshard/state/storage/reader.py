@@ -1,0 +1,149 @@
+"""Reader of runs of tensors in a sharded checkpoint, whatever runs its writers had."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+
+from fullshard.errors import CheckpointError, StoreError
+from fullshard.state.storage.backend import backend_of
+from fullshard.state.storage.index import Index, PieceEntry, TensorEntry
+from fullshard.state.storage.object_path import Place
+from fullshard.state.storage.piece import Piece
+from fullshard.state.storage.safetensors_reader import SafetensorsFile
+from fullshard.state.storage.shard_file import BLOCK_BYTES, crc_of, dtype_of
+from fullshard.state.storage.store import instead_of
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class _Block:
+    """One stored block, and which of its elements are wanted."""
+
+    name: str  # of the tensor
+    stored: PieceEntry  # the run it is a block of
+    number: int  # its number in that run
+    numel: int  # elements in it
+    dtype: torch.dtype  # their dtype in the file
+    target: torch.Tensor  # (wanted,): where the wanted elements go
+    skip: int  # elements of the block before the first wanted one
+
+
+class CheckpointReader:
+    """Fills pieces from a checkpoint's files and checks every block it touches; on one rank, no communication.
+
+    A block that is entirely inside the target and of the target's dtype is read in place; others pass through a buffer
+    of one block.
+    """
+
+    def __init__(self, path: Place, index: Index) -> None:
+        """Read from the checkpoint directory ``path``."""
+        self.path = path
+        self.index = index
+        self._files: dict[str, SafetensorsFile] = {}
+
+    def entry(self, name: str) -> TensorEntry:
+        """Look up a tensor in the index.
+
+        Raises:
+            CheckpointError: There is no such tensor.
+        """
+        if name not in self.index.tensors:
+            raise CheckpointError(f"{self.path} has no tensor {name!r} among its {len(self.index.tensors)}.")
+        return self.index.tensors[name]
+
+    def read(self, *pieces: Piece) -> None:
+        """Fill the tensor of each piece with its elements of the stored tensor, cast if the dtypes differ.
+
+        From an object store several blocks are fetched at the same time, because each one waits for the network.
+
+        Raises:
+            CheckpointError: There is no such tensor, it has another shape, or a file is damaged; tensors may be partly
+                overwritten.
+        """
+        blocks = (block for piece in pieces for block in self._blocks(piece))
+        for block, content in _ahead(self._fetch, blocks, backend_of(self.path).fetches):
+            if content is not block.target:
+                block.target.copy_(content[block.skip : block.skip + block.target.numel()])
+
+    def _blocks(self, piece: Piece) -> Iterator[_Block]:
+        """Yield the stored blocks that have elements of a piece."""
+        entry = self.entry(piece.name)
+        if entry.shape != piece.shape:
+            raise CheckpointError(f"{self.path}: {piece.name} has shape {entry.shape}; {piece.shape} was requested.")
+        dtype = dtype_of(entry)
+        per_block = BLOCK_BYTES // dtype.itemsize
+        for stored in entry.pieces:
+            low, high = max(stored.start, piece.start), min(stored.stop, piece.stop)
+            if low >= high:
+                continue
+            self._file(stored.file)  # opened here, not by several threads at the same time
+            for number in range((low - stored.start) // per_block, (high - 1 - stored.start) // per_block + 1):
+                first = stored.start + number * per_block
+                last = min(first + per_block, stored.stop)
+                target = piece.tensor[max(first, low) - piece.start : min(last, high) - piece.start]
+                yield _Block(piece.name, stored, number, last - first, dtype, target, max(first, low) - first)
+
+    def _fetch(self, block: _Block) -> tuple[_Block, torch.Tensor]:
+        """Read one block, directly into its target if all of it is wanted."""
+        target = block.target
+        whole = target.numel() == block.numel and target.dtype == block.dtype and target.device.type == "cpu"
+        content = target if whole else torch.empty(block.numel, dtype=block.dtype)
+        self._read_block(block.name, block.stored, block.number, content)
+        return block, content
+
+    def _read_block(self, name: str, stored: PieceEntry, number: int, out: torch.Tensor) -> None:
+        """Read one complete block and compare its checksum."""
+        start = number * (BLOCK_BYTES // out.dtype.itemsize)
+        file = self._file(stored.file)
+        if name not in file.tensors:
+            raise self._damage(f"{file.path} lacks {name!r}, which the index lists in it: they are from two saves.")
+        try:
+            file.read(name, start, out)
+        except StoreError:
+            raise
+        except CheckpointError as error:
+            raise self._damage(str(error)) from error
+        found = crc_of(out)
+        if number >= len(stored.crcs) or found != stored.crcs[number]:
+            expected = f"{stored.crcs[number]:08x}" if number < len(stored.crcs) else "nothing"
+            low, high = start * out.dtype.itemsize, (start + out.numel()) * out.dtype.itemsize
+            raise self._damage(
+                f"{self.path / stored.file} is damaged: block {number} of {name} (bytes {low:,} to {high:,} of it) has "
+                f"checksum {found:08x}, expected {expected}. `fullshard verify {self.path}` lists all damage."
+            )
+
+    def _file(self, name: str) -> SafetensorsFile:
+        if name not in self._files:
+            try:
+                self._files[name] = SafetensorsFile(self.path / name)
+            except StoreError:
+                raise
+            except CheckpointError as error:
+                raise self._damage(str(error)) from error
+        return self._files[name]
+
+    def _damage(self, text: str) -> CheckpointError:
+        """Return the error for damage, which names the checkpoint to use instead."""
+        return CheckpointError(f"{text} {instead_of(self.path)}")
+
+
+def _ahead(fetch: Callable[[_Block], T], blocks: Iterator[_Block], most: int) -> Iterator[T]:
+    """Yield ``fetch`` of each block in order, with at most ``most`` of them under way."""
+    if most == 1:
+        yield from map(fetch, blocks)
+        return
+    with ThreadPoolExecutor(most, thread_name_prefix="fullshard-fetch") as threads:
+        under_way: deque[Future[T]] = deque()
+        for block in blocks:
+            under_way.append(threads.submit(fetch, block))
+            if len(under_way) >= most:
+                yield under_way.popleft().result()
+        while under_way:
+            yield under_way.popleft().result()

@@ -1,0 +1,237 @@
+"""Reader of one untrusted safetensors file by element ranges; the header is checked first.
+
+The library's own reader maps the file, and every page of the mapping that a slice touches counts as the process's
+memory until it is unmapped: twice what is needed. Here ``preadv`` reads the bytes into place.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+
+from fullshard.errors import CheckpointError
+from fullshard.state.storage.backend import Ranges, backend_of
+from fullshard.state.storage.dtypes import DTYPES
+from fullshard.state.storage.object_path import Place
+
+HEADER_LIMIT_BYTES = 100_000_000
+"""Longest header that is accepted; the library's own limit."""
+
+STAGING_BYTES = 16 << 20
+"""Largest host buffer for elements that are converted or copied to another device."""
+
+_REMEDY = "The file is damaged or was not copied completely: fetch or save it again."
+# Linux reads at most 0x7ffff000 bytes a call; smaller pieces also let Ctrl-C through in between.
+_READ_BYTES = 64 << 20
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """One tensor of a file, as its header describes it."""
+
+    shape: tuple[int, ...]  # its full shape
+    dtype: torch.dtype  # its dtype in the file
+    offset: int  # its first byte, counted from the start of the file
+
+
+class SafetensorsFile:
+    """A file with a checked header, read by runs of elements; each rank opens its own.
+
+    The file is opened for each read, so nothing has to be closed. A file that was replaced in between is detected.
+
+    Attributes:
+        path: The file.
+        tensors: Its tensors, by name.
+    """
+
+    def __init__(self, path: Place) -> None:
+        """Read and check the header.
+
+        Raises:
+            CheckpointError: The file cannot be read, or its header contradicts itself or the file's size.
+        """
+        self.path = path
+        self._staging: torch.Tensor | None = None
+        self._identity: tuple[Any, ...] | None = None
+        with self._opened() as file:
+            self._identity = file.identity
+            self.tensors = _parse(path, *_read_header(path, file), file.size)
+
+    def read(self, name: str, start: int, out: torch.Tensor) -> None:
+        """Fill ``out`` with a run of the elements of a tensor, straight from the file if nothing is converted.
+
+        Args:
+            name: Name of the tensor.
+            start: First element, counted in the flattened tensor.
+            out: (numel,), contiguous, on any device; of the stored dtype, or both are floating.
+
+        Raises:
+            CheckpointError: The file changed since its header was read, ends early, or cannot be read.
+        """
+        stored = self.tensors[name]
+        position = stored.offset + start * stored.dtype.itemsize
+        with self._opened() as file:
+            if file.identity != self._identity:
+                raise CheckpointError(
+                    f"{self.path} changed while it was being read. Load it again when it is complete."
+                )
+            if out.device.type == "cpu" and out.dtype == stored.dtype:
+                self._fill(file, position, out.detach().view(torch.uint8))
+                torch.autograd.graph.increment_version(
+                    out
+                )  # preadv writes without torch's knowledge; autograd detects changes by version
+                return
+            itemsize = stored.dtype.itemsize
+            step = STAGING_BYTES // itemsize
+            for low in range(0, out.numel(), step):
+                part = out[low : low + step]
+                piece = self._stage(part.numel() * itemsize)
+                self._fill(file, position + low * itemsize, piece)
+                with torch.no_grad():
+                    part.copy_(piece.view(stored.dtype))
+
+    def _stage(self, nbytes: int) -> torch.Tensor:
+        """Return the first ``nbytes`` of the one reused buffer."""
+        if self._staging is None:
+            self._staging = torch.empty(STAGING_BYTES, dtype=torch.uint8)
+        return self._staging[:nbytes]
+
+    def _fill(self, file: Ranges, position: int, out: torch.Tensor) -> None:
+        """Read bytes from ``position`` on into ``out``, uint8 on the CPU; a single system call may read less."""
+        view = out.numpy().data
+        done = 0
+        while done < len(view):
+            count = file.read_into(view[done : done + _READ_BYTES], position + done)
+            if count == 0:
+                raise CheckpointError(
+                    f"{self.path} ends at byte {position + done:,}, inside a tensor that ends at byte "
+                    f"{position + len(view):,}. {_REMEDY}"
+                )
+            done += count
+
+    @contextmanager
+    def _opened(self) -> Iterator[Ranges]:
+        """Open the file; an error of the file system becomes a CheckpointError."""
+        try:
+            with backend_of(self.path).opened(self.path, self._identity) as file:
+                yield file
+        except OSError as error:
+            raise CheckpointError(f"{self.path} cannot be read: {error.strerror or error}.") from error
+
+
+def _read_up_to(file: Ranges, nbytes: int, position: int) -> bytes:
+    content = bytearray(nbytes)
+    return bytes(content[: file.read_into(memoryview(content), position)])
+
+
+def _read_header(path: Place, file: Ranges) -> tuple[bytes, int]:
+    """Return the header's text, and where the data starts."""
+    size = file.size
+    if size < 8:
+        raise CheckpointError(
+            f"{path} has {size} bytes; a safetensors file begins with 8 bytes for its header's length."
+        )
+    length = int.from_bytes(_read_up_to(file, 8, 0), "little")
+    if length > HEADER_LIMIT_BYTES:
+        raise CheckpointError(
+            f"{path} announces a header of {length:,} bytes; the limit is {HEADER_LIMIT_BYTES:,}. "
+            "Is it a safetensors file? If it is, fetch or save it again."
+        )
+    if 8 + length > size:
+        raise CheckpointError(f"{path} announces a header of {length:,} bytes, but has only {size:,} bytes. {_REMEDY}")
+    text = b""
+    while len(text) < length:
+        more = _read_up_to(file, length - len(text), 8 + len(text))
+        if not more:
+            raise CheckpointError(f"{path} ends inside its header of {length:,} bytes. {_REMEDY}")
+        text += more
+    return text, 8 + length
+
+
+def _parse(path: Place, text: bytes, data_start: int, size: int) -> dict[str, StoredTensor]:
+    """Parse a header; its tensors together must cover the data without overlap."""
+    entries = _load_json(path, text)
+    metadata = entries.pop("__metadata__", {})
+    if not isinstance(metadata, dict):
+        raise CheckpointError(f"{path}: __metadata__ in the header is not a JSON object. {_REMEDY}")
+    tensors = {}
+    runs = []
+    for name, entry in entries.items():
+        dtype, shape, (begin, end) = _check_entry(path, name, entry)
+        expected = prod(shape) * dtype.itemsize
+        if end - begin != expected:
+            raise CheckpointError(
+                f"{path}: tensor {name!r} of shape {shape} in {dtype} takes {expected:,} bytes, but its data_offsets "
+                f"[{begin}, {end}] give it {end - begin:,}. {_REMEDY}"
+            )
+        tensors[name] = StoredTensor(shape, dtype, data_start + begin)
+        runs.append((begin, end, name))
+    _check_cover(path, sorted(runs), size - data_start)
+    return tensors
+
+
+def _load_json(path: Place, text: bytes) -> dict[str, Any]:
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            counts = Counter(name for name, _ in pairs)
+            twice = next(name for name in counts if counts[name] > 1)
+            raise CheckpointError(f"{path}: the header names {twice!r} twice. {_REMEDY}")
+        return found
+
+    try:
+        entries = json.loads(text, object_pairs_hook=unique)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path}: the header of {len(text):,} bytes is not JSON ({error}). {_REMEDY}") from error
+    if not isinstance(entries, dict):
+        raise CheckpointError(f"{path}: the header is not a JSON object. {_REMEDY}")
+    return entries
+
+
+def _check_entry(path: Place, name: str, entry: object) -> tuple[torch.dtype, tuple[int, ...], list[int]]:
+    """Return the dtype, shape and byte range of one tensor."""
+    if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
+        raise CheckpointError(f"{path}: tensor {name!r} needs a dtype, a shape and data_offsets. {_REMEDY}")
+    code, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    if not isinstance(code, str) or code not in DTYPES:
+        raise CheckpointError(
+            f"{path}: tensor {name!r} has dtype {code!r}; known are {', '.join(DTYPES)}. "
+            "Save the model in one of these."
+        )
+    for what, numbers in (("shape", shape), ("data_offsets", offsets)):
+        # JSON's true and false are numbers to Python.
+        if not isinstance(numbers, list) or any(type(n) is not int or n < 0 for n in numbers):
+            raise CheckpointError(
+                f"{path}: tensor {name!r} has {what} {numbers!r}, which is not a list of counts. {_REMEDY}"
+            )
+    if len(offsets) != 2:
+        raise CheckpointError(f"{path}: tensor {name!r} has data_offsets {offsets}; two are needed. {_REMEDY}")
+    return DTYPES[code], tuple(shape), offsets
+
+
+def _check_cover(path: Place, runs: list[tuple[int, int, str]], data_bytes: int) -> None:
+    """Raise unless byte ranges follow each other without gap or overlap, to the end of the file."""
+    reached, before = 0, "the header"
+    for begin, end, name in runs:
+        if end > data_bytes:
+            raise CheckpointError(
+                f"{path}: tensor {name!r} ends at byte {end:,} of the data, which has {data_bytes:,}. {_REMEDY}"
+            )
+        if begin != reached:
+            what = "overlaps" if begin < reached else "leaves a gap after"
+            raise CheckpointError(
+                f"{path}: tensor {name!r} begins at byte {begin:,} of the data and {what} {before!r}, which ends at "
+                f"{reached:,}. {_REMEDY}"
+            )
+        reached, before = end, name
+    if reached != data_bytes:
+        raise CheckpointError(
+            f"{path}: the header accounts for {reached:,} bytes of data, and the file has {data_bytes:,}. {_REMEDY}"
+        )

@@ -1,0 +1,266 @@
+"""The save of one checkpoint on one rank, in its own thread.
+
+Every rank writes its file and, when that is on disk, its part of the index next to it. Rank 0 waits for all parts by
+polling the directory, not in a collective: training may continue, and a slow disk blocks no other rank. Then it writes
+the index, marks the checkpoint as complete, makes it appear (``finish``) and
+deletes the checkpoints not to be kept.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from fullshard.errors import CheckpointError, StoreError
+from fullshard.state.storage.backend import backend_of
+from fullshard.state.storage.completion import completion_of, write_completion
+from fullshard.state.storage.index import (
+    INDEX_BOUNDS,
+    INDEX_NAME,
+    Index,
+    merge_tensors,
+    require_covered,
+    tensors_as_plain,
+    tensors_from_plain,
+)
+from fullshard.state.storage.object_path import Place
+from fullshard.state.storage.piece import SavePlan
+from fullshard.state.storage.shard_file import shard_name, write_shard_file
+from fullshard.state.storage.store import Keep, clear_leftovers, contradiction, next_serial, prune
+
+_log = logging.getLogger("fullshard")
+
+GIVEN_UP = "given up, because another rank could not write its part"
+"""The outcome on a rank that did not cause the failure."""
+
+
+@dataclass(frozen=True)
+class SaveJob:
+    """One rank's share of the save of one checkpoint."""
+
+    directory: Place  # the directory of checkpoints
+    attempt: str  # distinguishes this save from all others in the directory, if the backend has no renames
+    rank: int
+    index: Index  # the index without ``tensors``, ``groups`` and ``scalars``, which are known only after writing
+    plan: SavePlan  # the pieces that this rank writes; they must not change before the save is finished
+    keep: Keep  # which checkpoints are kept
+    ready: Callable[[], None]  # called in the thread; returns once the pieces may be read
+    timeout_s: float  # longest time without progress, in seconds
+    require_commit: Callable[[], None]  # called on rank 0 right before the commit; raises if another run writes here
+
+    @property
+    def temporary(self) -> Place:
+        """The checkpoint's directory while it is written."""
+        return backend_of(self.directory).names(self.directory, self.index.step, self.attempt)[0]
+
+    @property
+    def final(self) -> Place:
+        """The checkpoint's directory when it is complete."""
+        return backend_of(self.directory).names(self.directory, self.index.step, self.attempt)[1]
+
+
+def begin(job: SaveJob) -> None:
+    """Create the empty directory that all ranks write into; on rank 0, under the lock.
+
+    Raises:
+        CheckpointError: The file system refused.
+    """
+    try:
+        clear_leftovers(job.directory)  # including those of a failed save, which may be what fills the disk
+        backend_of(job.directory).begin(job.temporary)
+    except OSError as error:
+        raise _refused(job.final, error) from error
+
+
+class Save:
+    """A checkpoint being written by this rank; every rank makes one for the same step.
+
+    Attributes:
+        job: Description of the save.
+        done_bytes: Bytes written so far.
+        total_bytes: Bytes that this rank writes.
+        seconds: Duration; set once the save is finished.
+        reported: True if its commit was reported to the caller.
+    """
+
+    def __init__(self, job: SaveJob) -> None:
+        """Start writing."""
+        self.job = job
+        self.done_bytes = 0
+        self.total_bytes = sum(piece.tensor.nbytes for piece in job.plan.pieces)
+        self.seconds = 0.0
+        self.reported = False
+        self._started = self._moved_at = time.monotonic()
+        self._problem: str | None = None
+        self._cancelled = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="fullshard-save", daemon=True)
+        self._thread.start()
+
+    @property
+    def final(self) -> Place:
+        """The checkpoint's directory when it is complete."""
+        return self.job.final
+
+    def poll(self, seconds: float) -> str | None:
+        """Wait for at most ``seconds``.
+
+        Returns:
+            None while it is under way; ``""`` once it is finished, which on rank 0 means committed; else the error.
+        """
+        self._thread.join(seconds)
+        if not self._thread.is_alive():
+            return self._problem or ""
+        if time.monotonic() - self._moved_at > self.job.timeout_s + 10:
+            return f"{self.final}: the disk has not responded for {self.job.timeout_s:g} s (rank {self.job.rank})."
+        return None
+
+    def let_end(self, seconds: float) -> None:
+        """Wait until it is finished, or until this rank has written nothing for ``seconds``."""
+        before = -1
+        while before != self.done_bytes:
+            before = self.done_bytes
+            if self.poll(seconds) is not None:
+                return
+
+    def cancel(self) -> None:
+        """Abandon the save, because another rank has failed."""
+        self._cancelled.set()
+
+    def _run(self) -> None:
+        """Run the save in the thread."""
+        try:
+            self._write_mine()
+            if self.job.rank == 0:
+                parts = [self._wait_for_part(rank) for rank in range(self.job.index.world_size)]
+                commit_save(self.job, parts, self._count)
+        except OSError as error:
+            self._problem = str(_refused(self.final, error))
+        except CheckpointError as error:
+            self._problem = str(error)
+        except BaseException as error:
+            # Any error: if this thread ended unreported, the other ranks would wait for it.
+            self._problem = f"{self.final}: rank {self.job.rank} could not write its part: {error!r}"
+        self.seconds = time.monotonic() - self._started
+        if self._problem is not None:
+            self._withdraw()
+
+    def _write_mine(self) -> None:
+        self.job.ready()
+        write_part(self.job, self._count)
+
+    def _count(self, nbytes: int) -> None:
+        """Count written bytes; raise if another rank failed."""
+        if nbytes:
+            self.done_bytes += nbytes
+            self._moved_at = time.monotonic()
+        if self._cancelled.is_set():
+            raise CheckpointError(GIVEN_UP)
+
+    def _wait_for_part(self, rank: int) -> dict[str, Any]:
+        """Return a rank's part of the index as soon as it exists.
+
+        Raises:
+            CheckpointError: The rank has failed, or takes too long.
+        """
+        backend = backend_of(self.job.directory)
+        path, seconds = _part_path(self.job, rank), backend.look_seconds
+        while backend.sizes_of(path.parent, [path.name])[path.name] is None:
+            self._count(0)
+            if time.monotonic() - self._moved_at > self.job.timeout_s:
+                raise CheckpointError(
+                    f"{self.final}: rank {rank} has not written its part within {self.job.timeout_s:g} s, or rank 0 "
+                    "does not see it. All ranks must write to a shared file system; for a slow disk raise timeout_s."
+                )
+            self._cancelled.wait(seconds)
+            seconds = min(20 * backend.look_seconds, 1.5 * seconds)
+        self._moved_at = time.monotonic()
+        return read_part(self.job, rank)
+
+    def _withdraw(self) -> None:
+        """Delete what was written, after a failure; on rank 0. The next save deletes the remainder."""
+        if self.job.rank == 0:
+            with contextlib.suppress(OSError, StoreError):
+                backend_of(self.job.directory).discard(self.job.temporary)
+
+
+def write_part(job: SaveJob, count: Callable[[int], None] = lambda nbytes: None) -> None:
+    """Write a rank's file, then its part of the index, which tells rank 0 that the file is on disk.
+
+    Raises:
+        OSError, CheckpointError: It could not be written, or ``count``, which receives the number of bytes, raised.
+    """
+    name = shard_name(job.rank, job.index.world_size)
+    tensors = write_shard_file(job.temporary / name, job.plan.pieces, count)
+    part = {"tensors": tensors_as_plain(tensors), "groups": job.plan.groups, "scalars": job.plan.scalars}
+    backend_of(job.directory).write_text(_part_path(job, job.rank), json.dumps(part))
+
+
+def read_part(job: SaveJob, rank: int) -> dict[str, Any]:
+    """Return a rank's part of the index, which exists."""
+    return json.loads(backend_of(job.directory).read(_part_path(job, rank), INDEX_BOUNDS.nbytes))
+
+
+def commit_save(
+    job: SaveJob, parts: Sequence[Mapping[str, Any]], count: Callable[[int], None] = lambda nbytes: None
+) -> None:
+    """Make a complete checkpoint under its final name from all ranks' parts; on rank 0.
+
+    Raises:
+        OSError, CheckpointError: It could not be written, a part is missing, or ``count`` raised.
+    """
+    backend = backend_of(job.directory)
+    tensors = merge_tensors(tensors_from_plain(part["tensors"]) for part in parts)
+    require_covered(tensors, job.final)
+    scalars = {name: values for part in parts for name, values in part["scalars"].items()}
+    groups = merge_groups([part["groups"] for part in parts])
+    serial = next_serial(job.directory)
+    index = replace(job.index, tensors=tensors, groups=groups, scalars=scalars, serial=serial)
+    backend.write_text(job.temporary / INDEX_NAME, index.as_json())
+    count(0)
+    # The marker comes after everything that it vouches for, and the deletion of old checkpoints after the commit:
+    # whenever the process is killed, the previous checkpoint or this one is complete.
+    for rank in range(job.index.world_size):
+        backend.delete_file(_part_path(job, rank))
+    job.require_commit()
+    backend.finish(job.temporary, job.final, lambda: _mark(job, index))
+    try:
+        prune(job.directory, job.keep, newest=job.final)
+    except (OSError, CheckpointError) as error:
+        _log.warning("%s is committed, but older checkpoints could not be deleted: %s", job.final, error)
+
+
+def _mark(job: SaveJob, index: Index) -> None:
+    """Write ``complete.json``, after a last check of the files that it vouches for."""
+    done = completion_of(job.temporary, index)
+    problem = contradiction(index, done)
+    if problem is not None:
+        raise CheckpointError(f"{job.final}: {INDEX_NAME} {problem}. Save again.")
+    write_completion(job.temporary, done)
+
+
+def merge_groups(by_rank: Sequence[Sequence[Mapping[str, Any]]]) -> list[dict[str, Any]]:
+    """Merge all ranks' parameter groups, those with equal options into one; a rank lists parameters it has rows of."""
+    merged: dict[str, dict[str, Any]] = {}
+    for groups in by_rank:
+        for group in groups:
+            options = {name: value for name, value in group.items() if name != "params"}
+            known = merged.setdefault(json.dumps(options, sort_keys=True), {**options, "params": []})
+            known["params"] = list(dict.fromkeys([*known["params"], *group["params"]]))
+    return list(merged.values())
+
+
+def _part_path(job: SaveJob, rank: int) -> Place:
+    return job.temporary / f"{shard_name(rank, job.index.world_size)}.part.json"
+
+
+def _refused(final: Place, error: OSError) -> CheckpointError:
+    return CheckpointError(
+        f"Could not write checkpoint {final}: {error}. Earlier checkpoints are unchanged. Free disk space or check "
+        "that you can write to the directory, then save again."
+    )
