@@ -2,6 +2,8 @@
 
 import subprocess
 import sys
+from importlib import import_module
+from pathlib import Path
 
 import pytest
 
@@ -53,3 +55,12 @@ def test_every_public_name_and_room_is_an_attribute(of_names):
 
 def test_what_was_set_in_place_of_a_name_stays_when_the_library_is_imported(of_names):
     assert of_names[1] == "1"
+
+
+def test_public_names_stay_where_they_are():
+    """A name that goes needs a line in the changelog, and one here."""
+    names = (Path(__file__).parents[1] / "golden" / "public_names.txt").read_text().split()
+    split = [name.rpartition(".") for name in names]
+    assert [f"{module}.{name}" for module, _, name in split if not hasattr(import_module(module), name)] == []
+    library = sorted(name for module, _, name in split if module == "fullshard")
+    assert sorted(import_module("fullshard").__all__) == library
