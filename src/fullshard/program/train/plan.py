@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import partial
@@ -13,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fullshard.core.comm import Comm
+from fullshard.core.engine.step.lane import HELD_BYTES
 from fullshard.core.optim import ShardedGradScaler
 from fullshard.planner import (
     STEPS,
@@ -339,10 +341,15 @@ class _Told:
         self.chosen = self._choices(model)
         blocks: list[Any] = list(blocks_of(model))
         self.blocks, self.recomputed = len(blocks), sum(block.gradient_checkpointing for block in blocks)
-        trained = ([p for p in block.parameters() if p.requires_grad] for block in blocks)
-        self.block_bytes = max(
-            (sum(prod(p.shard_meta.global_shape) * p.itemsize for p in block) for block in trained), default=0
-        )
+        # Graphs return a block's gradients together; a unit of several blocks may still hold back those of others.
+        of_block, of_unit = Counter[int](), Counter[Any]()
+        for place, block in enumerate(blocks):
+            for p in (one for one in block.parameters() if one.requires_grad):
+                size = prod(p.shard_meta.global_shape) * p.itemsize
+                of_block[place] += size
+                of_unit[p.shard_unit()] += size
+        largest, unit = (max(found.values(), default=0) for found in (of_block, of_unit))
+        self.block_bytes = max(largest, min(unit, largest + HELD_BYTES))
 
     def step(self) -> None:
         """Count a step."""
