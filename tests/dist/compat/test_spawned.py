@@ -10,7 +10,7 @@ import pytest
 
 from support.processes import SOURCE
 
-pytestmark = [pytest.mark.dist, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.dist, pytest.mark.slow, pytest.mark.timeout(120)]
 
 
 def test_a_spawned_script_whose_ranks_draw_their_own_seed_equals_the_unsharded_run(tmp_path):

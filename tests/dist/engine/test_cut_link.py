@@ -70,6 +70,7 @@ REMOTE = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 def test_each_rank_says_within_seconds_that_the_other_is_out_of_reach(said):
     cut, _, _ = said
@@ -80,12 +81,14 @@ def test_each_rank_says_within_seconds_that_the_other_is_out_of_reach(said):
         )
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 def test_ranks_go_on_when_the_network_is_mended(said):
     _, mended, _ = said
     assert mended == ["sum 2"] * 2
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 def test_at_the_groups_timeout_the_error_names_the_cut(said):
     _, _, final = said
