@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import fullshard
-from fullshard import torch_private
+from fullshard.core import torch_private
 
 ROOMS = ("layout", "comm", "shards", "quantized", "engine", "optim", "testing")
 SOURCE = Path(torch_private.__file__).read_text()
@@ -22,7 +22,7 @@ def printed(code):
 
 def test_the_engines_rooms_import_no_private_name_of_torch():
     found = []
-    for path in (path for room in ROOMS for path in (Path(fullshard.__file__).parent / room).rglob("*.py")):
+    for path in (path for room in ROOMS for path in (Path(fullshard.__file__).parent / "core" / room).rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
             names = [node.module, *(one.name for one in node.names)] if isinstance(node, ast.ImportFrom) else []
             if isinstance(node, ast.Attribute) and re.match(r"(torch|dist|init)\.[\w.]+$", ast.unparse(node)):
@@ -58,8 +58,8 @@ import importlib, re, sys, torch, torch.distributed, torch.nn.init, torch.optim,
 names = re.findall(r'_named\\("(.+?)", "(.+?)"\\)', open(sys.argv[1]).read())
 for module, name in names:
     delattr(importlib.import_module(module), name)
-import fullshard, fullshard.core.engine.setup.api, fullshard.optim, fullshard.quantized, fullshard.testing
-from fullshard import torch_private
+import fullshard, fullshard.core.engine.setup.api, fullshard.core.optim, fullshard.core.quantized, fullshard.core.testing
+from fullshard.core import torch_private
 from fullshard.errors import ConfigError
 for variable in re.findall(r'^(\\w+)(?:: .*)? = _named', open(sys.argv[1]).read(), re.M):
     try:

@@ -11,9 +11,9 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from fullshard import policy
 from fullshard.compat.torch_fsdp.api import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 from fullshard.compat.torch_fsdp.wrap import is_wrapper
+from fullshard.core import policy
 from fullshard.core.comm import machines_of_world, named_ranks
 from fullshard.errors import ConfigError, WrapError
 

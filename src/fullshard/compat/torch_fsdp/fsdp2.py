@@ -12,7 +12,6 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from fullshard import engine
 from fullshard.compat.torch_fsdp.api import StateDictType, set_state_dict_type
 from fullshard.compat.torch_fsdp.fsdp_module import (
     FSDPModule,
@@ -27,6 +26,7 @@ from fullshard.compat.torch_fsdp.fsdp_module import (
 from fullshard.compat.torch_fsdp.model_state import load_model_state_dict, model_state_dict
 from fullshard.compat.torch_fsdp.optimizer_hooks import describe_state_of
 from fullshard.compat.torch_fsdp.tensor import RaggedShard, Replicate, Shard
+from fullshard.core import engine
 from fullshard.core.comm import as_mesh, device_mesh_of
 from fullshard.core.engine import Unit
 from fullshard.core.engine.registry import runtime_of

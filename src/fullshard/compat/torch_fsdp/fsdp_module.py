@@ -13,8 +13,8 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from fullshard import engine
 from fullshard.compat.torch_fsdp.model_state import load_model_state_dict, model_state_dict
+from fullshard.core import engine
 from fullshard.core.engine import Keep, LaneState, Unit
 from fullshard.core.engine.full.model_class import refuse_pickling, shallow_copy
 from fullshard.core.engine.setup.initial import marked_like

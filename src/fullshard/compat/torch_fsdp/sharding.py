@@ -16,11 +16,11 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from fullshard import policy
 from fullshard.compat.torch_fsdp import arguments
 from fullshard.compat.torch_fsdp.arguments import UnitSettings
 from fullshard.compat.torch_fsdp.optimizer_hooks import describe_state_for_getters
 from fullshard.compat.torch_fsdp.wrap import RepeatedBlocks, is_wrapper, modules_to_wrap
+from fullshard.core import policy
 from fullshard.core.comm import as_mesh
 from fullshard.core.engine import FirstValues, Unit, fully_shard
 from fullshard.core.engine.registry import runtime_of

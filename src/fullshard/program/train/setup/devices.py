@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from fullshard.core.comm import Comm, device_of, whole_memory_bytes
+from fullshard.core.policy import ShardingStrategy
 from fullshard.planner import Hardware
 from fullshard.program.config import RunConfig
 from fullshard.program.config.training import auto_precision
@@ -124,7 +125,7 @@ def may_accumulate_unsharded(config: RunConfig, ranks: int) -> bool:
     training = config.training
     several = training.gradient_accumulation_steps > 1
     # Without shards, gradients are all-reduced once a step either way.
-    return training.accumulate == "auto" and several and ranks > 1 and config.sharding.strategy != "no_shard"
+    return training.accumulate == "auto" and several and ranks > 1 and ShardingStrategy(config.sharding.strategy).shards
 
 
 def with_unsharded(config: RunConfig) -> RunConfig:

@@ -1,0 +1,3 @@
+"""Tensors that are this rank's rows: the public name of ``fullshard.core.shards``."""
+
+from fullshard.core.shards import *  # noqa: F403
