@@ -58,7 +58,8 @@ import importlib, re, sys, torch, torch.distributed, torch.nn.init, torch.optim,
 names = re.findall(r'_named\\("(.+?)", "(.+?)"\\)', open(sys.argv[1]).read())
 for module, name in names:
     delattr(importlib.import_module(module), name)
-import fullshard, fullshard.core.engine.setup.api, fullshard.core.optim, fullshard.core.quantized, fullshard.core.testing
+import fullshard, fullshard.core.engine.setup.api, fullshard.core.optim, fullshard.core.quantized
+import fullshard.core.testing
 from fullshard.core import torch_private
 from fullshard.errors import ConfigError
 for variable in re.findall(r'^(\\w+)(?:: .*)? = _named', open(sys.argv[1]).read(), re.M):
