@@ -8,12 +8,10 @@ from fullshard.version import __version__ as __version__
 if TYPE_CHECKING:
     from fullshard.library import *  # noqa: F403
 
-_ROOMS = {
-    **dict.fromkeys(("comm", "engine", "layout", "optim", "policy", "shards", "testing"), "core."),
-    **dict.fromkeys(("saving", "storage"), "state."),
-    **dict.fromkeys(("data", "models"), "program."),
-    **dict.fromkeys(("compat", "errors"), ""),
-}
+_ROOMS = (
+    *("comm", "compat", "data", "engine", "errors", "layout", "models", "optim"),
+    *("policy", "saving", "shards", "storage"),
+)
 
 
 def __getattr__(name: str) -> Any:
@@ -23,7 +21,7 @@ def __getattr__(name: str) -> Any:
         AttributeError: There is no such name.
     """
     if name in _ROOMS:
-        return import_module(f"fullshard.{_ROOMS[name]}{name}")
+        return import_module(f"fullshard.{name}")
     if name.startswith("_") and name != "__all__":
         raise AttributeError(f"module 'fullshard' has no attribute {name!r}")
     library = import_module("fullshard.library")

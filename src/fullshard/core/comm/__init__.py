@@ -2,7 +2,7 @@
 
 from fullshard.core.comm.clock import Clock as Clock, clock_of as clock_of
 from fullshard.core.comm.device import Device as Device, device_of as device_of
-from fullshard.core.comm.free import free_memory as free_memory, lacking as lacking
+from fullshard.core.comm.free import demands as demands, free_memory as free_memory, lacking as lacking
 from fullshard.core.comm.gloo import GlooComm as GlooComm
 from fullshard.core.comm.ledger import LedgerEntry as LedgerEntry, RecordingComm as RecordingComm
 from fullshard.core.comm.machine_axes import (

@@ -47,15 +47,16 @@ def lacking(ranks: Sequence[tuple[int, Mapping[str, int]]], share: float = 1.0) 
 
     ``ranks`` are the bytes that each needs, and the bytes of each pool that it shares; they may take a ``share`` of it.
     """
+    return next((one for one in demands(ranks) if one[1] > share * one[2]), None)
+
+
+def demands(ranks: Sequence[tuple[int, Mapping[str, int]]]) -> list[tuple[str, int, int]]:
+    """Return each pool with what its ranks need of it and what it has; see :func:`lacking`."""
     free: dict[str, int] = {}
     for _, pools in ranks:
         for pool, size in pools.items():
             free[pool] = min(size, free.get(pool, size))
-    for pool, there in free.items():
-        needed = sum(size for size, pools in ranks if pool in pools)
-        if needed > share * there:
-            return pool, needed, there
-    return None
+    return [(pool, sum(size for size, pools in ranks if pool in pools), there) for pool, there in free.items()]
 
 
 def _machine() -> str:

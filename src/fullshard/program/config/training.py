@@ -78,7 +78,8 @@ class TrainingConfig(ConfigSection):
     accumulate: Literal["auto", "sharded", "unsharded"] = "auto"
     """How a step adds up its micro-batches' gradients. sharded: reduce each into the shards; unsharded: keep full fp32
     gradients on every rank and reduce them once, which sends less. auto: unsharded where that sends less and the plan
-    fits in 90 % of the free memory, else sharded; a resumed run keeps the choice. Hugging Face's sync_each_batch: true
+    fits in 90 % of the free memory, else sharded; a resumed run keeps the choice. The two round
+    sums differently: set one for results that do not depend on free memory. Hugging Face's sync_each_batch: true
     is sharded."""
     train_sampling_strategy: Literal["group_by_length", "random"] = "group_by_length"
     """group_by_length: batch rows of similar length; random: like torch's DistributedSampler, and the default of

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from fullshard.core.comm import Comm, free_memory, lacking
+from fullshard.core.comm import Comm, demands, free_memory, lacking
 from fullshard.errors import MemoryLimitError, UserError
 from fullshard.planner import TooMuchWorkError, work_limit
 from fullshard.planner.plan import LABELS, PHASE_LABELS
@@ -335,12 +335,8 @@ class _Plans:
 
     def _over(self, everyone: list[_Rank], share: float) -> float:
         """Return the bytes by which ranks need more of a pool than they may take, of the pool that lacks most."""
-        free = {pool: size for rank in everyone for pool, size in rank.free.items()}
-        over = {pool: -share * min(rank.free[pool] for rank in everyone if pool in rank.free) for pool in free}
-        for rank in everyone:
-            for pool in rank.free:
-                over[pool] += rank.needs(self._kind)
-        return max(over.values(), default=0)
+        pools = demands([(rank.needs(self._kind), rank.free) for rank in everyone])
+        return max((needed - share * there for _, needed, there in pools), default=0)
 
     def _before(self, setting: str, old: Any = None) -> Any:
         """Return what the run that continues chose at its start; None if there is none."""

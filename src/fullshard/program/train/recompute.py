@@ -96,6 +96,10 @@ def plan_chosen(
         return first, config
     plan, chosen, plans = first, [], {0: first}
     if config.training.gradient_checkpointing == "auto":
+        limit = memory_bytes if device is None else AUTO_SHARE * (memory_bytes - device.outside_bytes)
+
+        def needs(plan: RunPlan) -> int:
+            return plan.needed_bytes if device is None else needed_bytes(plan, "cuda")
 
         def missing(number: int) -> float:
             if number not in plans:
@@ -104,13 +108,11 @@ def plan_chosen(
                     plans[number] = plan_prepared(tried, data, world_size, device, **how)
                 except UserError:  # the model or its adapter does not support it
                     return math.inf
-            if device is None:
-                return plans[number].needed_bytes - memory_bytes
-            return needed_bytes(plans[number], "cuda") - AUTO_SHARE * (memory_bytes - device.outside_bytes)
+            return needs(plans[number]) - limit
 
         number = fewest_blocks(missing, first.blocks)
         why = "the run fits without" if missing(0) <= 0 else "recomputing more does not need less"
-        why = f"tensors need {format_bytes(needed_bytes(first, 'cuda'))} without" if number else why
+        why = f"a rank needs {format_bytes(needs(first))} without" if number else why
         plan, config = plans[number], with_blocks(config, number, first.blocks)
         chosen.append(blocks_choice(number, first.blocks, why))
     plan = plan_in(memory_bytes, config, data, world_size, device, sharded=plan, **how)

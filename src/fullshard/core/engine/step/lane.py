@@ -191,7 +191,7 @@ class Lane:
         """Copy (with cast) the held gradients into the lane, in one operator, and free them."""
         if self.held:
             views, gradients = [view for view, _ in self.held], [gradient for _, gradient in self.held]
-            foreach_copy(views, gradients)  # pyright: ignore[reportPrivateImportUsage]
+            foreach_copy(views, gradients)
         self.held, self.held_bytes = [], 0
 
     def gradient_of(self, place: int) -> tuple[torch.Tensor, bool]:
@@ -224,7 +224,7 @@ class Lane:
         unset = [gradient[low:high] for low, high in self.layout.gaps()]
         unset += [self.gradient_of(place)[0] for place in range(len(self.shapes)) if place not in self.written]
         if unset:
-            foreach_zero(unset)  # pyright: ignore[reportPrivateImportUsage]
+            foreach_zero(unset)
         self.written.clear()
         return gradient
 

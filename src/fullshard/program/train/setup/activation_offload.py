@@ -168,24 +168,28 @@ class ActivationOffload:
         self._model, self._device = model, device
         self._where = runtime_of(model).device.device
         self._known: dict[int, weakref.ref[_Copy]] = {}
-        self._kept: set[int] = set()
+        self._kept = self._storages_to_keep()
         self._group: _Group | None = None  # of the block that runs
         self._leaving: _Group | None = None  # of the block before, under way to the host
         self._before: weakref.ref[_Group] | None = None
         self._reached: weakref.WeakSet[_Group] = weakref.WeakSet()  # on the device in backward
         self._hooks: saved_tensors_hooks | None = None
+        model.register_forward_pre_hook(self._start)
         for block in blocks:
             # Inside of the engine's hooks: after its gather, and before it frees the parameters.
-            block.register_forward_pre_hook(partial(self._begin, first=block is blocks[0]))
+            block.register_forward_pre_hook(self._begin)
             block.register_forward_hook(partial(self._end, last=block is blocks[-1]), prepend=True, always_call=True)
 
-    def _begin(self, _block: nn.Module, _args: Any, *, first: bool) -> None:
-        if not torch.is_grad_enabled() or self._hooks is not None:  # a block inside of another, or of itself
-            return
-        if first:
+    def _start(self, _model: nn.Module, _args: Any) -> None:
+        """Forget the last forward; lanes may have other memory since, which is not looked up again for each block."""
+        if torch.is_grad_enabled():
             self._known.clear()
             self._before = None
-        self._kept = self._storages_to_keep()
+            self._kept = self._storages_to_keep()
+
+    def _begin(self, _block: nn.Module, _args: Any) -> None:
+        if not torch.is_grad_enabled() or self._hooks is not None:  # a block inside of another, or of itself
+            return
         self._group = _Group(None if self._before is None else self._before(), self._device)
         self._hooks = saved_tensors_hooks(self._pack, self._unpack)
         self._hooks.__enter__()
