@@ -106,9 +106,10 @@ def test_compiled_blocks_are_planned_uncompiled_and_the_figures_are_upper_bounds
         plan_run(load_run(write_run(tmp_path), [f"training.torch_compile={on}"]), 2) for on in ("false", "true")
     )
     theirs = T5ForConditionalGeneration(T5Config(**MODEL | {"vocab_size": 62}))
-    block = 4 * sum(parameter.numel() for parameter in theirs.decoder.block[0].parameters())
-    assert compiled.compiled_bytes == block == compiled.peak_bytes - plain.peak_bytes
-    assert compiled.phase_peaks == plain.phase_peaks | {"backward": plain.phase_peaks["backward"] + block}
+    # Blocks this small share a unit, and a unit's gradients are held until its last block's graph has returned.
+    unit = 4 * sum(parameter.numel() for parameter in theirs.decoder.block.parameters())
+    assert compiled.compiled_bytes == unit == compiled.peak_bytes - plain.peak_bytes
+    assert compiled.phase_peaks == plain.phase_peaks | {"backward": plain.phase_peaks["backward"] + unit}
     assert sum(compiled.parts.values()) == compiled.peak_bytes
     assert compiled.sent_bytes == plain.sent_bytes
     assert [str(plan).count("upper bound") for plan in (plain, compiled)] == [0, 1]
