@@ -17,9 +17,15 @@ from fullshard.planner import Rates, Timing
 from fullshard.program.config import RunConfig, load_run
 from fullshard.program.data import Batch, steps
 from fullshard.program.models import Objective, train_tokenizer
-from fullshard.program.train.bench import measure_rates
 from fullshard.program.train.evaluation.evaluate import evaluate
-from fullshard.program.train.plan import largest_steps, middle_step, plan_prepared, plan_run, prepare_plan
+from fullshard.program.train.plan import (
+    largest_steps,
+    measure_rates,
+    middle_step,
+    plan_prepared,
+    plan_run,
+    prepare_plan,
+)
 from fullshard.program.train.run.assemble import Assembly, assemble
 from fullshard.program.train.run.step import StepSpec, issue_step
 from fullshard.program.train.setup.prepare import prepare

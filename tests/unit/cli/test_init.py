@@ -12,7 +12,7 @@ from transformers import AutoModelForSeq2SeqLM
 from fullshard.core.testing import run_ranks
 from fullshard.program.cli import main as cli
 from fullshard.program.config import load_run
-from fullshard.program.starter import Machine, look_at, machine as machines
+from fullshard.program.starter import Machine, look_at, run_file
 from fullshard.program.train import FileSink, train
 from fullshard.program.train.reporting.card import CardSink
 from support.tiny_run import LABELS, WORDS
@@ -20,7 +20,7 @@ from support.tiny_run import LABELS, WORDS
 
 @pytest.fixture(autouse=True)
 def _no_cached_model(monkeypatch):
-    monkeypatch.setattr(machines, "is_cached", lambda name: False)
+    monkeypatch.setattr(run_file, "is_cached", lambda name: False)
 
 
 def pairs(path):

@@ -9,7 +9,7 @@ from fullshard.planner import hardware
 from fullshard.program.config import TrainingConfig, load_run
 from fullshard.program.train import around_steps
 from fullshard.program.train.plan import plan_prepared, plan_run, prepare_plan
-from fullshard.program.train.run.timetable import saves_between_steps
+from fullshard.program.train.run.loop import saves_between_steps
 from support.planned import write_directory_run, write_run
 from support.tiny_run import MODEL
 

@@ -11,7 +11,7 @@ from fullshard.core.testing import run_ranks
 from fullshard.errors import ModelError
 from fullshard.program.data import CollateSpec, LengthStats, RowRef, TokenizedSet, collate
 from fullshard.program.models.packing import PACKABLE_CAUSAL, PACKABLE_SEQ2SEQ, enable_packing
-from fullshard.program.train.forward import model_inputs
+from fullshard.program.train.setup.model import model_inputs
 
 STATS = LengthStats(1.0, 9, 0, 9)
 VOCAB = 40

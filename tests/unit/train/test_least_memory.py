@@ -10,8 +10,7 @@ from fullshard.planner import hardware
 from fullshard.planner.ranks import PlannedComm
 from fullshard.program.config import load_run
 from fullshard.program.train import memory_check
-from fullshard.program.train.least_memory import least_memory
-from fullshard.program.train.memory_check import check_memory, needed_bytes
+from fullshard.program.train.memory_check import check_memory, least_memory, needed_bytes
 from fullshard.program.train.plan import plan_prepared
 from fullshard.program.train.setup.prepare import prepare
 from support.planned import RUNS, write_run

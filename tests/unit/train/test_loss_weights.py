@@ -13,8 +13,8 @@ from fullshard.core.testing import run_ranks
 from fullshard.program.data import CollateSpec, LengthStats, RowRef, TokenizedSet, collate
 from fullshard.program.models import Objective, fuse_head
 from fullshard.program.models.packing import enable_packing
-from fullshard.program.train.forward import losses
 from fullshard.program.train.run.step import StepSpec
+from fullshard.program.train.setup.model import losses
 from support.one_step import train_step
 
 STATS = LengthStats(mean=0.0, longest=0, truncated=0, limit=0)

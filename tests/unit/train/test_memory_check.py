@@ -12,7 +12,7 @@ from fullshard.errors import MemoryLimitError
 from fullshard.planner import TooMuchWorkError
 from fullshard.planner.ranks import PlannedComm
 from fullshard.program.config import RUN_NAME, load_run
-from fullshard.program.train import memory_check, remedies
+from fullshard.program.train import fit, memory_check
 from fullshard.program.train.auto import choices_without_plan
 from fullshard.program.train.memory_check import _Rank, check_memory, needed_bytes, shortage
 from fullshard.program.train.plan import plan_prepared, plan_run
@@ -303,7 +303,7 @@ def test_nothing_is_kept_in_full_where_that_would_send_no_less(start, override):
 
 
 def test_full_gradients_that_cannot_fit_are_refused_with_what_fits(start, peaks, monkeypatch):
-    monkeypatch.setattr(remedies, "MOST", 1)  # each takes a plan
+    monkeypatch.setattr(fit, "MOST", 1)  # each takes a plan
     sharded, unsharded = peaks
     there = 2 * (sharded + unsharded)
     with pytest.raises(MemoryLimitError) as caught:

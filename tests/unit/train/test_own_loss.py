@@ -33,9 +33,8 @@ from fullshard.program.models import (
 from fullshard.program.models.own_loss import MIXTURES, RouterLoss, require_plain_loss
 from fullshard.program.train import train
 from fullshard.program.train.dry_run import dry_run
-from fullshard.program.train.forward import losses, model_inputs
 from fullshard.program.train.run.step import StepSpec
-from fullshard.program.train.setup.model import own_loss
+from fullshard.program.train.setup.model import losses, model_inputs, own_loss
 from support.mixtures import CONFIGS, VOCAB, mixture
 from support.one_step import train_step
 from support.tiny_run import Memory, settings

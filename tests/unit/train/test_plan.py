@@ -11,11 +11,18 @@ from fullshard.errors import ModelError
 from fullshard.program.config import load_run
 from fullshard.program.data import steps
 from fullshard.program.train import plan as plan_module
-from fullshard.program.train.bench import measure_rates
-from fullshard.program.train.plan import largest_steps, longest_batch, longest_rows, plan_in, plan_prepared, plan_run
-from fullshard.program.train.setup.data_plan import make_plan
-from fullshard.program.train.setup.given_length import prepare_length
+from fullshard.program.train.plan import (
+    largest_steps,
+    longest_batch,
+    longest_rows,
+    measure_rates,
+    plan_in,
+    plan_prepared,
+    plan_run,
+    prepare_length,
+)
 from fullshard.program.train.setup.prepare import collate_spec, prepare
+from fullshard.program.train.setup.steps import make_plan
 from support.planned import write_accumulating_run, write_adapter_run, write_directory_run, write_run
 
 

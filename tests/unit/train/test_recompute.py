@@ -9,9 +9,9 @@ import pytest
 from fullshard.errors import ModelError, UserError
 from fullshard.planner import hardware
 from fullshard.program.config import load_run
-from fullshard.program.train import recompute
+from fullshard.program.train import fit
+from fullshard.program.train.fit import MOST_PLANS, fewest_blocks, plan_chosen
 from fullshard.program.train.plan import plan_prepared, prepare_plan
-from fullshard.program.train.recompute import MOST_PLANS, fewest_blocks, plan_chosen
 from fullshard.program.train.setup import activation_offload
 from support.planned import write_run
 
@@ -77,7 +77,7 @@ def chosen(run, monkeypatch):
             peaks = {"before_first_step": 10**9, "backward": needs(number)}
             return replace(real, blocks=24, recomputed=number, host={}, phase_peaks=peaks, device=how.get("device"))
 
-        monkeypatch.setattr(recompute, "plan_prepared", planned)
+        monkeypatch.setattr(fit, "plan_prepared", planned)
         plan, config = plan_chosen(limit, load(overrides), data, 1, **how)
         return plan.recomputed, config.training.gradient_checkpointing
 

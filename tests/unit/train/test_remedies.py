@@ -6,8 +6,8 @@ import pytest
 
 from fullshard.errors import ModelError
 from fullshard.program.config import load_run
-from fullshard.program.train import remedies
-from fullshard.program.train.remedies import Need, find_remedies
+from fullshard.program.train import fit
+from fullshard.program.train.fit import Need, find_remedies
 from support.planned import write_run
 
 FUSED, CHECKPOINTED, HALF = (
@@ -26,7 +26,7 @@ def found(tmp_path, monkeypatch):
         def planned(config, *_, **__):
             return SimpleNamespace(needs=needs(config.training), unplanned=(), blocks=24)
 
-        monkeypatch.setattr(remedies, "plan_prepared", planned)
+        monkeypatch.setattr(fit, "plan_prepared", planned)
         need = Need(
             load=lambda more: load_run(path, [*overrides, *more]),
             data=None,

@@ -19,8 +19,8 @@ from fullshard.sizes import format_bytes, format_duration
 PROGRAM = "fullshard.program.train.plan"
 PAGE = "fullshard.program.report"
 SEARCH = "fullshard.program.train.fit"
-RECOMPUTE = "fullshard.program.train.recompute"
-LENGTHS = "fullshard.program.train.setup.given_length"
+RECOMPUTE = "fullshard.program.train.fit"
+LENGTHS = "fullshard.program.train.plan"
 
 DRAWN_WORLDS = (1, 2, 4, 8, 64, 512, 4096)
 """Numbers of ranks on a plan's page."""

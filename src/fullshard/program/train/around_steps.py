@@ -19,8 +19,8 @@ from fullshard.program.models import base_of
 from fullshard.program.train.evaluation.evaluate import evaluation_mode
 from fullshard.program.train.evaluation.generation import GenerationSpec, generate
 from fullshard.program.train.evaluation.metrics import needs_text
-from fullshard.program.train.forward import loss_sum
-from fullshard.program.train.run.timetable import saves_between_steps
+from fullshard.program.train.run.loop import saves_between_steps
+from fullshard.program.train.setup.model import loss_sum
 from fullshard.program.train.setup.prepare import Prepared
 from fullshard.program.train.setup.quantization import describe_quantization
 from fullshard.state.resilience import room_of

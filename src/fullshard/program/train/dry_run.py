@@ -20,14 +20,11 @@ from fullshard.program.data import padding_share
 from fullshard.program.models import require_fp16_fit
 from fullshard.program.models.kind import known_kind
 from fullshard.program.train.auto import gpu_sheet, precision_before, simulated_settings
-from fullshard.program.train.fit import Load
+from fullshard.program.train.fit import ACCUMULATE, BLOCKS, Load, plan_chosen
 from fullshard.program.train.plan import try_step
-from fullshard.program.train.recompute import ACCUMULATE, BLOCKS, plan_chosen
 from fullshard.program.train.reporting.trackers import tracker_sinks
 from fullshard.program.train.run.assemble import make_evaluation
-from fullshard.program.train.setup.advice import advice
-from fullshard.program.train.setup.choices import choices
-from fullshard.program.train.setup.data_plan import make_plan, mixture_notes
+from fullshard.program.train.setup.choices import advice, choices
 from fullshard.program.train.setup.devices import (
     Choice,
     Devices,
@@ -36,11 +33,11 @@ from fullshard.program.train.setup.devices import (
     precision_of,
     with_precision,
 )
-from fullshard.program.train.setup.learning_rate import learning_rate_schedule
 from fullshard.program.train.setup.model import UnreadWeights, outline_model, own_loss, refuses_fp16, shard_model
 from fullshard.program.train.setup.optimizers import expected_state_bytes
 from fullshard.program.train.setup.prepare import Prepared, Progress, prepare, prepare_tokenizer
 from fullshard.program.train.setup.quantization import quantization_notes, require_kernels
+from fullshard.program.train.setup.steps import learning_rate_schedule, make_plan, mixture_notes
 from fullshard.sizes import format_bytes
 from fullshard.state.saving.full import check_saving
 from fullshard.state.storage import file_system

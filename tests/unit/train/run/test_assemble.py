@@ -9,9 +9,8 @@ from fullshard.core.testing import run_ranks
 from fullshard.errors import DataError, MismatchError, ModelError
 from fullshard.program.config import RunConfig
 from fullshard.program.train.run.assemble import assemble
-from fullshard.program.train.setup.data_plan import make_plan
-from fullshard.program.train.setup.learning_rate import learning_rate_schedule
 from fullshard.program.train.setup.prepare import prepare
+from fullshard.program.train.setup.steps import learning_rate_schedule, make_plan
 from support.tiny_run import settings
 
 

@@ -7,7 +7,7 @@ import pytest
 from fullshard.core.testing import run_ranks
 from fullshard.program.config import TrainingConfig
 from fullshard.program.train.reporting.reports import EvaluationReport
-from fullshard.program.train.run.early_stop import count_stale, ends_early, longest
+from fullshard.program.train.run.loop import count_stale, ends_early, longest
 from fullshard.program.train.run.record import Record
 
 

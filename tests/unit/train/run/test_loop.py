@@ -13,7 +13,7 @@ from fullshard.program.config import RunConfig
 from fullshard.program.config.recorded import recorded_run
 from fullshard.program.data import SourceSpec, read_split
 from fullshard.program.train import FileSink, StopRequest, train
-from fullshard.program.train.run import best, loop
+from fullshard.program.train.run import checkpoints, loop
 from support.tiny_run import Memory, read_jsonl, settings
 
 
@@ -161,7 +161,7 @@ def test_sinks_are_closed_when_a_run_fails(tmp_path, monkeypatch):
     def refuse(*_args, **_kwargs):
         raise CheckpointError("disk full")
 
-    monkeypatch.setattr(best, "save", refuse)
+    monkeypatch.setattr(checkpoints, "save", refuse)
     memory = Memory()
     config = RunConfig.model_validate(settings(tmp_path, training__max_steps=1))
     with pytest.raises(CheckpointError, match="disk full"):

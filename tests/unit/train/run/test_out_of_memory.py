@@ -8,7 +8,7 @@ from fullshard.errors import MemoryLimitError
 from fullshard.program.config import RunConfig
 from fullshard.program.train import train
 from fullshard.program.train.run import loop
-from fullshard.program.train.run.out_of_memory import Planned, is_out_of_memory
+from fullshard.program.train.run.record import Planned, is_out_of_memory
 from support.tiny_run import settings
 
 PLANNED = Planned({"peak_bytes": 5}, "rank 0 of 1, a table", lambda: "Settings that need less")

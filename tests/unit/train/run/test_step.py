@@ -13,9 +13,9 @@ from fullshard.core.testing import run_ranks
 from fullshard.errors import TrainingError
 from fullshard.program.data import CollateSpec, LengthStats, RowRef, TokenizedSet, collate
 from fullshard.program.models import Objective, fuse_head, loss as loss_module
-from fullshard.program.train.forward import loss_sum
 from fullshard.program.train.run import step as step_module
 from fullshard.program.train.run.step import StepSpec
+from fullshard.program.train.setup.model import loss_sum
 from support.models import gpt2, t5
 from support.one_step import train_step
 

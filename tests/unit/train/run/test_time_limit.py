@@ -7,7 +7,7 @@ from transformers import get_scheduler
 from fullshard.errors import RunStopped
 from fullshard.program.train import StopRequest
 from fullshard.program.train.run.loop import TrainingRun
-from fullshard.program.train.setup.learning_rate import LearningRateSchedule
+from fullshard.program.train.setup.steps import LearningRateSchedule
 from support.interrupted_run import Director, run
 
 PEAK = 1e-2

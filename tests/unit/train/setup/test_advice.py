@@ -6,9 +6,9 @@ from fullshard.core.testing import run_ranks
 from fullshard.program.config import RunConfig
 from fullshard.program.train import train
 from fullshard.program.train.dry_run import dry_run
-from fullshard.program.train.setup.advice import advice
-from fullshard.program.train.setup.data_plan import make_plan
+from fullshard.program.train.setup.choices import advice
 from fullshard.program.train.setup.prepare import prepare
+from fullshard.program.train.setup.steps import make_plan
 from support.t5_directory import write_t5
 from support.tiny_run import WORDS, Memory, settings
 

@@ -4,8 +4,8 @@ import pytest
 
 from fullshard.program.config import RunConfig
 from fullshard.program.data import padding_share, steps
-from fullshard.program.train.setup.data_plan import make_plan
 from fullshard.program.train.setup.prepare import collate_spec, prepare
+from fullshard.program.train.setup.steps import make_plan
 from support.tiny_run import settings, write_rows
 
 DIVISIONS = [(1, 1, 6), (3, 1, 2), (2, 3, 1), (6, 1, 1), (1, 6, 1), (1, 2, 3), (2, 1, 3)]

@@ -3,7 +3,7 @@
 import pytest
 
 from fullshard.errors import ConfigError
-from fullshard.program.train.setup.division import Division, began_with
+from fullshard.program.train.setup.steps import Division, began_with
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from transformers import get_cosine_schedule_with_warmup, get_linear_schedule_wi
 from transformers.optimization import Adafactor
 
 from fullshard.program.config import TrainingConfig
-from fullshard.program.train.setup.learning_rate import LearningRateSchedule, learning_rate
+from fullshard.program.train.setup.steps import LearningRateSchedule, learning_rate
 
 
 def factors_of(make, steps):

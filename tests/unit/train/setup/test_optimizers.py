@@ -12,7 +12,7 @@ from fullshard.errors import ConfigError
 from fullshard.program.config import RunConfig
 from fullshard.program.train import FileSink, train
 from fullshard.program.train.dry_run import dry_run
-from fullshard.program.train.run import traced_step
+from fullshard.program.train.run import step as step_module
 from fullshard.program.train.run.assemble import assemble
 from fullshard.program.train.setup import resume
 from fullshard.program.train.setup.optimizers import expected_state_bytes, held_state_bytes, make_optimizer
@@ -53,7 +53,7 @@ def _unmetered(monkeypatch, one_at_a_time):
         def __init__(self, device):
             super().__init__()
 
-    monkeypatch.setattr(traced_step, "MemoryMeter", Meter)
+    monkeypatch.setattr(step_module, "MemoryMeter", Meter)
 
 
 def config(directory, **changes):

@@ -22,14 +22,15 @@ from fullshard.errors import CheckpointError
 from fullshard.program.config import RUN_NAME as RUN_NAME, SUMMARY_NAME
 from fullshard.program.train.reporting.flops import Flops
 from fullshard.program.train.reporting.reports import (
+    TRACE_NAME,
     CheckpointReport,
     EvaluationReport,
     RunStart,
     RunSummary,
     StepReport,
+    StepTrace,
 )
 from fullshard.program.train.reporting.scores import format_metric
-from fullshard.program.train.reporting.trace import TRACE_NAME, StepTrace
 from fullshard.sizes import format_bytes
 from fullshard.state.storage import write_text
 

@@ -1,13 +1,14 @@
-"""The model of a run: built or loaded, changed for training, and sharded."""
+"""The model of a run: built or loaded, changed for training, sharded, and its forward on a batch."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn import functional
 
 from fullshard.core.comm import Comm, machine_axes, whole_memory_bytes
 from fullshard.core.engine import WeightSource, check_wrapped, fully_shard
@@ -25,9 +26,12 @@ from fullshard.core.policy import (
 )
 from fullshard.errors import ConfigError, ModelError, WrapError
 from fullshard.program.config import RunConfig, require_base
+from fullshard.program.data import IGNORED_LABEL, Batch
 from fullshard.program.models import (
+    PLAIN,
     AdaptedWeights,
     AdapterSpec,
+    Objective,
     RouterLoss,
     add_adapter,
     base_of,
@@ -37,11 +41,13 @@ from fullshard.program.models import (
     can_fuse,
     compile_blocks,
     converted_names,
+    decoder_inputs,
     enable_activation_checkpointing,
     fuse_head,
     fused_head_of,
     is_causal,
     load_model,
+    model_loss,
     require_fp16_fit,
     require_left_to_right,
     require_plain_loss,
@@ -49,7 +55,7 @@ from fullshard.program.models import (
     router_loss,
     set_attention_dropout,
 )
-from fullshard.program.models.packing import enable_packing
+from fullshard.program.models.packing import PackedRows, enable_packing, packed_inputs
 from fullshard.program.train.setup.activation_offload import ActivationOffload
 from fullshard.program.train.setup.devices import Choice, Devices, for_devices
 from fullshard.program.train.setup.quantization import (
@@ -460,3 +466,89 @@ class UnreadWeights:
 
     def read(self, name: str, start: int, out: torch.Tensor) -> None:
         """See :meth:`WeightReader.read`: does nothing."""
+
+
+def model_inputs(model: PreTrainedModel, batch: Batch, *, causal: bool) -> dict[str, Any]:
+    """Return the keyword arguments of the model's forward for a packed or padded batch; any rank.
+
+    The logits are for ``batch.labels_BT``; a causal model's logits at position t are for label t + 1.
+
+    Args:
+        model: The model, sharded or not.
+        batch: On the model's device.
+        causal: Whether source and target are one sequence (decoder-only).
+    """
+    if batch.packing is not None:
+        packing = batch.packing
+        rows = PackedRows(
+            input_ids_BS=batch.input_ids_BS,
+            labels_BT=batch.labels_BT,
+            segments_BS=packing.segments_BS,
+            target_segments_BT=packing.target_segments_BT,
+            positions_BS=packing.positions_BS,
+        )
+        return packed_inputs(model, rows)
+    inputs = {"input_ids": batch.input_ids_BS, "attention_mask": batch.attention_mask_BS, "use_cache": False}
+    if causal:
+        return inputs
+    return {**inputs, "decoder_input_ids": decoder_inputs(model, batch.labels_BT)}
+
+
+def loss_sum(
+    model: PreTrainedModel,
+    batch: Batch,
+    *,
+    causal: bool,
+    objective: Objective = PLAIN,
+    expected_gradient: float | Tensor = 1.0,
+) -> Tensor:
+    """Return the loss summed over the target tokens of one batch; every rank calls it, as it runs a forward.
+
+    Args:
+        model: The sharded model.
+        batch: On the model's device.
+        causal: Whether source and target are one sequence (decoder-only).
+        objective: Label smoothing and z-loss; the default is the plain cross-entropy.
+        expected_gradient: Factor that the loss is multiplied by before backward; see ``model_loss``.
+
+    Returns:
+        0-d float32; zero for a batch of filler rows.
+    """
+    return losses(model, batch, None, causal=causal, objective=objective, expected_gradient=expected_gradient)[0]
+
+
+def losses(
+    model: PreTrainedModel,
+    batch: Batch,
+    router: RouterLoss | None,
+    *,
+    causal: bool,
+    objective: Objective = PLAIN,
+    expected_gradient: float | Tensor = 1.0,
+) -> tuple[Tensor, Tensor | None]:
+    """Return the loss of :func:`loss_sum`, and of the same forward the routers' own loss, 0-d, or None."""
+    inputs = model_inputs(model, batch, causal=causal)
+    own: list[Tensor] = []
+    labels_BT, weights_BT = batch.labels_BT, batch.weights_BT
+    if causal:
+        # Position t predicts label t + 1; the last position predicts nothing.
+        labels_BT = functional.pad(labels_BT[:, 1:], (0, 1), value=IGNORED_LABEL)
+        weights_BT = None if weights_BT is None else functional.pad(weights_BT[:, 1:], (0, 1), value=1.0)
+
+    def forward() -> Tensor:
+        if router is None:
+            return model(**inputs).logits
+        output = model(**inputs, output_router_logits=True)
+        own.append(router.of(output))
+        return output.logits
+
+    loss = model_loss(
+        model,
+        forward,
+        labels_BT,
+        objective,
+        expected_gradient=expected_gradient,
+        weights_BT=weights_BT,
+        targets=batch.target_tokens,
+    )
+    return loss, own[0] if own else None
