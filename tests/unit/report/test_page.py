@@ -13,7 +13,7 @@ from fullshard.errors import CheckpointError, ConfigError
 from fullshard.program.cli import report as verb
 from fullshard.program.config import RunConfig
 from fullshard.program.report import figures, markup, write_report
-from fullshard.program.report.figures import MOST_POINTS, memory_unit, number, share, shown, smooth, thin
+from fullshard.program.report.figures import MOST_POINTS, memory_unit, number, share, shown, smooth
 from fullshard.program.report.files import read_run
 from fullshard.program.report.markup import STYLE
 from fullshard.program.report.page import MOST_RANKS, headline, make_page
@@ -297,16 +297,6 @@ def test_a_long_run_is_a_short_page_and_says_so(tmp_path):
     assert (raw["x"][0], raw["x"][-1], max(raw["y"])) == (1, steps, 99)
     assert "30,000 recorded steps are drawn with 1,500 points" in found.text()
     assert len(json.dumps(found.figures())) < 400_000
-
-
-def test_thinning_keeps_order_and_extremes():
-    xs = [float(x) for x in range(10_000)]
-    ys = [(x * 7919) % 1_000 for x in xs]
-    kept_xs, kept_ys = thin((xs, ys), most=100)
-    assert len(kept_xs) <= 100
-    assert kept_xs == sorted(set(kept_xs))
-    assert (min(kept_ys), max(kept_ys)) == (min(ys), max(ys))
-    assert thin((xs[:100], ys[:100]), most=100) == (xs[:100], ys[:100])
 
 
 def test_smoothing_keeps_a_constant_and_lags_nothing_at_the_start():

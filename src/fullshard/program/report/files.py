@@ -51,9 +51,7 @@ class RunFiles:
     def confusion(self) -> Confusion | None:
         """The best model's confusion matrix."""
         values = self.summary.get("confusion") or (self.best or {}).get("confusion")
-        if not values:
-            return None
-        return Confusion(tuple(values["labels"]), tuple((right, wrote, rows) for right, wrote, rows in values["cells"]))
+        return Confusion.from_values(values) if values else None
 
 
 def read_run(directory: Path) -> RunFiles:

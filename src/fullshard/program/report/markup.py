@@ -15,7 +15,7 @@ from typing import Any
 from fullshard.errors import ConfigError
 from fullshard.program.report.figures import MEMORY_PARTS, WAITS, Figure, number, share
 from fullshard.program.report.files import Record
-from fullshard.program.train.reporting.reports import RankTrace
+from fullshard.program.train.reporting.reports import RankTrace, spread
 from fullshard.program.train.reporting.scores import Confusion, format_metric
 from fullshard.sizes import format_bytes, format_duration
 from fullshard.version import __version__
@@ -124,14 +124,9 @@ def spent(rank: RankTrace, kind: str) -> float:
 
 
 def prediction_table(predictions: Sequence[Record], *, compared: bool) -> str:
-    """Return a table of predictions and references, evenly spaced over the rows, since files are often sorted.
-
-    With ``compared`` the predictions that equal a reference are marked.
-    """
-    count = min(SHOWN_PREDICTIONS, len(predictions))
-    rows = []
-    for place in range(count):
-        one = predictions[place * len(predictions) // count]
+    """Return a table of predictions and references; with ``compared``, those that equal a reference are marked."""
+    chosen, rows = spread(predictions, SHOWN_PREDICTIONS), []
+    for one in chosen:
         references = [str(text) for text in one.get("references", ())]
         texts = [_text(one.get("input", "")), _text(one.get("prediction", "")), "".join(map(_text, references))]
         cells = "".join(f"<td>{text}</td>" for text in texts)
@@ -142,7 +137,7 @@ def prediction_table(predictions: Sequence[Record], *, compared: bool) -> str:
         rows.append(f"<tr>{cells}</tr>")
     names = ("input", "prediction", "references", *(("compared",) if compared else ()))
     head = "".join(f'<th scope="col">{name}</th>' for name in names)
-    caption = f"{count:,} of {len(predictions):,} predictions on held-out rows, evenly spaced"
+    caption = f"{len(chosen):,} of {len(predictions):,} predictions on held-out rows, evenly spaced"
     return (
         f'<div class="scroll"><table class="texts"><caption>{caption}</caption>'
         f"<thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table></div>"
@@ -219,13 +214,7 @@ class PageSection:
 
 
 def frame(title: str, heading: str, lead: str, sections: Sequence[PageSection]) -> str:
-    """Return a page as HTML.
-
-    Args:
-        title: Title of the browser's window, as text.
-        heading: As text.
-        lead: The line below the heading, as HTML.
-        sections: In order of appearance.
+    """Return a page as HTML; ``lead``, the line below the heading, is HTML, title and heading are text.
 
     Raises:
         ConfigError: plotly is missing.

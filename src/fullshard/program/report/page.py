@@ -14,7 +14,7 @@ from fullshard.program.report import figures, markup
 from fullshard.program.report.figures import MOST_POINTS, Figure, number, series, share
 from fullshard.program.report.files import RunFiles, read_run
 from fullshard.program.report.markup import PageSection, frame, placeholders
-from fullshard.program.train.reporting.reports import TRACE_NAME, RankTrace
+from fullshard.program.train.reporting.reports import TRACE_NAME, RankTrace, spread
 from fullshard.program.train.reporting.scores import format_metric
 from fullshard.program.train.reporting.sinks import PREDICTIONS_NAME, RUN_NAME, SUMMARY_NAME
 from fullshard.sizes import format_bytes, format_duration
@@ -29,12 +29,8 @@ MOST_RANKS = 8
 def write_report(directory: Path, target: Path | None = None) -> dict[str, Any]:
     """Write the report of a run, which may still be running; one process.
 
-    Args:
-        directory: The run's ``output_dir``.
-        target: File to write; None: ``report.html`` in ``directory``.
-
-    Returns:
-        JSON values: path and size of the page, and the run's headline.
+    ``directory`` is the run's ``output_dir``, in which ``report.html`` is written unless there is a ``target``. Returns
+    JSON values: path and size of the page, and the run's headline.
 
     Raises:
         CheckpointError: There is no run in ``directory``, or the page cannot be written.
@@ -134,7 +130,6 @@ def _bar_line(name: str, part: float, value: str, kind: str) -> str:
 
 
 def _facts(files: RunFiles, numbers: dict[str, Any]) -> list[tuple[str, str, str]]:
-    """Return name, value and remark of the known facts."""
     total = numbers["total_steps"]
     # The score belongs to the best step, which need not be the last one.
     last, best = f" ({numbers['steps']:,})", ""
@@ -223,9 +218,7 @@ def _chosen_ranks(ranks: Sequence[RankTrace]) -> list[RankTrace]:
     """Return rank 0, the slowest, the fullest and evenly spaced others, at most ``MOST_RANKS``."""
     slowest = max(ranks, key=lambda rank: rank.seconds)
     fullest = max(ranks, key=lambda rank: rank.peak_bytes)
-    count = min(MOST_RANKS, len(ranks))
-    spread = [ranks[place * len(ranks) // count] for place in range(count)]
-    kept = {rank.rank: rank for rank in (ranks[0], slowest, fullest, *spread)}
+    kept = {rank.rank: rank for rank in (ranks[0], slowest, fullest, *spread(ranks, MOST_RANKS))}
     return sorted(list(kept.values())[:MOST_RANKS], key=lambda rank: rank.rank)
 
 

@@ -50,13 +50,8 @@ def write_plan(
 ) -> None:
     """Write the page of a plan; one process.
 
-    Args:
-        target: The file.
-        name: The planned run, as text.
-        plan: The plan.
-        course: The course of the plan's fullest step.
-        others: Plans of the same run for other numbers of ranks, ascending.
-        limit_bytes: Memory of a rank's device; None: not known.
+    ``name`` is that of the planned run, ``course`` that of the plan's fullest step. ``others`` are plans of the same
+    run for other numbers of ranks, ascending; ``limit_bytes`` is the memory of a rank's device, if it is known.
 
     Raises:
         CheckpointError: The page cannot be written.

@@ -20,13 +20,7 @@ from fullshard.state.storage import CHECKPOINTS_NAME, FINISHED_NAME, holds_model
 
 
 def recorded_facts(directory: Path, repo: str, *, merged: bool, texts: bool) -> Run:
-    """Read what the card of a finished run states from the run's files; one process.
-
-    Args:
-        directory: The run's ``output_dir``.
-        repo: The repository that the card is for.
-        merged: True if the adapter was merged into its base.
-        texts: True if the card may contain texts of rows.
+    """Read what the card of a finished run for ``repo`` states from the run's files; one process.
 
     Raises:
         CheckpointError: A file is missing, damaged, or of an earlier version of fullshard.
@@ -40,7 +34,8 @@ def recorded_facts(directory: Path, repo: str, *, merged: bool, texts: bool) -> 
         memory = tuple(RankMemory(**one) for one in end["memory"])
         end |= {"memory": memory, "predictions": predictions, "confusion": None, "output_dir": str(directory)}
         curves = CURVES_NAME if (directory / CURVES_NAME).exists() else None
-        return Run(RunStart(**start), RunSummary(**_known(end)), merged=merged, texts=texts, curves=curves, repo=repo)
+        known = {field.name: end[field.name] for field in fields(RunSummary) if field.name in end}
+        return Run(RunStart(**start), RunSummary(**known), merged=merged, texts=texts, curves=curves, repo=repo)
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise CheckpointError(
             f"The card of {directory} cannot be made from its {RUN_NAME} and {SUMMARY_NAME}: {error!r}. They are "
@@ -69,11 +64,6 @@ def _object(path: Path) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise ValueError(f"{path} is not a JSON object")
     return values
-
-
-def _known(values: dict[str, Any]) -> dict[str, Any]:
-    names = {field.name for field in fields(RunSummary)}
-    return {name: value for name, value in values.items() if name in names}
 
 
 WEIGHT_PATTERNS = ("model.safetensors", "model-*-of-*.safetensors", "model.safetensors.index.json")
@@ -290,7 +280,6 @@ def _require_no_secret(file: File) -> None:
 
 
 def _licences(files: Iterable[File], config: RunConfig) -> tuple[str, ...]:
-    """Return the licences that the card's metadata and the settings state."""
     stated = []
     for file in files:
         if file.name == CARD_NAMES[0]:

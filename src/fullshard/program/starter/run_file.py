@@ -62,7 +62,6 @@ class Machine:
         return next((name for name in names[names.index(self.fitting) :] if is_cached(name)), None)
 
     def __str__(self) -> str:
-        """Describe the machine in one line."""
         memory = format_bytes(self.memory_bytes)
         return f"{self.gpus} GPUs with {memory}" if self.gpus else f"no GPU; {self.cores} CPU cores, {memory}"
 
@@ -140,7 +139,7 @@ def run_file_text(look: Look, machine: Machine, choice: Choice, rows: Rows, out:
         f"# Change anything: `fullshard config check {out}` prints every setting and finds mistakes.",
         f"output_dir: {_quoted('runs/' + _run_name(look.path))}",
         "model:",
-        _model(machine, choice),
+        _NEW.format(suggested=machine.fitting) if choice.model == NEW_MODEL else f"  path: {_quoted(choice.model)}",
         *_data(look, choice, rows, out),
         *_training(machine, choice, rows),
         *_evaluation(rows),
@@ -187,12 +186,6 @@ def _run_name(path: Path) -> str:
     others = (one.name for one in path.parent.iterdir() if FORMATS.keys() & {end.lower() for end in one.suffixes})
     alike = sum(other.partition(".")[0] == name for other in others)
     return path.name.replace(".", "-") if alike > 1 else name
-
-
-def _model(machine: Machine, choice: Choice) -> str:
-    if choice.model == NEW_MODEL:
-        return _NEW.format(suggested=machine.fitting)
-    return f"  path: {_quoted(choice.model)}"
 
 
 def _data(look: Look, choice: Choice, rows: Rows, out: Path) -> list[str]:

@@ -12,7 +12,7 @@ from fullshard.core.policy import ShardingStrategy
 from fullshard.errors import ConfigError, UserError
 from fullshard.planner import Hardware, work_limit
 from fullshard.program.config import RunConfig
-from fullshard.program.train.plan import AUTO_SHARE, RunPlan, needed_bytes, plan_in, plan_prepared, prepare_plan
+from fullshard.program.train.plan import ACCUMULATE, AUTO_SHARE, BLOCKS, RunPlan, needed_bytes, plan_in, plan_prepared
 from fullshard.program.train.setup.devices import (
     Choice,
     Devices,
@@ -20,11 +20,8 @@ from fullshard.program.train.setup.devices import (
     with_precision,
     with_unsharded,
 )
-from fullshard.program.train.setup.prepare import Prepared
+from fullshard.program.train.setup.prepare import Prepared, prepare
 from fullshard.sizes import format_bytes
-
-BLOCKS = "training.gradient_checkpointing"
-ACCUMULATE = "training.accumulate"
 
 MOST_PLANS = 12
 """Plans of a search: both ends, three along a line, and halvings of what is then left of up to 128 blocks."""
@@ -36,10 +33,8 @@ def fewest_blocks(missing: Callable[[int], float], blocks: int) -> int:
     What it returns has been planned. The next number to plan is where a line through the needs of two others meets the
     limit, as each block frees about the same; later the range is halved.
 
-    Args:
-        missing: Returns the bytes that a plan with so many recomputed blocks is too large by, at most 0 if it fits;
-            infinite if there is none. Without one for all blocks, the answer is 0.
-        blocks: Blocks of the model.
+    ``missing`` returns the bytes that a plan with so many of the model's ``blocks`` recomputed is too large by, at most
+    0 if it fits; infinite if there is none. Without one for all blocks, the answer is 0.
     """
     if not blocks or (lacks := missing(0)) <= 0:
         return 0
@@ -88,13 +83,7 @@ def plan_chosen(
 ) -> tuple[RunPlan, RunConfig]:
     """Return the plan of a run as it would choose by so much memory of each rank, and the settings with its choices.
 
-    Args:
-        memory_bytes: Memory of each rank; None: not known, so that nothing is chosen by it.
-        config: The run's settings.
-        data: See :func:`~fullshard.program.train.plan.plan_prepared`.
-        world_size: Number of ranks.
-        device: The GPU of each; None: CPU ranks.
-        how: Further arguments of :func:`~fullshard.program.train.plan.plan_prepared`.
+    Without ``memory_bytes`` nothing is chosen by it. The rest is :func:`~fullshard.program.train.plan.plan_prepared`'s.
 
     Raises:
         UserError: See :func:`~fullshard.program.train.plan.plan_prepared`.
@@ -188,18 +177,13 @@ def search(
     with ``training.accumulate`` as a run would choose it. Where nothing fits, all of them are tried once more with
     ``sharding.cpu_offload``, if that is open, on a device that has a host: the copies between the two are not timed.
 
-    Args:
-        load: Reads the run file.
-        world_size: Number of ranks.
-        device: The GPU of each.
-        tell: Called with each setting that was tried.
-        data: Rows to plan with; None: the run's own, which are read.
+    ``tell`` is called with each setting that was tried. Without ``data``, the run's own is read.
 
     Raises:
         UserError: Data, tokenizer, model or settings cannot be used.
     """
     config = load(())
-    made = Search(load, data or prepare_plan(config), world_size, device, tell)
+    made = Search(load, data or prepare(config), world_size, device, tell)
     for offload in _product(config, _OFFLOAD if device.has_host else {}):
         for shared in _product(config, _SHARED):
             for own in _product(config, _OF_RANK):
@@ -208,7 +192,7 @@ def search(
                     made.fewer_blocks(last)
                 if last.plan is not None and _keeps_too_much(last.plan, device):
                     break  # settings of a rank do not change that
-                if not last.why and not _rows_of(last):
+                if not last.why and not any(one.startswith(ROWS) for one in last.overrides):
                     break  # it fits with the original micro-batches: smaller ones are slower
         if made.fits:
             break
@@ -241,7 +225,6 @@ class Search:
     def __init__(
         self, load: Load, data: Prepared, world_size: int, device: Hardware, tell: Callable[[Tried], None]
     ) -> None:
-        """Start with nothing tried."""
         self._load, self._data, self._world_size, self._device = load, data, world_size, device
         self._tell = tell
         self._fullest: int | None = None
@@ -303,7 +286,8 @@ class Search:
 
     def _try(self, values: dict[str, Any]) -> Tried:
         config = self._load(())
-        changed = {name: value for name, value in values.items() if _is_new(config, name, value)}
+        given = config.as_flat()
+        changed = {name: value for name, value in values.items() if given[name] != value}
         tried = self._plan(tuple(f"{name}={str(value).lower()}" for name, value in changed.items()), self._fullest)
         if self._fullest is None and tried.plan is not None:
             self._fullest = tried.plan.rank  # of the first, which is planned exactly: rarely different for others
@@ -330,11 +314,6 @@ def _keeps_too_much(plan: RunPlan, device: Hardware) -> bool:
     return not kept.fits(device.memory_bytes)
 
 
-def _rows_of(tried: Tried) -> bool:
-    """Return True if micro-batches have fewer rows than in the run file."""
-    return any(one.startswith(ROWS) for one in tried.overrides)
-
-
 def micro_batches(config: RunConfig) -> list[dict[str, int]]:
     """Return the sizes of smaller micro-batches that give a step the same rows, the largest first."""
     rows, times = config.training.per_device_train_batch_size, config.training.gradient_accumulation_steps
@@ -342,11 +321,6 @@ def micro_batches(config: RunConfig) -> list[dict[str, int]]:
         return []
     sizes = [size for size in range(rows - 1, 0, -1) if rows % size == 0]
     return [{ROWS: size, "training.gradient_accumulation_steps": times * (rows // size)} for size in sizes]
-
-
-def _is_new(config: RunConfig, setting: str, value: object) -> bool:
-    section, name = setting.split(".")
-    return getattr(getattr(config, section), name) != value
 
 
 MOST = 3
@@ -367,7 +341,6 @@ class Remedy:
     fits: bool  # whether the run then fits
 
     def __str__(self) -> str:
-        """Return a line."""
         return f"  {' '.join(self.overrides)}: {format_bytes(self.saved_bytes)} less"
 
 

@@ -30,8 +30,16 @@ from fullshard.program.config import RunConfig
 from fullshard.program.models import base_of
 from fullshard.program.train.auto import KEPT, gpu_sheet, has_begun, recorded
 from fullshard.program.train.dry_run import lay_out
-from fullshard.program.train.fit import ACCUMULATE, BLOCKS, Load, Need, blocks_choice, fewest_blocks, find_remedies
-from fullshard.program.train.plan import AUTO_SHARE, RunPlan, needed_bytes, plan_prepared, uncompiled
+from fullshard.program.train.fit import Load, Need, blocks_choice, fewest_blocks, find_remedies
+from fullshard.program.train.plan import (
+    ACCUMULATE,
+    AUTO_SHARE,
+    BLOCKS,
+    RunPlan,
+    needed_bytes,
+    plan_prepared,
+    uncompiled,
+)
 from fullshard.program.train.run.record import Planned
 from fullshard.program.train.setup.devices import Choice, may_accumulate_unsharded
 from fullshard.program.train.setup.optimizers import expected_state_bytes
@@ -63,14 +71,8 @@ def least_memory(config: RunConfig, data: Prepared, world_size: int, rank: int, 
     """Return what a rank holds at least at the fullest moment of a step; any process, alone.
 
     That is the larger of two moments: in the optimizer's step, with all gradients; and in the backward of the last of
-    the largest units to have one, which is gathered beside the gradients of the others.
-
-    Args:
-        config: The run's settings.
-        data: The run's data.
-        world_size: Number of ranks.
-        rank: The rank.
-        kind: Type of the device that it computes on.
+    the largest units to have one, which is gathered beside the gradients of the others. ``kind`` is the type of the
+    device that the rank computes on.
 
     Raises:
         UserError: The model cannot be built, or the settings do not match it.
@@ -123,11 +125,7 @@ def _moments(table: UnitTable, gradients: Mapping[str, int], *, at_home: bool) -
 def require_least(load: Load, data: Prepared, comm: Comm, free: Mapping[str, int]) -> None:
     """Refuse a run whose ranks have too little memory even without activations; every rank calls it.
 
-    Args:
-        load: Reads the run file with further overrides.
-        data: The run's data.
-        comm: The ranks.
-        free: Bytes of each pool that this rank may take, see :func:`~fullshard.core.comm.free_memory`.
+    ``free`` are the bytes of each pool that this rank may take, see :func:`~fullshard.core.comm.free_memory`.
 
     Raises:
         MemoryLimitError: It cannot fit; on every rank, with the same text.
@@ -181,7 +179,6 @@ def _least_refusal(
 
 
 def _settings(config: RunConfig) -> Iterator[tuple[str, ...]]:
-    """Yield overrides that change what is counted here."""
     shards = ShardingStrategy(config.sharding.strategy).shards
     wide = config.training.optimizer == "adamw"
     own = ["training.accumulate=sharded"] if config.training.accumulate == "unsharded" else []
@@ -231,7 +228,6 @@ class _Checked:
 
 
 def _unplanned(rank: _Rank) -> tuple[str, ...] | None:
-    """Return the phases that the rank's plan leaves out; None without a plan."""
     return None if isinstance(rank.plan, str) else tuple(rank.plan.unplanned)
 
 
@@ -256,15 +252,8 @@ def check_memory(
     ``training.gradient_checkpointing: auto`` and ``training.accumulate: auto`` are decided here for all ranks, by the
     plans of all of them; a run that continues keeps the choices of its start while they fit.
 
-    Args:
-        load: Reads the run file with further overrides.
-        data: The run's data.
-        comm: The ranks.
-        tell: Receives a line for the user.
-        progress: Called with the steps planned and those to plan.
-
-    Returns:
-        The plan; None if there is none.
+    ``tell`` receives a line for the user; ``progress`` is called with the steps planned and those to plan. Returns None
+    if there is no plan.
 
     Raises:
         MemoryLimitError: It does not fit; on every rank, with the same text.
@@ -275,7 +264,10 @@ def check_memory(
     if keep is not None and keep.attempt:
         found = _read(file)
         if all(comm.all_gather_object(found is not None)):
-            return None if not found else _checked(found).planned(load, data, comm)
+            if not found:
+                return None
+            checked = _Checked(**{**found, "chosen": [Choice(**one) for one in found["chosen"]]})
+            return checked.planned(load, data, comm)
     checked = _check(load, data, comm, tell, progress)
     if file is not None:
         _write(file, checked)
@@ -283,7 +275,6 @@ def check_memory(
 
 
 def _key(config: RunConfig, world_size: int) -> str:
-    """Return a digest of everything that a plan depends on."""
     # A later attempt resumes from another place.
     settings = {key: str(value) for key, value in config.as_flat().items() if key != "resume"}
     return hashlib.sha256(json.dumps([settings, world_size], sort_keys=True).encode()).hexdigest()[:16]
@@ -295,10 +286,6 @@ def _read(file: Path | None) -> dict[str, Any] | None:
         return None if file is None else json.loads(file.read_text())
     except FileNotFoundError:
         return None
-
-
-def _checked(found: dict[str, Any]) -> _Checked:
-    return _Checked(**{**found, "chosen": [Choice(**one) for one in found["chosen"]]})
 
 
 def _write(file: Path, checked: _Checked | None) -> None:
@@ -442,7 +429,10 @@ class _Plans:
 
         def missing(number: int) -> float:
             tried = (choice(number),) if number else ()
-            return self._over(self.of(tried), share) if self._is_planned(tried) else math.inf
+            if not self._is_planned(tried):
+                return math.inf
+            pools = demands([(rank.needs(self._kind), rank.free) for rank in self.of(tried)])
+            return max((needed - share * there for _, needed, there in pools), default=0)
 
         before = self._before(BLOCKS)
         kept = before * first.blocks if isinstance(before, bool) else min(before or 0, first.blocks)
@@ -488,11 +478,6 @@ class _Plans:
         phases = [_unplanned(rank) for rank in self.of(chosen)]
         return None not in phases and phases == [_unplanned(rank) for rank in self.of(())]
 
-    def _over(self, everyone: list[_Rank], share: float) -> float:
-        """Return the bytes by which ranks need more of a pool than they may take, of the pool that lacks most."""
-        pools = demands([(rank.needs(self._kind), rank.free) for rank in everyone])
-        return max((needed - share * there for _, needed, there in pools), default=0)
-
     def _before(self, setting: str, old: Any = None) -> Any:
         """Return what the run that continues chose at its start; None if there is none."""
         begun = has_begun(self._config, self._comm)
@@ -515,7 +500,9 @@ def _tried(
     most = LEAST_OPERATORS
     try:
         config, device = load(()), gpu_sheet(comm.device)
-        most = max(most, OPERATORS_A_BATCH * _micro_batches(config, data, comm.size))
+        epoch = make_plan(config, data.train_set, comm.size, causal=data.causal)
+        total = learning_rate_schedule(config, epoch.num_steps).total_steps
+        most = max(most, OPERATORS_A_BATCH * total * config.training.gradient_accumulation_steps)
         each = int(os.environ.get("LOCAL_WORLD_SIZE", comm.size))
         how = {"roughly": comm.rank, "listed": listed, "ranks_each": each, "progress": progress}
         with work_limit(most):
@@ -528,20 +515,10 @@ def _tried(
     except Exception as error:  # a failing plan must not prevent a run that may work
         return f"{type(error).__name__} in the plan: {(str(error).splitlines() or [''])[0]}"
     finally:
-        _return_memory()
-
-
-def _micro_batches(config: RunConfig, data: Prepared, world_size: int) -> int:
-    """Return the micro-batches of the run on one rank."""
-    epoch = make_plan(config, data.train_set, world_size, causal=data.causal)
-    return learning_rate_schedule(config, epoch.num_steps).total_steps * config.training.gradient_accumulation_steps
-
-
-def _return_memory() -> None:
-    """Return the memory of planning to the system: a plan of t5-small left 220 MiB in the C library's heap."""
-    gc.collect()
-    if sys.platform == "linux":
-        ctypes.CDLL(None).malloc_trim(0)
+        # Returns the memory of planning to the system: a plan of t5-small left 220 MiB in the C library's heap.
+        gc.collect()
+        if sys.platform == "linux":
+            ctypes.CDLL(None).malloc_trim(0)
 
 
 def _limit(everyone: Sequence[_Rank], fullest: int) -> int:
@@ -551,7 +528,6 @@ def _limit(everyone: Sequence[_Rank], fullest: int) -> int:
 
 
 def _need(checked: _Checked, load: Load, data: Prepared, comm: Comm) -> Need:
-    """Return what the fullest rank needs."""
     return Need(
         load=load,
         data=data,

@@ -68,7 +68,7 @@ from fullshard.program.train.setup.devices import (
 )
 from fullshard.program.train.setup.model import UnreadWeights, outline_model, own_loss, prepare_model, shard_model
 from fullshard.program.train.setup.optimizers import make_optimizer
-from fullshard.program.train.setup.prepare import Prepared, Progress, collate_spec, prepare
+from fullshard.program.train.setup.prepare import Prepared, collate_spec
 from fullshard.program.train.setup.quantization import describe_quantization
 from fullshard.program.train.setup.steps import learning_rate_schedule, make_plan
 from fullshard.sizes import format_bytes, format_duration
@@ -85,11 +85,8 @@ class RowsOfLength(Prepared):
 def prepare_length(config: RunConfig, source: int | None, target: int, world_size: int) -> RowsOfLength:
     """Return rows of one length, enough for some steps. Reads the model's config and tokenizer, no data; one process.
 
-    Args:
-        config: The run's settings; its data may be missing.
-        source: Tokens of each source. None for causal models only: then each row is a text of ``target`` tokens.
-        target: Tokens of each target.
-        world_size: Largest number of ranks that will be planned with it.
+    ``source`` and ``target`` are tokens; without a source, for causal models only, each row is a text of ``target``
+    tokens. ``world_size`` is the largest number of ranks that will be planned with it.
 
     Raises:
         ConfigError: The model is an encoder-decoder and only one length is given.
@@ -148,6 +145,9 @@ def _blank_tokenizer(config: RunConfig) -> PreTrainedTokenizerBase:
 AUTO_SHARE = 0.9
 """Share of the free memory that a choice of a run may fill."""
 
+BLOCKS = "training.gradient_checkpointing"
+ACCUMULATE = "training.accumulate"
+
 T = TypeVar("T")
 
 
@@ -202,13 +202,13 @@ class RunPlan(Plan):
         return {**super().as_dict(), "run_s": self.run_s, **own}
 
     def __str__(self) -> str:
-        """Return the plan as a table."""
         table = "\n".join([super().__str__(), *map(str, self.chosen)])
         if self.quantization is not None:
             table += f"\nfrozen linear layers are quantised: {self.quantization}"
-        if self.accumulate is not None:
+        said = {one.setting for one in self.chosen}
+        if self.accumulate is not None and ACCUMULATE not in said:
             table += f"\naccumulate: {self.accumulate}"
-        if self.recomputed:
+        if self.recomputed and BLOCKS not in said:
             table += f"\nrecomputed in backward: {self.recomputed} of {self.blocks} blocks"
         if self.gathers_once:
             table += "\nevaluation gathers all units once, not for every token"
@@ -221,30 +221,6 @@ class RunPlan(Plan):
             return table
         run = "" if self.run_s is None else f"{self.steps:,} steps: {format_duration(self.run_s)}; "
         return f"{table}\n{run}{self.step_tokens / self.timing.step_s:,.0f} tokens a second"
-
-
-def plan_run(
-    config: RunConfig,
-    world_size: int,
-    device: Hardware | None = None,
-    progress: Progress = lambda what, done, total: None,
-) -> RunPlan:
-    """Return what the fullest of ``world_size`` ranks holds and sends in a step; one process, without weights.
-
-    The steps are those of the largest batches; see :func:`largest_steps`.
-
-    Args:
-        config: The run's settings.
-        world_size: Number of ranks.
-        device: The GPU of each; adds the time. None: CPU ranks.
-        progress: Called while data is read.
-
-    Raises:
-        ConfigError: A setting cannot be planned.
-        ModelError: The step depends on values.
-        UserError: Data, tokenizer, model or settings cannot be used.
-    """
-    return plan_prepared(config, prepare_plan(config, progress), world_size, device)
 
 
 def plan_in(
@@ -273,15 +249,6 @@ def plan_in(
     return once if once.highest_bytes <= max(most, plan.highest_bytes) else plan
 
 
-def prepare_plan(config: RunConfig, progress: Progress = lambda what, done, total: None) -> Prepared:
-    """Read the data of a run to be planned, which several plans can share.
-
-    Raises:
-        UserError: Data, tokenizer, model or settings cannot be used.
-    """
-    return prepare(config, progress=progress)
-
-
 def plan_prepared(  # noqa: PLR0913 (each caller needs another part)
     config: RunConfig,
     data: Prepared,
@@ -294,13 +261,16 @@ def plan_prepared(  # noqa: PLR0913 (each caller needs another part)
     ranks_each: int | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> RunPlan:
-    """Return the plan of a run whose data is read; see :func:`plan_run`.
+    """Return what the fullest of ``world_size`` ranks holds and sends in a step; one process, without weights.
+
+    The steps are those of the largest batches; see :func:`largest_steps`.
 
     Args:
         config: The run's settings.
-        data: Result of :func:`prepare_plan` for settings that read the same data, or of :func:`prepare_length`.
+        data: Result of :func:`~fullshard.program.train.setup.prepare.prepare` for settings that read the same data, or
+            of :func:`prepare_length`.
         world_size: Number of ranks.
-        device: The GPU of each; None: CPU ranks.
+        device: The GPU of each, whose data sheet adds the time; None: CPU ranks.
         rates: Measured rates of the machine; they give the time instead of the GPU's data sheet.
         roughly: Plan this rank only, with at most two micro-batches a step and a step less, and time only what fits;
             None: exactly.
@@ -308,11 +278,16 @@ def plan_prepared(  # noqa: PLR0913 (each caller needs another part)
         ranks_each: Ranks of each machine; None: ``nproc`` of the run file, else those of a machine with such GPUs, else
             all.
         progress: Called with the steps taken and those to take, of all ranks that are planned.
+
+    Raises:
+        ConfigError: A setting cannot be planned.
+        ModelError: The step depends on values.
+        UserError: Model or settings cannot be used.
     """
     devices = Devices.of_sheet(device)
     asked, config = config, uncompiled(for_devices(config, devices))
-    times = config.training.gradient_accumulation_steps
-    unsharded = config.training.accumulate == "unsharded"
+    training = config.training
+    times, unsharded = training.gradient_accumulation_steps, training.accumulate == "unsharded"
     # Full gradients are there from the second micro-batch on, and the last one reduces them.
     most = times if roughly is None else min(times, 3 if unsharded else 2)
     # If packed or budgeted, any micro-batch of a step may be its largest.
@@ -342,7 +317,8 @@ def plan_prepared(  # noqa: PLR0913 (each caller needs another part)
     tokens = len(data.train_set) * (data.train_set.source_stats.mean + data.train_set.target_stats.mean)
     plan = RunPlan(
         **values,
-        steps=_total_steps(config, data, epoch),
+        # Rows of a given length are no data that could say how many there are.
+        steps=training.max_steps or 0 if given else learning_rate_schedule(config, epoch.num_steps).total_steps,
         step_tokens=round(tokens / epoch.num_steps),
         quantization=describe_quantization(config),
         accumulate=None if times == 1 else "unsharded" if unsharded else "sharded",
@@ -397,13 +373,6 @@ def draw_plan(config: RunConfig, data: Prepared, plan: RunPlan) -> Course:
     course = rehearse_on(build, plan.rank, plan.world_size, plan.device, draws=True).course
     assert course is not None, "it was asked for"
     return course
-
-
-def _total_steps(config: RunConfig, data: Prepared, epoch: BatchPlan) -> int:
-    """Return the optimizer steps of the run; 0 if only its data could say."""
-    if isinstance(data, RowsOfLength):
-        return config.training.max_steps or 0
-    return learning_rate_schedule(config, epoch.num_steps).total_steps
 
 
 class _Told:
@@ -558,7 +527,6 @@ def _largest(steps: Mapping[Shape, _Step]) -> list[_Step]:
 
 
 def _steps(config: RunConfig, data: Prepared, world_size: int) -> Iterator[_Step]:
-    """Yield every step of the run on every rank."""
     first = make_plan(config, data.train_set, world_size, causal=data.causal)
     left, packed = learning_rate_schedule(config, first.num_steps).total_steps, config.training.packing
     for epoch in range(ceil(left / first.num_steps)):

@@ -16,7 +16,7 @@ import yaml
 from huggingface_hub import EvalResult, EvalResultEntry, ModelCardData, eval_result_entries_to_yaml
 
 from fullshard.errors import CheckpointError
-from fullshard.program.train.reporting.reports import Prediction, RunStart, RunSummary
+from fullshard.program.train.reporting.reports import RunStart, RunSummary, spread
 from fullshard.program.train.reporting.scores import LEAST_OTHERS, RESAMPLES, format_metric
 from fullshard.program.train.reporting.sinks import METRICS_NAME, Sink
 from fullshard.sizes import format_bytes, format_duration
@@ -297,7 +297,6 @@ def _use(run: Run) -> str:
 
 
 def _generation(run: Run) -> str:
-    """Return the generation settings of the evaluations as arguments."""
     settings = run.section("evaluation")
     wanted = {"min_new_tokens": 0, "no_repeat_ngram_size": 0, "num_beams": 1, "length_penalty": 1.0}
     options = {name: settings[name] for name, usual in wanted.items() if settings[name] != usual}
@@ -326,7 +325,6 @@ def _data(run: Run) -> list[str]:
 
 
 def _sets(run: Run) -> str:
-    """Return the table of the sets of a mixture."""
     rows = []
     for one in run.start.sets:
         settings = run.section("data")["sets"][one.name]
@@ -382,11 +380,10 @@ def _samples(run: Run) -> list[str]:
     predictions = run.end.predictions
     if not predictions:
         return []
-    right = [one for one in predictions if _is_right(one)]
-    wrong = [one for one in predictions if not _is_right(one)]
-    chosen = [(one, "no") for one in _spread(wrong, WRONG_SAMPLES)] + [
-        (one, "yes") for one in _spread(right, RIGHT_SAMPLES)
-    ]
+    right = [one for one in predictions if one.right]
+    wrong = [one for one in predictions if not one.right]
+    chosen = [(one, "no") for one in spread(wrong, WRONG_SAMPLES)]
+    chosen += [(one, "yes") for one in spread(right, RIGHT_SAMPLES)]
     rows = [
         [_cell(one.source), _cell(one.prediction) or "(nothing)", _cell(one.references[0]), equal]
         for one, equal in chosen
@@ -398,15 +395,6 @@ def _samples(run: Run) -> list[str]:
         return ["## Samples", f"{text} The texts of the rows were not published."]
     text += f" Below are at most {WRONG_SAMPLES} that differ and {RIGHT_SAMPLES} that are equal, evenly spaced."
     return ["## Samples", text, _table(["input", "prediction", "reference", "equal"], rows)]
-
-
-def _is_right(one: Prediction) -> bool:
-    return " ".join(one.prediction.split()) in {" ".join(text.split()) for text in one.references}
-
-
-def _spread(rows: Sequence[Prediction], most: int) -> list[Prediction]:
-    count = min(most, len(rows))
-    return [rows[place * len(rows) // count] for place in range(count)]
 
 
 def _untested(run: Run) -> str:
@@ -464,7 +452,9 @@ def draw_curves(records: Iterable[Mapping[str, Any]]) -> str | None:
     evaluations = [one for one in kept if one["kind"] == "evaluation"]
     each = -(-len(steps) // MOST_POINTS)
     name = "training" if each == 1 else f"training, means of {each:,} steps"
-    losses: list[Curve] = [(name, BLUE, _means(steps, each), False)]
+    groups = [steps[start : start + each] for start in range(0, len(steps), each)]
+    means = [(group[-1][0], sum(value for _, value in group) / len(group)) for group in groups]
+    losses: list[Curve] = [(name, BLUE, means, False)]
     panels = [("Loss for each target token", losses)]
     if evaluations:
         losses.append(("held-out rows", ORANGE, _points(kept, "evaluation", "loss"), True))
@@ -489,13 +479,7 @@ def _points(records: Iterable[Mapping[str, Any]], kind: str, key: str) -> list[t
     return [(float(step), value) for step, value in found if value is not None and math.isfinite(value)]
 
 
-def _means(points: Points, each: int) -> Points:
-    groups = (points[start : start + each] for start in range(0, len(points), each))
-    return [(group[-1][0], sum(value for _, value in group) / len(group)) for group in groups]
-
-
 def _panel(title: str, curves: Sequence[Curve], left: int) -> str:
-    """Return one chart, ``left`` pixels from the left."""
     every = [point for _, _, points, _ in curves for point in points]
     last = max((step for step, _ in every), default=1.0)
     low, high = _bounds([value for _, value in every])

@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
-from typing import Any, Literal
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal, TypeVar
 
 from fullshard.core.engine import TraceEvent
 from fullshard.program.train.reporting.flops import Flops
 from fullshard.program.train.reporting.scores import Confusion
 
 EndedBy = Literal["steps", "time", "early_stopping"]
+
+T = TypeVar("T")
+
+
+def spread(rows: Sequence[T], most: int) -> list[T]:
+    """Return at most ``most`` of ``rows``, evenly spaced, because files are often sorted."""
+    count = min(most, len(rows))
+    return [rows[place * len(rows) // count] for place in range(count)]
 
 
 @dataclass(frozen=True)
@@ -115,6 +123,11 @@ class Prediction:
     prediction: str  # text that the model generated
     references: tuple[str, ...]  # correct texts, at least one
 
+    @property
+    def right(self) -> bool:
+        """True if it equals a reference, whatever blanks are between words."""
+        return " ".join(self.prediction.split()) in {" ".join(text.split()) for text in self.references}
+
     def as_dict(self) -> dict[str, Any]:
         """Return a line of ``predictions.jsonl``."""
         return {"input": self.source, "prediction": self.prediction, "references": list(self.references)}
@@ -152,10 +165,7 @@ class EvaluationReport:
     @classmethod
     def from_values(cls, values: Mapping[str, Any]) -> EvaluationReport:
         """Return the report that ``dataclasses.asdict`` was called on, also if JSON has turned tuples into lists."""
-        confusion = values["confusion"]
-        if confusion is not None:
-            cells = tuple((right, written, rows) for right, written, rows in confusion["cells"])
-            confusion = Confusion(tuple(confusion["labels"]), cells)
+        confusion = None if values["confusion"] is None else Confusion.from_values(values["confusion"])
         predictions = tuple(
             Prediction(one["source"], one["prediction"], tuple(one["references"])) for one in values["predictions"]
         )
@@ -279,7 +289,7 @@ class StepTrace:
 
     def as_dict(self) -> dict[str, Any]:
         """Return JSON-able values; times are rounded to the microsecond."""
-        return {"step": self.step, "device": self.device, "units": list(self.units), "ranks": _rounded(self.ranks)}
+        return _rounded(asdict(self))
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> StepTrace:
@@ -301,18 +311,9 @@ class StepTrace:
         return cls(values["step"], values["device"], tuple(values["units"]), tuple(ranks))
 
 
-def _rounded(ranks: Sequence[RankTrace]) -> list[dict[str, Any]]:
-    def times(values: Mapping[str, Any]) -> dict[str, Any]:
-        return {key: round(value, 6) if isinstance(value, float) else value for key, value in values.items()}
-
-    return [
-        {
-            **times({"rank": one.rank, "seconds": one.seconds, "peak_bytes": one.peak_bytes}),
-            "events": [times(asdict(event)) for event in one.events],
-            "memory": {
-                field.name: [round(value, 6) for value in getattr(one.memory, field.name)]
-                for field in fields(MemoryTimeline)
-            },
-        }
-        for one in ranks
-    ]
+def _rounded(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _rounded(one) for key, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_rounded(one) for one in value]
+    return round(value, 6) if isinstance(value, float) else value

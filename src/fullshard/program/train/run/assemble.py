@@ -78,14 +78,9 @@ def assemble(
 ) -> Assembly:
     """Build every part of a run; every rank calls it, with the same settings.
 
-    Args:
-        config: The run's settings.
-        comm: The ranks to shard over.
-        prepared: Tokenizer and token ids; None: prepared here.
-        group: :attr:`~fullshard.program.train.setup.steps.Division.group` of the run's start; None: it starts here.
-        rules: What settings mean, as at the run's start.
-        filled: True if a snapshot fills the model later; see ``prepare_model``.
-        chosen: What was chosen before, instead of by ``auto`` in ``config``.
+    ``group`` and ``rules`` are those of the run's :class:`~fullshard.program.train.setup.resume.StartingPoint`; a
+    snapshot fills a model later that is ``filled``, see ``prepare_model``. ``prepared`` and ``chosen`` are as for
+    :func:`~fullshard.program.train.run.loop.train`.
 
     Raises:
         UserError: Data, model or settings do not fit together; on every rank, with the same text.

@@ -19,7 +19,7 @@ import os
 import shutil
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -46,7 +46,6 @@ class PromptedTokenizer:
     """Takes the tokenizer's place where a model or a checkpoint is saved."""
 
     def __init__(self, parts: Assembly) -> None:
-        """Keep the run's parts."""
         self._parts = parts
 
     def save_pretrained(self, directory: Path) -> None:
@@ -71,7 +70,6 @@ class BestModel:
     """
 
     def __init__(self, output_dir: Path, comm: Comm) -> None:
-        """Change nothing yet."""
         self.directory = output_dir / BEST_NAME
         self._comm = comm
         self._named: dict[int, int] = {}  # of the last two checkpoints: step -> step of the best model they name
@@ -145,7 +143,6 @@ class BestModel:
             self._delete([*self._asides(), *(self._sibling(name) for name in ("next", "last", "lost"))])
 
     def _still_named(self) -> set[int]:
-        """Return the steps of the best models that the run may still need."""
         return {*self._named.values(), *self._in_snapshots}
 
     def _replace(self, path: Path, *, aside: str) -> None:
@@ -195,7 +192,6 @@ def _label(report: EvaluationReport) -> dict[str, Any]:
 
 
 def _read_label(directory: Path) -> dict[str, Any] | None:
-    """Return the label of a saved model, or None."""
     with contextlib.suppress(OSError, ValueError):
         return json.loads((directory / LABEL).read_text(encoding="utf-8"))
     return None
@@ -211,7 +207,6 @@ class RunCheckpoints:
     def __init__(
         self, parts: Assembly, start: StartingPoint, checkpoints: Checkpoints, best: BestModel, sinks: Sequence[Sink]
     ) -> None:
-        """Change nothing yet."""
         self.newest: tuple[int, Place | None] = (0, None)
         # What an evaluation may write depends on the data too, which is known only now.
         self._comparable = start.comparable and _same_length(start.values, parts)
@@ -250,7 +245,9 @@ class RunCheckpoints:
                 f"{parts.schedule.total_steps:,} steps: raise training.num_train_epochs or training.max_steps."
             )
         if not restored.rng_restored:
-            torch.manual_seed(_rank_seed(parts.config.seed, comm.rank, restored.step))
+            # The number of ranks has changed, so that this rank's random state cannot be restored: a new one.
+            drawn = hashlib.sha256(f"{parts.config.seed} {comm.rank} {restored.step}".encode()).digest()[:8]
+            torch.manual_seed(int.from_bytes(drawn) >> 1)
         if parts.scaler is not None and start.values["scaler"] is not None:
             parts.scaler.load_state_dict(start.values["scaler"])
         if start.snapshot is None and restored.path.parent.resolve() == self._checkpoints.directory.resolve():
@@ -320,13 +317,9 @@ class RunCheckpoints:
         return (f"the best model so far, of step {best.step:,}, {why}: the best from here on is kept",)
 
     def save(self, step: int, record: Record, train_seconds: float, *, background: bool = True) -> None:
-        """Save a checkpoint; the previous one must have been reported by ``report(wait=True)``.
+        """Save a checkpoint after ``step`` steps; the previous one must have been reported by ``report(wait=True)``.
 
-        Args:
-            step: Steps trained.
-            record: The run so far.
-            train_seconds: Wall time of the run so far.
-            background: Write while training continues; :meth:`report` reports it once it is on disk.
+        ``background``: write while training continues; :meth:`report` reports it once it is on disk.
 
         Raises:
             CheckpointError: It could not be written; on every rank.
@@ -357,8 +350,8 @@ class RunCheckpoints:
             "separator": parts.config.data.separator,
             "group_rows": self._start.group,
             "max_new_tokens": _longest_text(parts.config.as_flat()),
-            "rules": self._start.rules.as_values(),
-            "division": self._start.began.as_values(),
+            "rules": asdict(self._start.rules),
+            "division": asdict(self._start.began),
             "total_steps": parts.schedule.total_steps,
             "scaler": None if parts.scaler is None else parts.scaler.state_dict(),
             "record": record.as_values(train_seconds=train_seconds, peaks=peaks),
@@ -393,11 +386,6 @@ class RunCheckpoints:
 
     def add_evaluation(self, evaluation: EvaluationReport, record: Record, train_seconds: float) -> None:
         """Add an evaluation to the checkpoint of its step, if there is one, so that a resumed run does not repeat it.
-
-        Args:
-            evaluation: The evaluation.
-            record: The run so far, with the evaluation.
-            train_seconds: Wall time of the run so far.
 
         Raises:
             CheckpointError: It could not be written; on every rank.
@@ -453,11 +441,6 @@ def with_checkpoint(start: StartingPoint, parts: Assembly, checkpoints: Checkpoi
 
 def _write_assets(parts: Assembly, directory: Path) -> None:
     write_assets(parts.model, directory, tokenizer=PromptedTokenizer(parts))
-
-
-def _rank_seed(seed: int, rank: int, step: int) -> int:
-    """Return a new seed for a rank whose random state cannot be restored because the number of ranks changed."""
-    return int.from_bytes(hashlib.sha256(f"{seed} {rank} {step}".encode()).digest()[:8]) >> 1
 
 
 def _longest_text(settings: Mapping[str, Any]) -> Any:

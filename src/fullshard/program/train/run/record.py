@@ -23,6 +23,7 @@ from fullshard.program.train.reporting.reports import (
     RunStart,
     RunSummary,
     StepReport,
+    spread,
 )
 from fullshard.program.train.reporting.scores import mean_interval
 from fullshard.program.train.run.assemble import Assembly
@@ -65,10 +66,7 @@ class Record:
     def from_values(cls, values: Mapping[str, Any], *, rank: int, world_size: int) -> Record:
         """Restore the record from :meth:`as_values`.
 
-        Args:
-            values: From a checkpoint.
-            rank: The calling rank.
-            world_size: Number of ranks now. If it has changed, ranks hold other shards and measure their peak again.
+        If the number of ranks has changed, they hold other shards and measure their peak again.
         """
         last, best, peaks = values["last"], values["best"], values["peak_bytes"]
         # Earlier versions took the mean of all steps, which goes on until this attempt has measured its own.
@@ -106,18 +104,12 @@ def describe_start(
     if holds_model(Path(parts.config.output_dir)):
         earlier = (f"{parts.config.output_dir} holds an earlier run's model; this run's model replaces it at the end",)
     return RunStart(
-        output_dir=str(parts.config.output_dir),
-        world_size=parts.comm.size,
-        device=parts.comm.device.type,
+        **_facts(parts),
         total_steps=parts.schedule.total_steps,
         steps_per_epoch=parts.schedule.steps_per_epoch,
-        parameters=parts.parameters,
-        optimizer=optimizer_title(parts.config.training.optimizer),
         train_rows=len(parts.train_set),
         validation_rows=0 if parts.evaluation is None else len(parts.evaluation.rows.tokenized),
         unit_table=str(units(parts.model)),
-        config=parts.config.as_plain(),
-        versions=_versions(),
         padding_share=parts.padding_share,
         architecture=type(base_of(parts.model)).__name__,
         causal=parts.collate.causal,
@@ -142,12 +134,10 @@ def summarise(parts: Assembly, record: Record, train_seconds: float, ended_by: E
     """Return the summary of a finished run, with every rank's memory. Every rank calls it."""
     assert record.last is not None, "a run has at least one step"
     best, last = record.best, record.last
+    of_best: dict[str, Any] = {name: getattr(best, name, None) for name in _OF_BEST}
     return RunSummary(
-        metric=None if best is None else best.metric,
-        value=None if best is None else best.value,
-        baseline=None if best is None else best.baseline,
-        baseline_name=None if best is None else best.baseline_name,
-        loss=None if best is None else best.loss,
+        **_facts(parts),
+        **of_best,
         best_step=last.step if best is None else best.step,
         steps=last.step,
         epochs=last.epoch,
@@ -157,24 +147,34 @@ def summarise(parts: Assembly, record: Record, train_seconds: float, ended_by: E
         evaluation_seconds=record.evaluation_seconds,
         tokens=record.tokens,
         tokens_per_second=record.tokens / record.step_seconds,
-        world_size=parts.comm.size,
-        device=parts.comm.device.type,
-        parameters=parts.parameters,
-        optimizer=optimizer_title(parts.config.training.optimizer),
         memory=tuple(parts.comm.all_gather_object(_memory(parts, record))),
-        output_dir=str(parts.config.output_dir),
-        config=parts.config.as_plain(),
-        versions=_versions(),
         ended_by=ended_by,
         skipped_steps=record.skipped_steps,
         metrics={} if best is None else best.metrics,
         baselines={} if best is None else best.baselines,
         intervals={} if best is None else _intervals(best),
-        confusion=None if best is None else best.confusion,
         predictions=() if best is None else best.predictions,
         sets={} if best is None else best.sets,
         words={} if best is None else best.words,
     )
+
+
+_OF_BEST = ("metric", "value", "baseline", "baseline_name", "loss", "confusion")
+"""What a summary takes from the best evaluation, None without one."""
+
+
+def _facts(parts: Assembly) -> dict[str, Any]:
+    """Return what the reports of a run's start and end both state."""
+    packages = {name: version(name) for name in ("torch", "transformers", "tokenizers")}  # results depend on them
+    return {
+        "output_dir": str(parts.config.output_dir),
+        "world_size": parts.comm.size,
+        "device": parts.comm.device.type,
+        "parameters": parts.parameters,
+        "optimizer": optimizer_title(parts.config.training.optimizer),
+        "config": parts.config.as_plain(),
+        "versions": {"fullshard": __version__, "python": platform.python_version(), **packages},
+    }
 
 
 def _intervals(best: EvaluationReport) -> dict[str, tuple[float, float]]:
@@ -187,13 +187,9 @@ def _intervals(best: EvaluationReport) -> dict[str, tuple[float, float]]:
 
 
 def _shown_rows(parts: Assembly) -> tuple[tuple[tuple[str, str], ...], ...]:
-    rows = len(parts.train_set)
-    count = min(_SHOWN_ROWS, rows)
-    most, causal = _SHOWN_CHARACTERS, parts.collate.causal
-    return tuple(
-        tuple(row_parts(parts.train_set, place * rows // count, parts.tokenizer, causal=causal, most=most))
-        for place in range(count)
-    )
+    rows, most, causal = parts.train_set, _SHOWN_CHARACTERS, parts.collate.causal
+    chosen = spread(range(len(rows)), _SHOWN_ROWS)
+    return tuple(tuple(row_parts(rows, row, parts.tokenizer, causal=causal, most=most)) for row in chosen)
 
 
 def _hardware(device: torch.device) -> str:
@@ -206,12 +202,6 @@ def _hardware(device: torch.device) -> str:
         lines = []
     models = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     return next(models, platform.machine())
-
-
-def _versions() -> dict[str, str]:
-    """Return the versions of the packages that results depend on."""
-    packages = {name: version(name) for name in ("torch", "transformers", "tokenizers")}
-    return {"fullshard": __version__, "python": platform.python_version(), **packages}
 
 
 def _memory(parts: Assembly, record: Record) -> RankMemory:
@@ -256,14 +246,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def explain(error: BaseException, comm: Comm, parts: Assembly | None, planned: Planned | None) -> str:
-    """Return the message of a rank that is out of memory; that rank only.
-
-    Args:
-        error: The exception that was raised.
-        comm: The ranks.
-        parts: The run; None if it is not assembled yet.
-        planned: Its plan; None if there is none.
-    """
+    """Return the message of a rank that is out of memory; that rank only. ``parts`` is None before it is assembled."""
     first = (str(error).splitlines() or [""])[0]
     lines = [f"Rank {comm.rank} of {comm.size} is out of memory: {first}", "", "measured on this rank:"]
     lines += [f"{label:<28}{format_bytes(size):>12}" for label, size in _measured(comm, parts).items()]

@@ -67,18 +67,9 @@ def issue_step(
     fp16, if the loss is finite but the gradient is not, the step is skipped and the loss scale is halved, as long as
     it is at least 1.
 
-    Args:
-        model: The sharded model, in training mode.
-        optimizer: Over the model's local shards.
-        micro_batches: This rank's, on the CPU, at least one.
-        comm: The ranks the model is sharded over.
-        spec: Number, rate and limits of this step.
-        scaler: Scales the loss in fp16.
-        late: Update the weights before loss and norm are known, so that nothing waits for the device. Allowed only
-            if steps are never skipped.
-
-    Returns:
-        The step, whose report has the same loss, norm and counts on every rank.
+    ``micro_batches`` are on the CPU. ``late`` updates the weights before loss and norm are known, so that nothing waits
+    for the device; allowed only if steps are never skipped. The returned step's report has the same loss, norm and
+    counts on every rank.
 
     Raises:
         TrainingError: The loss or the gradient's norm is not finite; on every rank, before the weights change. With
@@ -107,30 +98,21 @@ def issue_step(
     return issued
 
 
+@dataclass(eq=False)
 class IssuedStep:
     """A step issued to the device. Reading any of its numbers waits until the device has computed them."""
 
-    def __init__(
-        self,
-        spec: StepSpec,
-        started: float,
-        loss_scale: float | None,
-        comm: Comm,
-        on_host: Tensor,
-        wait: Callable[[], None],
-    ) -> None:
-        """Store what the report needs; ``on_host`` may be read after ``wait()``."""
-        self._spec = spec
-        self._started = started
-        self._loss_scale = loss_scale
-        self._comm = comm
-        self._on_host = on_host
-        self._wait = wait
+    spec: StepSpec
+    started: float  # when, by the counter of this process
+    loss_scale: float | None
+    comm: Comm
+    on_host: Tensor  # the numbers, which may be read after ``wait()``
+    wait: Callable[[], None]
 
     @functools.cached_property
     def _numbers(self) -> list[float]:
-        self._wait()
-        return self._on_host.tolist()
+        self.wait()
+        return self.on_host.tolist()
 
     @property
     def loss_and_norm(self) -> tuple[float, float]:
@@ -146,9 +128,9 @@ class IssuedStep:
     @property
     def ends_run(self) -> bool:
         """True if loss or gradient is not finite, such steps are not skipped, and a smaller loss scale cannot help."""
-        scale = self._loss_scale
+        scale = self.loss_scale
         overflowed = scale is not None and scale >= 1 and math.isfinite(self.loss_and_norm[0])
-        return not self.finite and self._spec.on_nonfinite == "stop" and not overflowed
+        return not self.finite and self.spec.on_nonfinite == "stop" and not overflowed
 
     def report(self, since: float = 0.0) -> StepReport:
         """Return the report. ``since``: when the previous step was known to be done, if after this one's start.
@@ -156,9 +138,9 @@ class IssuedStep:
         Raises:
             TrainingError: Loss or norm is not finite, and the step was not skipped; on every rank.
         """
-        spec, (loss, norm) = self._spec, self.loss_and_norm
+        spec, (loss, norm) = self.spec, self.loss_and_norm
         tokens, stop, target_tokens, *memory = map(int, self._numbers[4:])
-        memory, reserved = memory[: self._comm.size], memory[self._comm.size :]
+        memory, reserved = memory[: self.comm.size], memory[self.comm.size :]
         if self.ends_run:
             raise TrainingError(
                 f"Step {spec.step}: the loss is {loss} and the gradient norm is {norm}; both must be finite. The "
@@ -174,13 +156,13 @@ class IssuedStep:
             learning_rate=spec.learning_rate,
             target_tokens=target_tokens,
             tokens=tokens,
-            seconds=time.perf_counter() - max(self._started, since),
-            memory_bytes=peak_memory_bytes(self._comm.device),
+            seconds=time.perf_counter() - max(self.started, since),
+            memory_bytes=peak_memory_bytes(self.comm.device),
             stop_requested=stop > 0,
             memory_bytes_per_rank=tuple(memory),
             reserved_bytes=max(reserved),
             skipped=not self.finite,
-            loss_scale=self._loss_scale,
+            loss_scale=self.loss_scale,
             router_loss=None if spec.router_loss is None else self._numbers[2],
         )
 
@@ -308,21 +290,14 @@ def traced_step(
 ) -> tuple[StepReport, StepTrace]:
     """Take a step and record it. Every rank calls it, and each rank must be a process.
 
-    On the CPU the allocator's events are recorded, which slows the step down.
-
-    Args:
-        model: The sharded model.
-        optimizer: Over its shards.
-        comm: The ranks.
-        take: Takes the step and reports it.
-
-    Returns:
-        The report, and the trace of all ranks, the same on every rank.
+    On the CPU the allocator's events are recorded, which slows the step down. Returns the report of ``take``, and the
+    trace of all ranks, the same on every rank.
     """
     # Gradients of earlier steps that are freed while the meter runs would count as held until the end.
     optimizer.zero_grad()
     comm.barrier()
-    parameters = _on_device(comm.device, [param.data for param in model.parameters()])
+    shards = [p.data.untyped_storage() for p in model.parameters() if p.device == comm.device]  # they include padding
+    parameters = sum({one.data_ptr(): one.nbytes() for one in shards}.values())
     before = held_state_bytes(optimizer, comm.device)
     meter = MemoryMeter(comm.device) if comm.device.type == "cpu" else None
     with meter or nullcontext(), record(model) as recorder, _optimizer_recorded(optimizer, recorder):
@@ -356,12 +331,6 @@ def _optimizer_recorded(optimizer: torch.optim.Optimizer, recorder: Recorder) ->
     finally:
         for handle in handles:
             handle.remove()
-
-
-def _on_device(device: torch.device, tensors: Sequence[torch.Tensor]) -> int:
-    """Return the bytes of the storages of ``tensors`` on ``device``, each counted once; shards include padding."""
-    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors if t.device == device}
-    return sum(storages.values())
 
 
 def _totals(recorder: Recorder, meter: MemoryMeter | None) -> list[tuple[float, int]]:

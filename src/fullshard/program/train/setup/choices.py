@@ -28,17 +28,14 @@ def choices(
 ) -> tuple[Choice, ...]:
     """Return what a run chooses by itself; any rank.
 
-    Args:
-        config: Its settings, with ``auto`` where the user did not choose.
-        devices: The devices of its ranks.
-        model: Its model, sharded.
-        memory_bytes: As for :func:`~fullshard.program.train.setup.model.prepare_model`.
-        before: What was chosen before; it stands for ``auto`` in ``config`` and comes first.
+    ``config`` says ``auto`` where the user did not choose; ``before`` is what was chosen for it before, and comes
+    first. ``model`` is sharded; ``memory_bytes``: see :func:`~fullshard.program.train.setup.model.prepare_model`.
     """
+    tf32 = "for matrix products of float32" if devices.gpu else "without effect: ranks compute on CPUs"
     found = (
         *before,
         precision_choice(config, devices),
-        _tf32(config, devices),
+        Choice("training.tf32", str(config.training.tf32).lower(), tf32),
         loss_choice(model, config, memory_bytes),
         _searched(config),
         _frozen(config, model),
@@ -46,12 +43,6 @@ def choices(
     )
     # Of two for one setting the first, which was chosen before.
     return tuple({one.setting: one for one in reversed(found) if one is not None}.values())[::-1]
-
-
-def _tf32(config: RunConfig, devices: Devices) -> Choice:
-    uses = config.training.tf32
-    why = "for matrix products of float32" if devices.gpu else "without effect: ranks compute on CPUs"
-    return Choice("training.tf32", str(uses).lower(), why)
 
 
 def _searched(config: RunConfig) -> Choice | None:

@@ -100,14 +100,10 @@ def prepare_model(
 ) -> ReadyModel:
     """Build the model, or its skeleton on the meta device, and prepare it for training; any rank.
 
-    Args:
-        config: The run's settings.
-        tokenizer: The run's tokenizer.
-        directory: ``model.path`` resolved by ``resolve_model``; None: resolved here.
-        filled: True if a snapshot fills all trained parameters later. Then weights are neither made nor read, unless
-            some are frozen and therefore not in the snapshot.
-        memory_bytes: The smallest memory of all ranks' devices, which decides ``training.fused_cross_entropy: auto``
-            alike on every rank; None: this host's, or that of the planned device.
+    ``directory`` is ``model.path`` resolved by ``resolve_model``; None: resolved here. ``filled``: a snapshot fills all
+    trained parameters later; then weights are neither made nor read, unless some are frozen and so not in the snapshot.
+    ``memory_bytes`` is the smallest memory of all ranks' devices, which decides ``training.fused_cross_entropy: auto``
+    alike on every rank; None: this host's, or that of the planned device.
 
     Raises:
         UserError: The model cannot be built, or the settings do not match it.
@@ -265,11 +261,7 @@ def loss_choice(model: nn.Module, config: RunConfig, memory_bytes: int | None = 
 
 
 def own_loss(model: nn.Module, config: RunConfig) -> tuple[RouterLoss | None, tuple[str, ...]]:
-    """Return the routers' own loss to train, or None, and notes for the user; any rank.
-
-    Args:
-        model: The run's model, with its adapter if it has one.
-        config: The run's settings.
+    """Return the routers' own loss to train, or None, and notes for the user; any rank. ``model`` has its adapter.
 
     Raises:
         ConfigError: It cannot be trained.
@@ -292,7 +284,6 @@ def own_loss(model: nn.Module, config: RunConfig) -> tuple[RouterLoss | None, tu
 def _adapted(
     ready: ReadyModel, config: RunConfig, tokenizer: PreTrainedTokenizerBase, directory: Path, memory_bytes: int | None
 ) -> ReadyModel:
-    """Return the model with its adapter, if the settings have one."""
     settings = config.model.adapter
     if settings is None:
         return ready
@@ -350,13 +341,9 @@ def _check_adapter(config: RunConfig, *, causal: bool) -> None:
 
 
 def shard_model(model: nn.Module, config: RunConfig, comm: Comm, weights: WeightSource | None = None) -> None:
-    """Shard a model in place by the run's settings; every rank calls it.
+    """Shard a model on the CPU or the meta device in place by the run's settings; every rank calls it.
 
-    Args:
-        model: On the CPU or the meta device.
-        config: The run's settings.
-        comm: The ranks to shard over.
-        weights: Source of the weights; None: the model's own values, or initial ones for a meta model.
+    ``weights`` is None for the model's own values, or initial ones for a meta model.
 
     Raises:
         UserError: Wrapping, precision or weights do not match the model.
@@ -412,7 +399,6 @@ def _mixed_precision(model: nn.Module, config: RunConfig) -> MixedPrecision:
 
 
 def _wrap_policy(wrap: str | int | tuple[str, ...]) -> WrapPolicy:
-    """Return the engine's policy for ``sharding.wrap``."""
     if isinstance(wrap, tuple):
         return TransformerBlocks(wrap)
     if isinstance(wrap, int):
@@ -469,14 +455,9 @@ class UnreadWeights:
 
 
 def model_inputs(model: PreTrainedModel, batch: Batch, *, causal: bool) -> dict[str, Any]:
-    """Return the keyword arguments of the model's forward for a packed or padded batch; any rank.
+    """Return the keyword arguments of the model's forward for a packed or padded batch on its device; any rank.
 
     The logits are for ``batch.labels_BT``; a causal model's logits at position t are for label t + 1.
-
-    Args:
-        model: The model, sharded or not.
-        batch: On the model's device.
-        causal: Whether source and target are one sequence (decoder-only).
     """
     if batch.packing is not None:
         packing = batch.packing
@@ -504,15 +485,8 @@ def loss_sum(
 ) -> Tensor:
     """Return the loss summed over the target tokens of one batch; every rank calls it, as it runs a forward.
 
-    Args:
-        model: The sharded model.
-        batch: On the model's device.
-        causal: Whether source and target are one sequence (decoder-only).
-        objective: Label smoothing and z-loss; the default is the plain cross-entropy.
-        expected_gradient: Factor that the loss is multiplied by before backward; see ``model_loss``.
-
-    Returns:
-        0-d float32; zero for a batch of filler rows.
+    0-d float32; zero for a batch of filler rows. ``expected_gradient`` is the factor that the loss is multiplied by
+    before backward; see ``model_loss``.
     """
     return losses(model, batch, None, causal=causal, objective=objective, expected_gradient=expected_gradient)[0]
 

@@ -373,12 +373,9 @@ def prepare(
     Any number of ranks, runs and threads may call it at once: one of them tokenizes, the others wait. The cache is
     memory-mapped, and its rows are not read as text again.
 
-    Args:
-        config: The run's settings.
-        say: Receives a line before everything that takes long.
-        progress: Receives the progress of tokenizing.
-        rows_file: A file whose rows replace the run's held-out rows; neither of them is trained on.
-        rows_encoding: The encoding of that file; None: ``data.encoding``.
+    ``say`` receives a line before everything that takes long, ``progress`` that of tokenizing. The rows of
+    ``rows_file`` (None for ``rows_encoding``: in ``data.encoding``) replace the run's held-out rows; neither of them is
+    trained on.
 
     Raises:
         DataError: The data cannot be used, or the cache directory cannot be written.
@@ -563,7 +560,9 @@ def make_tokenizer(works: Sequence[SetRows], directory: Path | None) -> PreTrain
 
     def build(entry: Path) -> dict[str, Any]:
         works[0].say(f"training a tokenizer on {sum(work.num_training_rows() for work in works):,} rows")
-        train_tokenizer(chain(_sources(works), _targets(works)), settings.vocab_size).save_pretrained(entry)
+        # Streamed rows are read a second time for the targets.
+        targets = (row.target for work in works for row in work.training_rows())
+        train_tokenizer(chain(_sources(works), targets), settings.vocab_size).save_pretrained(entry)
         return {}
 
     around = [(work.config.data.source_prefix, work.config.data.separator or "") for work in works]
@@ -583,11 +582,6 @@ def _sources(works: Sequence[SetRows]) -> Iterator[str]:
             yield data.source_prefix + row.source + end
 
 
-def _targets(works: Sequence[SetRows]) -> Iterator[str]:
-    """Yield the target of each training row; streamed rows are read a second time."""
-    return (row.target for work in works for row in work.training_rows())
-
-
 def _without_padding(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
     """Reset the truncation and padding left by the tokenizer's last call, which would be saved with the model."""
     if tokenizer.is_fast:
@@ -598,7 +592,6 @@ def _without_padding(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerB
 
 
 def _content_of(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Return a hash of all files of a tokenizer."""
     digest = blake2b(digest_size=16)
     with tempfile.TemporaryDirectory() as directory:
         tokenizer.save_pretrained(directory)
@@ -633,7 +626,6 @@ def _vocabulary_notes(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> 
 
 
 def _weight_notes(work: SetRows, rows: TokenizedSet) -> list[str]:
-    """Return a line with the weights of a set's training rows, if they have any."""
     column, of_set = work.config.data.weight_column, f" of {work.name}" if work.name else ""
     if column is None:
         return []

@@ -6,7 +6,7 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from math import ceil, isfinite
 from pathlib import Path
 from typing import Any, Literal
@@ -59,10 +59,6 @@ class Rules:
             return cls()
         return cls(**values["rules"]) if "rules" in values else _EARLIER
 
-    def as_values(self) -> dict[str, Any]:
-        """Return the values that :meth:`of` reads."""
-        return asdict(self)
-
     def settled(self, config: RunConfig, steps_per_epoch: int) -> RunConfig:
         """Return the settings with the limit on steps that holds: without ``max_steps`` where epochs end earlier."""
         training = config.training
@@ -90,13 +86,13 @@ def read_values(path: Place) -> tuple[int, Mapping[str, Any]]:
     if "settings" not in values:
         raise CheckpointError(f"{path} was not saved by fullshard train: it has no settings of a run.")
     rows, scaler = values.get("group_rows"), values.get("scaler")
-    numbers = [value for value in (scaler or {}).values() if isinstance(value, float)] if _is_object(scaler) else []
+    numbers = [value for value in scaler.values() if isinstance(value, float)] if isinstance(scaler, Mapping) else []
     problems = {
         "settings": not isinstance(values["settings"], Mapping),
         "record": not isinstance(values.get("record"), Mapping),
         "group_rows": type(rows) is not int or rows < 1,
         "rules": "rules" in values and not _are_rules(values["rules"]),
-        "scaler": not _is_object(scaler) or not all(isfinite(value) for value in numbers),
+        "scaler": not isinstance(scaler, Mapping | None) or not all(isfinite(value) for value in numbers),
     }
     wrong = [name for name, is_wrong in problems.items() if is_wrong]
     if wrong:
@@ -127,14 +123,9 @@ def _added_values(path: Place) -> Mapping[str, Any]:
 
 
 def _are_rules(value: object) -> bool:
-    """Return whether a value is what :meth:`Rules.as_values` returns."""
+    """Return whether a value is of the fields of :class:`Rules`."""
     decay, steps = ("names", "dimensions"), ("max_steps", "smaller")
     return value in [{"weight_decay": one, "steps": other} for one in decay for other in steps]
-
-
-def _is_object(value: object) -> bool:
-    """Return whether a value is an object or null."""
-    return value is None or isinstance(value, Mapping)
 
 
 CHECKPOINTS_NAME = "checkpoints"
@@ -272,14 +263,10 @@ def choose_starting_point(
 ) -> StartingPoint:
     """Decide where a run starts, without changing anything; on rank 0, under the lock on the checkpoints.
 
-    Args:
-        config: The run's settings.
-        world_size: Number of ranks.
-        begun: Number of ranks of the first attempt of the same launcher that has passed its start; 0: none has. After
-            that, all checkpoints are the run's own, whatever ``resume`` says, and damaged ones are passed over. If
-            there are none, the run starts again from the checkpoint that ``resume`` names.
-        in_memory: Whether there is a snapshot to continue from: then damaged checkpoints are passed over even if there
-            is no other one.
+    ``begun`` is the number of ranks of the first attempt of the same launcher that has passed its start; 0: none has.
+    After that, all checkpoints are the run's own, whatever ``resume`` says, and damaged ones are passed over. If there
+    are none, the run starts again from the checkpoint that ``resume`` names. With a snapshot ``in_memory``, damaged
+    checkpoints are passed over even if there is no other one.
 
     Raises:
         ConfigError: The settings differ from the checkpoint's.
@@ -355,7 +342,6 @@ def mark_finished(config: RunConfig, steps: int, ended_by: EndedBy) -> None:
 
 
 def _limit(config: RunConfig, steps: int, ended_by: EndedBy) -> str:
-    """Return the setting that ended a run."""
     if ended_by == "steps":
         return "training.max_steps" if steps == config.training.max_steps else "training.num_train_epochs"
     return {"time": "training.max_train_minutes", "early_stopping": "training.early_stopping_patience"}[ended_by]
@@ -364,9 +350,7 @@ def _limit(config: RunConfig, steps: int, ended_by: EndedBy) -> str:
 def _other_data(config: RunConfig, now: Mapping[str, Any]) -> str:
     """Return which data the run in ``output_dir`` was of if it is not that of the settings; otherwise nothing.
 
-    Args:
-        config: The settings.
-        now: Their deciding settings, in which a file is its content.
+    ``now`` are the deciding settings, in which a file is its content.
     """
     try:
         recorded = read_json(Path(config.output_dir, RUN_NAME))
@@ -466,10 +450,7 @@ def _restoring(different: Mapping[str, str], then: Mapping[str, Any], path: Plac
 def or_snapshot(start: StartingPoint, snapshot: Snapshot | None, others: OfOtherRanks | None = None) -> StartingPoint:
     """Return the start from a snapshot if its step is later, otherwise ``start``; any rank, with its own snapshot.
 
-    Args:
-        start: The start from a checkpoint, or from scratch.
-        snapshot: The newest one of these ranks.
-        others: The newest ones of another number of ranks.
+    ``others`` are the newest snapshots of another number of ranks.
 
     Raises:
         ConfigError: The run file was changed meanwhile.
@@ -564,7 +545,6 @@ def _value_text(value: Any) -> str:
 
 
 def _content(path: Path) -> str:
-    """Return a digest of the content of a file or a model directory."""
     try:
         return content_of(path)
     except OSError as error:

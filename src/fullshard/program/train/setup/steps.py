@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from math import ceil
 from typing import Any, Literal
 
@@ -53,10 +53,6 @@ class Division:
         """Rows of similar length that are together: those of a step; with a token budget, its micro-batches."""
         return self.ranks * self.accumulation if self.by_tokens else self.global_batch
 
-    def as_values(self) -> dict[str, Any]:
-        """Return the values that :meth:`began` reads."""
-        return asdict(self)
-
     def on(self, ranks: int) -> Division:
         """Return the division of the same rows over another number of ranks, in micro-batches that are not larger.
 
@@ -88,9 +84,7 @@ class Division:
 def began_with(asked: Division, began: Division | None) -> Division:
     """Return the division that a run keeps: the one it ``began`` with, unless the settings now request another.
 
-    Args:
-        asked: The division that the settings request on the current ranks.
-        began: The division they requested at the run's start, on the ranks it had then; None: not known.
+    ``asked`` is for the current ranks, ``began`` for those that the run had then; None: not known.
     """
     if began is None or replace(asked, ranks=began.ranks) != began:
         return asked
@@ -102,12 +96,7 @@ def make_plan(
 ) -> BatchPlan:
     """Return the plan of the first epoch, whose ``for_epoch`` returns the others; any rank, with the same result.
 
-    Args:
-        config: The run's settings.
-        train_set: Token ids of the training rows.
-        world_size: Number of ranks.
-        causal: Whether source and target are one sequence.
-        group: :attr:`Division.group` of the run's start; None: it starts here.
+    ``group`` is :attr:`Division.group` of the run's start; None: it starts here.
 
     Raises:
         DataError: A row is longer than the token budget.
@@ -206,11 +195,8 @@ class LearningRateSchedule:
     def within(self, limit_s: float, *, steps: int, seconds: float, pace_s: float) -> LearningRateSchedule:
         """Return the schedule of as many steps as fit a time limit, so that a decay ends with the time.
 
-        Args:
-            limit_s: The limit, in seconds of the whole run.
-            steps: Steps taken.
-            seconds: Seconds that have passed.
-            pace_s: Seconds of a step from now on, with its share of evaluations; 0: not measured, nothing changes.
+        ``steps`` were taken in ``seconds``, and ``pace_s`` are the seconds of a step from now on, with its share of
+        evaluations; 0: not measured, nothing changes.
         """
         if pace_s <= 0.0:
             return self
@@ -236,14 +222,10 @@ def learning_rate_schedule(config: RunConfig, steps_per_epoch: int) -> LearningR
 
 
 def learning_rate(settings: TrainingConfig, schedule: LearningRateSchedule, step: int, skipped: int) -> float:
-    """Return the learning rate of one step.
+    """Return the learning rate of the ``step``-th step, from 1, before which so many were ``skipped``.
 
-    Args:
-        settings: The run's settings; with ``learning_rate: null`` Adafactor uses relative step sizes (arXiv:1804.04235,
-            section 8), and this is the size before it is scaled for each parameter.
-        schedule: Factors of the steps.
-        step: Number of the step, from 1.
-        skipped: Skipped steps before it, which Adafactor does not count.
+    With ``learning_rate: null`` Adafactor uses relative step sizes (arXiv:1804.04235, section 8), and this is the size
+    before it is scaled for each parameter; Adafactor does not count skipped steps.
     """
     if settings.learning_rate is None:
         return min(1e-2, 1.0 / math.sqrt(step - skipped))
