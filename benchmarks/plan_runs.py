@@ -17,9 +17,8 @@ from fullshard.planner import Rates, Timing
 from fullshard.program.config import RunConfig, load_run
 from fullshard.program.data import Batch, steps
 from fullshard.program.models import Objective, train_tokenizer
-from fullshard.program.train.bench import measure_rates
 from fullshard.program.train.evaluation.evaluate import evaluate
-from fullshard.program.train.plan import largest_steps, middle_step, plan_prepared, plan_run, prepare_plan
+from fullshard.program.train.plan import largest_steps, measure_rates, middle_step, plan_prepared
 from fullshard.program.train.run.assemble import Assembly, assemble
 from fullshard.program.train.run.step import StepSpec, issue_step
 from fullshard.program.train.setup.prepare import prepare
@@ -110,7 +109,7 @@ class Run:
 
     def predict(self) -> dict[str, Any]:
         """Plan the run; its tokens are in the cache afterwards."""
-        return plan_run(self.config, self.ranks).as_dict()
+        return plan_prepared(self.config, prepare(self.config), self.ranks).as_dict()
 
     def prepare(self) -> None:
         """Write its files and tokenize, before ranks read them."""
@@ -118,7 +117,7 @@ class Run:
 
     def timing(self, rates: Rates) -> Timing:
         """Plan the time of its step of mean size."""
-        data = prepare_plan(self.config)
+        data = prepare(self.config)
         timing = plan_prepared(self.config, data, self.ranks, rates=rates).timing
         assert timing is not None, "the rates give one"
         return timing

@@ -9,7 +9,8 @@ import torch
 
 from fullshard.planner import hardware, read_rates
 from fullshard.program.config import load_run
-from fullshard.program.train.plan import plan_prepared, prepare_plan
+from fullshard.program.train.plan import plan_prepared
+from fullshard.program.train.setup.prepare import prepare
 from support.processes import environment
 from support.tiny_run import settings
 
@@ -30,6 +31,6 @@ def test_rates_of_the_devices_at_hand_give_a_time(tmp_path):
     rates = read_rates(path, ranks)
     assert rates.queues
     config = load_run(run_file, [])
-    found = plan_prepared(config, prepare_plan(config), ranks, hardware("h100"), rates=rates).timing
+    found = plan_prepared(config, prepare(config), ranks, hardware("h100"), rates=rates).timing
     assert 0 < found.optimizer_s < found.step_s
     assert found.issue_s > 0  # of so small a model the device waits for the CPU

@@ -3,17 +3,17 @@
 import json
 
 import torch
+from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, Trainer
 
 from fullshard import unsharded
 from fullshard.core.testing import run_ranks
 from fullshard.program.config import RunConfig
-from fullshard.program.data import CollateSpec, LengthStats, RowRef, TokenizedSet, collate
 from fullshard.program.models import AdapterSpec, add_adapter, build_model
 from fullshard.program.train.run.step import StepSpec
 from fullshard.program.train.setup.model import prepare_model, shard_model
 from fullshard.program.train.setup.optimizers import make_optimizer
-from support.one_step import train_step
+from support.one_step import batch_from, tokenized, train_step
 
 T5 = {
     "model_type": "t5",
@@ -27,12 +27,8 @@ T5 = {
 }
 GPT2 = {"model_type": "gpt2", "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 64}
 GPT2 |= {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-STATS = LengthStats(mean=0.0, longest=0, truncated=0, limit=0)
-ROWS = TokenizedSet(
-    source_ids=[[5, 6, 1], [7, 8, 9, 10, 1], [11, 1], [12, 13, 14, 1]],
-    target_ids=[[20, 1], [21, 22, 23, 24, 1], [15, 16, 1], [17, 1]],
-    source_stats=STATS,
-    target_stats=STATS,
+ROWS = tokenized(
+    [[5, 6, 1], [7, 8, 9, 10, 1], [11, 1], [12, 13, 14, 1]], [[20, 1], [21, 22, 23, 24, 1], [15, 16, 1], [17, 1]]
 )
 
 
@@ -68,7 +64,7 @@ def config_of(base, kind, adapter=None, sharding=None, quantization=None, **trai
 
 
 def batch_of(rows, *, causal, packed=False):
-    return collate([RowRef(row) for row in rows], ROWS, CollateSpec(pad_token_id=0, causal=causal, packed=packed))
+    return batch_from(ROWS, rows, causal=causal, packed=packed)
 
 
 def spec_of(step, *, causal):
@@ -127,3 +123,13 @@ def train_sharded(config, tokenizer, causal, then, steps=3, size=2):
 def weights_of(model):
     with unsharded(model):
         return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def assert_loads_as(directory, plain, base, batch, causal, **tolerance):
+    """The adapter saved in ``directory`` over ``base`` computes as ``plain`` does, by peft alone."""
+    loaded = PeftModel.from_pretrained(load_base(base), directory).eval()
+    inputs = {"input_ids": batch.input_ids_BS, "attention_mask": batch.attention_mask_BS}
+    inputs |= {} if causal else {"decoder_input_ids": batch.labels_BT}
+    with torch.no_grad():
+        ours, theirs = loaded(**inputs).logits, plain.eval()(**inputs).logits
+    torch.testing.assert_close(ours, theirs, **tolerance)

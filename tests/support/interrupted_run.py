@@ -9,16 +9,13 @@ from fullshard.core.testing import run_ranks
 from fullshard.errors import RunStopped
 from fullshard.program.config import RunConfig
 from fullshard.program.train import FileSink, StopRequest, train
-from support.tiny_run import MODEL, Memory, read_jsonl, settings
+from support.tiny_run import QUICK, Memory, read_jsonl, settings
 
 STEPS = 8
-SMALL = {
-    "model": {"config": MODEL | {"num_layers": 1, "num_decoder_layers": 1}, "tokenizer": {"vocab_size": 60}},
+SMALL = QUICK | {
     "data__max_train_samples": 13,
     "training__per_device_train_batch_size": 2,
     "training__per_device_eval_batch_size": 4,
-    "evaluation__max_new_tokens": 2,
-    "sharding__wrap": ["T5Block"],
 }
 """Four steps an epoch, the last one of a single row; dropout is on."""
 

@@ -7,11 +7,9 @@ import time
 
 from support.namespaces import ADDRESSES, Machines
 from support.processes import SOURCE
-from support.tiny_run import MODEL, read_jsonl, write_run_file
+from support.tiny_run import QUICK, read_jsonl, write_run_file
 
-SETTINGS = {
-    "model": {"config": MODEL | {"num_layers": 1, "num_decoder_layers": 1}, "tokenizer": {"vocab_size": 60}},
-    "sharding__wrap": ["T5Block"],
+SETTINGS = QUICK | {
     "training__per_device_train_batch_size": 1,
     "training__num_train_epochs": 20,
     "training__save_strategy": "no",

@@ -8,6 +8,8 @@ from transformers import T5Config, T5ForConditionalGeneration
 
 from fullshard import MixedPrecision, ShardingStrategy, fully_shard
 from fullshard.planner import Rehearsed
+from fullshard.program.train.plan import plan_prepared
+from fullshard.program.train.setup.prepare import prepare
 from support.t5_directory import write_t5
 from support.tiny_run import MODEL, WORDS, settings
 
@@ -107,3 +109,8 @@ RUNS = {
     "table": write_table_run,
 }
 """Functions that write run files, by case."""
+
+
+def plan_run(config, ranks, device=None):
+    """The plan of a run with its own data."""
+    return plan_prepared(config, prepare(config), ranks, device)

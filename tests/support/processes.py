@@ -16,6 +16,9 @@ SOURCE = Path(__file__).parents[2] / "src"
 TESTS = Path(__file__).parents[1]
 
 
+FULLSHARD = [sys.executable, "-m", "fullshard.cli.main"]
+
+
 def free_port():
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -45,6 +48,18 @@ def environment(**changes):
     """This process's, for a rank that computes with one thread and is quiet."""
     path = os.pathsep.join([str(SOURCE), os.environ.get("PYTHONPATH", "")])
     return os.environ | {"OMP_NUM_THREADS": "1", "KINETO_LOG_LEVEL": "99", "PYTHONPATH": path} | changes
+
+
+def apart(**changes):
+    """This process's environment without another launcher's variables, one thread a rank, on the CPU."""
+    values = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    return values | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""} | changes
+
+
+def call(*arguments, **options):
+    """Run a verb of the program, and return how it ended."""
+    texts = {"capture_output": True, "text": True, "env": apart()}
+    return subprocess.run([*FULLSHARD, *arguments], check=False, **texts, **options)
 
 
 def run_ranks(size, script, *args, cwd=None, timeout_s=240, gpus=""):

@@ -3,7 +3,7 @@
 import json
 
 from fullshard.core.engine import TraceEvent
-from fullshard.program.train.reporting.trace import MemoryTimeline, RankTrace, StepTrace
+from fullshard.program.train.reporting.reports import MemoryTimeline, RankTrace, StepTrace
 
 NASTY = "</script><script>alert('x')</script><img src=x onerror=alert(1)>"
 UNITS = ("(root)", "encoder.block.0", "encoder.block.1")

@@ -18,6 +18,13 @@ MODEL = {
     "dropout_rate": 0.1,
 }
 
+QUICK = {
+    "model": {"config": MODEL | {"num_layers": 1, "num_decoder_layers": 1}, "tokenizer": {"vocab_size": 60}},
+    "sharding__wrap": ["T5Block"],
+    "evaluation__max_new_tokens": 2,
+}
+"""Changes of :func:`settings` for steps that take least; dropout is on."""
+
 
 def write_rows(path, count, start=0):
     """Sentences of one to four of a label's words and a running number, so that rows differ in length and text."""

@@ -8,8 +8,9 @@ import fullshard
 from fullshard.planner import Rates
 from fullshard.planner.plan import highest
 from fullshard.program.config import load_run
-from fullshard.program.train.plan import plan_prepared, plan_run, prepare_plan
-from support.planned import OPTIONS, RUNS, batch, build, make_model
+from fullshard.program.train.plan import plan_prepared
+from fullshard.program.train.setup.prepare import prepare
+from support.planned import OPTIONS, RUNS, batch, build, make_model, plan_run
 from support.processes import run_processes
 
 pytestmark = pytest.mark.dist
@@ -69,7 +70,7 @@ def plans(directory):
     def of(case):
         if case not in made:
             config = load_run(directory / case / "run.yaml", [])
-            made[case] = [plan_prepared(config, prepare_plan(config), 2, roughly=rank) for rank in range(2)]
+            made[case] = [plan_prepared(config, prepare(config), 2, roughly=rank) for rank in range(2)]
         return made[case]
 
     return of

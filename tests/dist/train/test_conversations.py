@@ -2,20 +2,17 @@
 
 import csv
 import json
-import os
 import random
-import subprocess
-import sys
 
 import pytest
 import yaml
 
 from fullshard.program.data import SourceSpec, read_inputs
+from support.processes import call
 from support.tiny_run import read_jsonl
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow, pytest.mark.timeout(400)]
 
-FULLSHARD = [sys.executable, "-m", "fullshard.cli.main"]
 T5 = {"model_type": "t5", "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_decoder_layers": 2}
 T5 |= {"num_heads": 4, "dropout_rate": 0.0}
 LLAMA = {"model_type": "llama", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
@@ -36,10 +33,8 @@ def write_conversations(path, count=500):
             file.write(json.dumps({"messages": turns}) + "\n")
 
 
-def call(*arguments):
-    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
-    environment |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run([*FULLSHARD, *arguments], capture_output=True, text=True, env=environment, check=False)
+def called(*arguments, **options):
+    done = call(*arguments, **options)
     assert done.returncode == 0, done.stderr
     return done
 
@@ -63,8 +58,8 @@ def test_one_command(tmp_path, model):
         },
     }
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(values))
-    shown = call("config", "check", str(tmp_path / "run.yaml"), "--dry-run").stdout
-    done = call("train", str(tmp_path / "run.yaml"))
+    shown = called("config", "check", str(tmp_path / "run.yaml"), "--dry-run").stdout
+    done = called("train", str(tmp_path / "run.yaml"))
     for text in (shown, done.stdout + done.stderr):
         assert "500 conversations of 4.5 turns on average, loss on every assistant turn" in text
         assert "one training row as the model sees it" in text
@@ -73,11 +68,11 @@ def test_one_command(tmp_path, model):
     summary = json.loads((out / "summary.json").read_text())
     assert summary["value"] > 0.9, "the colour is in the last turn"
 
-    call("evaluate", str(out))
+    called("evaluate", str(out))
     measured = read_jsonl(out / "evaluation" / "predictions.jsonl")
     rows = [json.loads(line) for line in (tmp_path / "talks.jsonl").read_text().splitlines()]
     assert len(measured) < 120, "one row for each conversation"
-    done = call("predict", str(out), str(tmp_path / "talks.jsonl"), "-o", str(tmp_path / "predicted.jsonl"))
+    done = called("predict", str(out), str(tmp_path / "talks.jsonl"), "-o", str(tmp_path / "predicted.jsonl"))
     predicted = read_jsonl(tmp_path / "predicted.jsonl")
     assert len(predicted) == len(rows)
     asked_for = [row.source for row in read_inputs(tmp_path / "talks.jsonl", SourceSpec()).rows]
@@ -89,23 +84,17 @@ def test_one_command(tmp_path, model):
     # The JSON text of turns in a lone prompt is the history that it says.
     with (tmp_path / "prompts.csv").open("w", newline="") as file:
         csv.writer(file).writerows([["prompt"], *([json.dumps(row["messages"][:-1])] for row in rows[:20])])
-    call("predict", str(out), str(tmp_path / "prompts.csv"), "-o", str(tmp_path / "asked.jsonl"))
+    called("predict", str(out), str(tmp_path / "prompts.csv"), "-o", str(tmp_path / "asked.jsonl"))
     asked = [row["prediction"] for row in read_jsonl(tmp_path / "asked.jsonl")]
     assert asked == [row["prediction"] for row in predicted[:20]]
 
     first = next(row["messages"] for row in rows if len(row["messages"]) == 3)
     assert json.loads((out / "run.json").read_text())["system_turns"] == {"": None}, "half of them have none"
-    arguments = ["predict", str(out), "--system", first[0]["content"]]
-    done = subprocess.run(
-        [*FULLSHARD, *arguments], input=first[1]["content"], capture_output=True, text=True, check=False
-    )
+    done = called("predict", str(out), "--system", first[0]["content"], input=first[1]["content"])
     assert "after the system turn 'Repeat the colour.': given by --system" in done.stderr
     history = f"system: {first[0]['content']}\nuser: {first[1]['content']}"
     assert json.loads(done.stdout) == {"input": first[1]["content"], "prediction": by_input[history]}
 
-    told = "my hat is red\nmy car is blue\n"
-    done = subprocess.run(
-        [*FULLSHARD, "chat", str(out), "--show-prompt"], input=told, capture_output=True, text=True, check=False
-    )
+    done = called("chat", str(out), "--show-prompt", input="my hat is red\nmy car is blue\n")
     assert done.stdout == "red\nblue\n", done.stderr
     assert "assistant: red" in done.stderr, "the second answer's history has the first"

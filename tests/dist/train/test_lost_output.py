@@ -4,35 +4,24 @@ import json
 import os
 import pty
 import subprocess
-import sys
 
 import pytest
 
-from support.tiny_run import MODEL, read_jsonl, write_run_file
+from support.processes import FULLSHARD, apart
+from support.tiny_run import QUICK, read_jsonl, write_run_file
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 
-PROGRAM = [sys.executable, "-m", "fullshard.cli.main"]
-CHANGES = {
-    "model": {"config": MODEL | {"num_layers": 1, "num_decoder_layers": 1}, "tokenizer": {"vocab_size": 60}},
-    "sharding__wrap": ["T5Block"],
-    "training__num_train_epochs": 10,
-    "evaluation__max_new_tokens": 2,
-}
-
-
-def environment():
-    kept = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
-    return {**kept, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+CHANGES = QUICK | {"training__num_train_epochs": 10}
 
 
 def shell(command):
     bash = ["bash", "-c", command]
-    return subprocess.run(bash, capture_output=True, text=True, env=environment(), check=False, timeout=200)
+    return subprocess.run(bash, capture_output=True, text=True, env=apart(), check=False, timeout=200)
 
 
 def train_command(tmp_path):
-    return [*PROGRAM, "train", str(write_run_file(tmp_path, **CHANGES)), "--no-plan"]
+    return [*FULLSHARD, "train", str(write_run_file(tmp_path, **CHANGES)), "--no-plan"]
 
 
 def require_finished(tmp_path):
@@ -64,7 +53,7 @@ def test_a_terminal_that_closes_costs_no_step(tmp_path, under_nohup):
     terminal, theirs = pty.openpty()
     # A session's first process gets SIGHUP when its terminal is gone; setsid -c makes it the terminal's.
     wrapped = ["setsid", "-c", *(["env", "--ignore-signal=HUP"] if under_nohup else []), *command]
-    train = subprocess.Popen(wrapped, stdin=theirs, stdout=theirs, stderr=theirs, env=environment())
+    train = subprocess.Popen(wrapped, stdin=theirs, stdout=theirs, stderr=theirs, env=apart())
     os.close(theirs)
     shown = b""
     while b"step 1/" not in shown:
@@ -86,7 +75,7 @@ def test_a_script_outlives_the_output_of_its_launcher(tmp_path):
         "    print('a line')\n"
         f"pathlib.Path({str(tmp_path)!r}, 'done').touch()\n"
     )
-    done = shell(f"{' '.join(PROGRAM)} launch --nproc_per_node 1 {script} 2>&1 | head -n 1; exit ${{PIPESTATUS[0]}}")
+    done = shell(f"{' '.join(FULLSHARD)} launch --nproc_per_node 1 {script} 2>&1 | head -n 1; exit ${{PIPESTATUS[0]}}")
     assert (done.returncode, done.stdout) == (0, "[rank 0] a line\n")
     assert (tmp_path / "done").exists()
 
@@ -101,7 +90,7 @@ def test_a_script_outlives_the_output_of_its_launcher(tmp_path):
 @pytest.mark.parametrize("verb", ["--help", "config check {run} --json", "inspect {run}"])
 def test_a_verb_that_only_prints_ends_quietly(tmp_path, verb, output, code, said):
     run = write_run_file(tmp_path, **CHANGES)
-    done = shell(f"{' '.join(PROGRAM)} {verb.format(run=run)} {output}")
+    done = shell(f"{' '.join(FULLSHARD)} {verb.format(run=run)} {output}")
     assert done.returncode == code, done.stderr
     assert len(done.stderr.splitlines()) == bool(said), done.stderr
     assert said in done.stderr

@@ -9,17 +9,11 @@ import pytest
 
 from support.namespaces import two_machines
 from support.processes import SOURCE, free_port
-from support.tiny_run import MODEL, read_jsonl, write_run_file
+from support.tiny_run import QUICK, read_jsonl, write_run_file
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow, pytest.mark.timeout(400)]
 
-CHANGES = {
-    "model": {"config": MODEL | {"num_layers": 1, "num_decoder_layers": 1}, "tokenizer": {"vocab_size": 60}},
-    "sharding__wrap": ["T5Block"],
-    "training__per_device_train_batch_size": 1,
-    "training__num_train_epochs": 4,
-    "evaluation__max_new_tokens": 2,
-}
+CHANGES = QUICK | {"training__per_device_train_batch_size": 1, "training__num_train_epochs": 4}
 
 
 @contextmanager

@@ -6,18 +6,15 @@ import pytest
 
 from fullshard.program.launch import attempts
 from support.launched import launch_support
-from support.tiny_run import MODEL, read_jsonl, write_run_file
+from support.tiny_run import QUICK, read_jsonl, write_run_file
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(200)]
 
-CHANGES = {
-    "model": {"config": MODEL | {"num_layers": 1, "num_decoder_layers": 1}, "tokenizer": {"vocab_size": 60}},
-    "sharding__wrap": ["T5Block"],
+CHANGES = QUICK | {
     "training__per_device_train_batch_size": 1,
     "training__num_train_epochs": 2,
     "training__save_strategy": "steps",
     "training__save_steps": 2,
-    "evaluation__max_new_tokens": 2,
 }
 """14 steps, with dropout; a checkpoint after every second one."""
 

@@ -5,41 +5,30 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 
 from fullshard.state.storage import DirectoryLock
-from support.processes import free_port
-from support.tiny_run import MODEL, read_jsonl, write_run_file
+from support.processes import FULLSHARD, apart, free_port
+from support.tiny_run import QUICK, read_jsonl, write_run_file
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow, pytest.mark.timeout(400)]
 
-FULLSHARD = [sys.executable, "-m", "fullshard.cli.main"]
-CHANGES = {
-    "model": {"config": MODEL | {"num_layers": 1, "num_decoder_layers": 1}, "tokenizer": {"vocab_size": 60}},
-    "sharding__wrap": ["T5Block"],
+CHANGES = QUICK | {
     "training__per_device_train_batch_size": 1,
     "training__num_train_epochs": 4,
     "training__save_strategy": "steps",
     "training__save_steps": 5,
-    "evaluation__max_new_tokens": 2,
 }
 """28 steps, with dropout."""
-
-
-def environment(**changes):
-    """This process's, one thread a rank, without another launcher's variables."""
-    values = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
-    return values | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""} | changes
 
 
 def start(directory, *arguments, **variables):
     command = [*FULLSHARD, "train", str(directory / "run.yaml"), *arguments]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    return subprocess.Popen(command, env=environment(**variables), **pipes)
+    return subprocess.Popen(command, env=apart(**variables), **pipes)
 
 
 def wait_for_step(run, lines):

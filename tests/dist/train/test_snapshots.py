@@ -8,17 +8,14 @@ import time
 import pytest
 
 from support.attempts import Attempts
-from support.tiny_run import MODEL, read_jsonl, write_run_file
+from support.tiny_run import QUICK, read_jsonl, write_run_file
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow, pytest.mark.timeout(400)]
 
-CHANGES = {
-    "model": {"config": MODEL | {"num_layers": 1, "num_decoder_layers": 1}, "tokenizer": {"vocab_size": 60}},
-    "sharding__wrap": ["T5Block"],
+CHANGES = QUICK | {
     "training__per_device_train_batch_size": 1,
     "training__num_train_epochs": 4,
     "training__save_strategy": "no",
-    "evaluation__max_new_tokens": 2,
 }
 """28 steps with two ranks, with dropout, and no checkpoint on disk."""
 

@@ -6,20 +6,17 @@ import pytest
 
 from fullshard.program.launch import Notice, launch, rank_command
 from support.launched import launch_support
-from support.tiny_run import MODEL, write_run_file
+from support.tiny_run import QUICK, write_run_file
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(200)]
 
-CHANGES = {
-    "model": {"config": MODEL | {"num_layers": 1, "num_decoder_layers": 1}, "tokenizer": {"vocab_size": 60}},
-    "sharding__wrap": ["T5Block"],
+CHANGES = QUICK | {
     "training__per_device_train_batch_size": 1,
     "training__num_train_epochs": 1,
     "training__save_strategy": "steps",
     "training__save_steps": 2,
     "training__eval_strategy": "steps",
     "training__eval_steps": 3,
-    "evaluation__max_new_tokens": 2,
 }
 """7 steps, with dropout; a checkpoint after every second one, an evaluation after every third."""
 

@@ -1,10 +1,7 @@
 """Whole training runs through the command line, on two gloo processes, which exchange matrices for Muon."""
 
 import json
-import os
-import socket
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,18 +10,12 @@ from safetensors.torch import load_file
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
 from support.launched import launch_support
+from support.processes import FULLSHARD, apart, call, free_port
 from support.tiny_run import read_jsonl, write_run_file
 
 pytestmark = pytest.mark.dist
 
-FULLSHARD = [sys.executable, "-m", "fullshard.cli.main"]
 DEMO = Path(__file__).parents[3] / "examples" / "banking77_tiny.yaml"
-
-
-def environment(**changes):
-    """This process's, one thread a rank, without another launcher's variables."""
-    values = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
-    return values | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""} | changes
 
 
 @pytest.fixture(scope="module")
@@ -32,9 +23,7 @@ def own_ranks(tmp_path_factory):
     """A run that the program launches by itself."""
     directory = tmp_path_factory.mktemp("own")
     run_file = write_run_file(directory, training__optimizer="muon")
-    done = subprocess.run(
-        [*FULLSHARD, "train", str(run_file), "--json"], capture_output=True, text=True, env=environment(), check=False
-    )
+    done = call("train", str(run_file), "--json")
     assert done.returncode == 0, done.stderr
     return directory / "out", done
 
@@ -44,25 +33,10 @@ def joined_ranks(tmp_path_factory):
     """The same run, its ranks started as torchrun starts them, with the same files in another place."""
     directory = tmp_path_factory.mktemp("joined")
     run_file = write_run_file(directory, training__optimizer="muon")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    ranks = [
-        subprocess.Popen(
-            [*FULLSHARD, "train", str(run_file)],
-            env=environment(
-                RANK=str(rank),
-                LOCAL_RANK=str(rank),
-                WORLD_SIZE="2",
-                LOCAL_WORLD_SIZE="2",
-                MASTER_ADDR="127.0.0.1",
-                MASTER_PORT=str(port),
-            ),
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
+    world = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    environments = [apart(RANK=str(rank), LOCAL_RANK=str(rank), **world) for rank in range(2)]
+    command = [*FULLSHARD, "train", str(run_file)]
+    ranks = [subprocess.Popen(command, env=one, stdout=subprocess.PIPE, text=True) for one in environments]
     outputs = [rank.communicate()[0] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0, 0]
     return directory / "out", outputs
@@ -98,11 +72,10 @@ def test_the_engines_account_is_the_planned_one(own_ranks):
 def test_the_plan_of_the_demo_agrees_with_what_its_ranks_then_hold(tmp_path):
     """Of so few rows, the largest batch of the epoch is in the step whose memory is measured."""
     few = ["data.max_train_samples=1024", "training.num_train_epochs=1", "training.eval_strategy=no"]
-    verb = [*FULLSHARD, "plan", str(DEMO), *few, "--world", "2", "--json"]
-    plan = subprocess.run(verb, capture_output=True, text=True, env=environment(), check=True).stdout
-    run = [*FULLSHARD, "train", str(DEMO), *few, "training.save_strategy=no", f"output_dir={tmp_path}", "nproc=2"]
-    run += ["--max-restarts", "0"]  # snapshots, which a plan leaves out, add a rank's parameters and optimizer state
-    subprocess.run(run, capture_output=True, env=environment(), check=True)
+    plan = call("plan", str(DEMO), *few, "--world", "2", "--json").stdout
+    run = ["train", str(DEMO), *few, "training.save_strategy=no", f"output_dir={tmp_path}", "nproc=2"]
+    # Snapshots, which a plan leaves out, add a rank's parameters and optimizer state.
+    assert call(*run, "--max-restarts", "0").returncode == 0
     peaks = [(planned["peak"], measured["peak"]) for planned, measured in held(tmp_path)]
     assert json.loads(plan)["peak_bytes"] == max(planned for planned, _ in peaks)
     for planned, measured in peaks:

@@ -5,25 +5,15 @@ import json
 import os
 import pty
 import subprocess
-import sys
 
 import pytest
 
 from fullshard.program.config import RunConfig
 from fullshard.program.models import build_model, train_tokenizer
+from support.processes import FULLSHARD, apart, call
 from support.tiny_run import MODEL, read_jsonl, settings
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
-
-FULLSHARD = [sys.executable, "-m", "fullshard.cli.main"]
-
-
-def call(*arguments, **options):
-    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
-    environment |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    return subprocess.run(
-        [*FULLSHARD, *arguments], capture_output=True, text=True, env=environment, check=False, **options
-    )
 
 
 @pytest.fixture(scope="module")
@@ -81,8 +71,7 @@ def test_predictions_have_the_format_of_the_suffix_and_survive_head(run, tmp_pat
     done = call("predict", str(run), str(rows), "-o", str(tmp_path / "out.csv"))
     assert (tmp_path / "out.csv").read_text().startswith("input,prediction,problem,truncated\nwhere is my card,")
     command = f"{' '.join(FULLSHARD)} predict {run} {rows} 2> {tmp_path / 'err'} | head -n 1; exit ${{PIPESTATUS[0]}}"
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, env=environment, check=False)
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, env=apart(), check=False)
     assert json.loads(done.stdout)["input"] == "where is my card"
     assert done.returncode in (0, 141), "141 where head ended before the last rows were written"
     assert "Traceback" not in (tmp_path / "err").read_text()
@@ -159,8 +148,7 @@ def test_chat_in_a_terminal_survives_ctrl_c_in_an_answer(run, tmp_path):
     (tmp_path / "summary.json").write_text(json.dumps(summary))
     child, terminal = pty.fork()
     if child == 0:
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "TERM": "dumb"}
-        os.execve(FULLSHARD[0], [*FULLSHARD, "chat", str(tmp_path), "--temperature", "99"], environment)
+        os.execve(FULLSHARD[0], [*FULLSHARD, "chat", str(tmp_path), "--temperature", "99"], apart(TERM="dumb"))
     seen, place = "", 0
 
     def until(mark):

@@ -9,18 +9,18 @@ import pytest
 import yaml
 from transformers import AutoModelForSeq2SeqLM
 
-from fullshard.core.testing import run_ranks
 from fullshard.program.cli import main as cli
 from fullshard.program.config import load_run
-from fullshard.program.starter import Machine, look_at, machine as machines
+from fullshard.program.starter import Machine, look_at, run_file
 from fullshard.program.train import FileSink, train
 from fullshard.program.train.reporting.card import CardSink
+from support.alone import alone
 from support.tiny_run import LABELS, WORDS
 
 
 @pytest.fixture(autouse=True)
 def _no_cached_model(monkeypatch):
-    monkeypatch.setattr(machines, "is_cached", lambda name: False)
+    monkeypatch.setattr(run_file, "is_cached", lambda name: False)
 
 
 def pairs(path):
@@ -58,7 +58,7 @@ def test_what_it_writes_trains_without_editing(write, tmp_path, monkeypatch, cap
     config = load_run("run.yaml", overrides)
     assert (config.data.source_column, config.data.target_column) == columns
     sinks = [CardSink(config.output_dir, print), FileSink(config.output_dir)]
-    summary = train(config, run_ranks(1, lambda comm: comm)[0], sinks)
+    summary = train(config, alone(), sinks)
     assert summary.metric == ("exact_match" if write is not tickets else "rougeL")
     AutoModelForSeq2SeqLM.from_pretrained("runs/train")
     assert cli.main(["share", "runs/train", "--repo", "ada/mine", "--dry-run"]) == 0
@@ -189,7 +189,7 @@ def test_conversations_train_without_editing(more, tmp_path, monkeypatch, capsys
     assert f"about {(40 - held_out) * 2 // 2:,} steps an epoch" in text
     assert config.data.source_column is None
     assert config.data.max_target_length == 96  # of the longest answer, which is not the last
-    summary = train(config, run_ranks(1, lambda comm: comm)[0], [FileSink(config.output_dir)])
+    summary = train(config, alone(), [FileSink(config.output_dir)])
     assert summary.steps == 1
 
 

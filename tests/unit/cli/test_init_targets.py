@@ -10,12 +10,12 @@ from fullshard.errors import DataError
 from fullshard.program.cli import main as cli
 from fullshard.program.config import load_run
 from fullshard.program.data import SourceSpec, read_split
-from fullshard.program.starter import machine as machines
+from fullshard.program.starter import run_file
 
 
 @pytest.fixture(autouse=True)
 def _here(tmp_path, monkeypatch):
-    monkeypatch.setattr(machines, "is_cached", lambda name: False)
+    monkeypatch.setattr(run_file, "is_cached", lambda name: False)
     monkeypatch.chdir(tmp_path)
 
 

@@ -8,7 +8,8 @@ import pytest
 from fullshard.program.cli.main import main
 from fullshard.program.cli.plan import memory
 from fullshard.program.config import load_run
-from fullshard.program.train.plan import longest_batch, prepare_plan
+from fullshard.program.train.plan import longest_batch
+from fullshard.program.train.setup.prepare import prepare
 from support.planned import write_directory_run, write_run
 
 
@@ -107,7 +108,7 @@ def peaks(capsys, *arguments):
 def test_a_length_gives_the_plan_of_rows_of_that_length_without_reading_any(tmp_path, capsys):
     path = write_directory_run(tmp_path, training__packing=False)
     config = load_run(path, [])
-    batch = longest_batch(config, prepare_plan(config))
+    batch = longest_batch(config, prepare(config))
     length = f"{batch.input_ids_BS.shape[1]}/{batch.labels_BT.shape[1]}"
     options = ["training.per_device_eval_batch_size=1"]
     with_data = peaks(capsys, str(path), "training.eval_strategy=no", *options)

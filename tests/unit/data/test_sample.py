@@ -12,8 +12,7 @@ from fullshard.program.config import RunConfig
 from fullshard.program.data import Sample, SourceSpec, read_split, training_texts
 from fullshard.program.data.examples import Example
 from fullshard.program.data.streaming.index import index_to
-from fullshard.program.train.setup.prepare import prepare
-from fullshard.program.train.setup.set_rows import MOST_LABELS
+from fullshard.program.train.setup.prepare import MOST_LABELS, prepare
 from support.tiny_run import settings
 
 LABELS = 77

@@ -23,7 +23,7 @@ from fullshard.program.data.streaming import rows as rows_module
 from fullshard.program.data.streaming.index import ROWS_NAME, TargetCounts, index_to
 from fullshard.program.data.streaming.rows import StreamedRows, lengths_to, open_stream, sample_lengths
 from fullshard.program.data.tokenizing.tokenize import TokenizeSpec
-from fullshard.program.train.setup.set_rows import MOST_LABELS
+from fullshard.program.train.setup.prepare import MOST_LABELS
 
 WORDS = ["a", "b", "c", "d", "e", "label"]
 T5 = TokenizeSpec(max_source_length=6, max_target_length=3, source_prefix="prefix: ")

@@ -8,7 +8,7 @@ import subprocess
 import pytest
 
 from fullshard.program.report import write_report
-from fullshard.program.train.reporting.trace import StepTrace
+from fullshard.program.train.reporting.reports import StepTrace
 from support.report_run import UNITS, rank_trace, write_finished, write_small
 
 pytestmark = pytest.mark.slow

@@ -12,10 +12,10 @@ import pytest
 from fullshard.errors import CheckpointError, ConfigError
 from fullshard.program.cli import report as verb
 from fullshard.program.config import RunConfig
-from fullshard.program.report import figures, frame, write_report
+from fullshard.program.report import figures, markup, write_report
+from fullshard.program.report.figures import MOST_POINTS, memory_unit, number, share, shown, smooth
 from fullshard.program.report.files import read_run
-from fullshard.program.report.frame import STYLE
-from fullshard.program.report.numbers import MOST_POINTS, memory_unit, number, share, shown, smooth, thin
+from fullshard.program.report.markup import STYLE
 from fullshard.program.report.page import MOST_RANKS, headline, make_page
 from fullshard.sizes import format_duration
 from support.report_run import NASTY, RUN, UNITS, make_trace, write_finished, write_small, write_unfinished
@@ -55,7 +55,7 @@ class Page(HTMLParser):
 def _no_library(request, monkeypatch):
     """plotly.js is 5 MB: only the tests about it parse a page that has it."""
     if not request.function.__name__.endswith(("megabytes", "names_the_package")):
-        monkeypatch.setattr(frame, "_plotly", lambda: "/* plotly.js */")
+        monkeypatch.setattr(markup, "_plotly", lambda: "/* plotly.js */")
 
 
 @pytest.fixture
@@ -299,16 +299,6 @@ def test_a_long_run_is_a_short_page_and_says_so(tmp_path):
     assert len(json.dumps(found.figures())) < 400_000
 
 
-def test_thinning_keeps_order_and_extremes():
-    xs = [float(x) for x in range(10_000)]
-    ys = [(x * 7919) % 1_000 for x in xs]
-    kept_xs, kept_ys = thin((xs, ys), most=100)
-    assert len(kept_xs) <= 100
-    assert kept_xs == sorted(set(kept_xs))
-    assert (min(kept_ys), max(kept_ys)) == (min(ys), max(ys))
-    assert thin((xs[:100], ys[:100]), most=100) == (xs[:100], ys[:100])
-
-
 def test_smoothing_keeps_a_constant_and_lags_nothing_at_the_start():
     assert smooth(([1.0, 2.0, 3.0], [5.0, 5.0, 5.0])) == (([1.0, 2.0, 3.0], [5.0, 5.0, 5.0]), 1)
     (_, values), over = smooth(([float(x) for x in range(300)], [2.0] * 300))
@@ -331,7 +321,7 @@ def test_without_plotly_it_names_the_package(finished, monkeypatch):
     def missing(name):
         raise ImportError(name)
 
-    monkeypatch.setattr(frame.importlib, "import_module", missing)
+    monkeypatch.setattr(markup.importlib, "import_module", missing)
     with pytest.raises(ConfigError, match="pip install plotly"):
         write_report(finished)
 

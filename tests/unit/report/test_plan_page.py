@@ -8,7 +8,7 @@ import re
 import pytest
 
 from fullshard.program.cli.main import main
-from fullshard.program.report import frame
+from fullshard.program.report import markup
 from support.planned import write_run
 
 
@@ -19,7 +19,7 @@ def page(tmp_path_factory):
     target = directory / "plan.html"
     command = ["plan", str(write_run(directory)), "--world", "2", "--gpu", "t4", "--json"]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(frame, "_plotly", lambda: "/* plotly.js */")
+        patch.setattr(markup, "_plotly", lambda: "/* plotly.js */")
         patch.setattr("fullshard.program.cli.plan.DRAWN_WORLDS", (1, 4096))
         plain = printed(command)
         assert printed([*command, "--html", str(target)]) == plain

@@ -6,10 +6,8 @@ import pytest
 from huggingface_hub import constants
 from huggingface_hub.utils import _http, close_session
 
-from fullshard.core.testing import run_ranks
 from fullshard.program.config import RunConfig
-from fullshard.program.train import FileSink, train
-from fullshard.program.train.reporting.card import CardSink
+from support.alone import finish
 from support.fake_hub import TOKEN, fake_hub
 from support.tiny_run import settings
 
@@ -19,8 +17,7 @@ def trained(tmp_path_factory):
     """A finished run of a tiny T5, which has a card; not to be changed."""
     directory = tmp_path_factory.mktemp("run")
     config = RunConfig.model_validate(settings(directory, training__max_steps=2, card={"data_license": "cc-by-4.0"}))
-    comm = run_ranks(1, lambda comm: comm)[0]
-    train(config, comm, [CardSink(config.output_dir, print), FileSink(config.output_dir)])
+    finish(config)
     return directory / "out"
 
 

@@ -5,11 +5,9 @@ import threading
 import pytest
 from transformers import AutoModelForSeq2SeqLM
 
-from fullshard.core.testing import run_ranks
 from fullshard.program.config import RunConfig
 from fullshard.program.sharing import PushSink, push_finished
-from fullshard.program.train import FileSink, train
-from fullshard.program.train.reporting.card import CardSink
+from support.alone import finish
 from support.tiny_run import settings
 
 REPO = "ada/mine"
@@ -26,12 +24,6 @@ def config_of(directory, **push):
     return RunConfig.model_validate(wanted)
 
 
-def train_with(config, sink=None):
-    comm = run_ranks(1, lambda comm: comm)[0]
-    sinks = [CardSink(config.output_dir, print), FileSink(config.output_dir), *([sink] if sink else [])]
-    return train(config, comm, sinks)
-
-
 def load(hub, directory):
     directory.mkdir()
     for name, body in hub.files(REPO).items():
@@ -41,7 +33,7 @@ def load(hub, directory):
 
 def test_a_finished_run_is_uploaded(tmp_path, hub):
     config, said = config_of(tmp_path, private=True), []
-    train_with(config)
+    finish(config)
     push_finished(config, said.append)
     assert said[-1] == f"model uploaded to {hub.url}/{REPO}"
     assert hub.repositories[REPO].private
@@ -51,7 +43,7 @@ def test_a_finished_run_is_uploaded(tmp_path, hub):
 
 def test_a_failed_upload_leaves_the_run_and_names_the_command(tmp_path, hub, monkeypatch):
     config, said = config_of(tmp_path, private=True), []
-    train_with(config)
+    finish(config)
     hub.before = lambda request, count: request.reply(503) or True
     push_finished(config, said.append)
     assert said[-2].startswith("warning: the model was not uploaded: The Hub failed")
@@ -77,7 +69,7 @@ def test_the_best_models_on_the_way_are_complete_models(tmp_path, hub):
                 assert committing.acquire(timeout=60)
 
     sink = Paced(config, said.append)
-    train_with(config, sink)
+    finish(config, sink)
     sink.join()
     assert len(hub.repositories[REPO].commits) == 1 + len(best) >= 2
     load(hub, tmp_path / "there")
@@ -91,7 +83,7 @@ def test_training_does_not_wait_for_a_hub_that_does_not_answer(tmp_path, hub):
     config, said, ended = config_of(tmp_path, checkpoints=True), [], threading.Event()
     hub.before = lambda request, count: ended.wait(60) and False
     sink = PushSink(config, said.append)
-    summary = train_with(config, sink)
+    summary = finish(config, sink)
     assert (summary.steps, hub.files(REPO)) == (4, None)
     assert len(hub.requests) == 1, "one is being sent, the others wait or are skipped"
     ended.set()
@@ -104,7 +96,7 @@ def test_a_hub_that_fails_on_the_way_is_said_and_training_continues(tmp_path, hu
     config, said = config_of(tmp_path, checkpoints=True), []
     hub.before = lambda request, count: request.reply(403, {"error": "no"}) or True
     sink = PushSink(config, said.append)
-    assert train_with(config, sink).steps == 4
+    assert finish(config, sink).steps == 4
     sink.join()
     said = [line for line in said if "waiting" not in line]
     assert said

@@ -11,13 +11,11 @@ from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
-from fullshard.core.testing import run_ranks
 from fullshard.program.cli import main as cli
 from fullshard.program.config import RunConfig
 from fullshard.program.models import build_model, train_tokenizer
 from fullshard.program.sharing import hub as uploads
-from fullshard.program.train import FileSink, train
-from fullshard.program.train.reporting.card import CardSink
+from support.alone import finish
 from support.fake_hub import TOKEN, Repository
 from support.tiny_run import MODEL, read_jsonl, settings
 
@@ -163,8 +161,7 @@ def test_an_adapter_is_published_as_it_is_or_merged(tmp_path, hub, capsys):
     config = RunConfig.model_validate(
         settings(tmp_path, training__max_steps=2, model={"path": str(base), "adapter": model}, data__max_eval_samples=3)
     )
-    sinks = [CardSink(config.output_dir, print), FileSink(config.output_dir)]
-    train(config, run_ranks(1, lambda comm: comm)[0], sinks)
+    finish(config)
     assert share(config.output_dir) == 0
     files = hub.files(REPO)
     assert {"adapter_model.safetensors", "adapter_config.json"} <= set(files)
@@ -195,8 +192,7 @@ def test_a_run_of_several_sets_is_published_with_their_card(tmp_path, capsys):
     one = {key: data.pop(key) for key in ("train_file", "validation_file", "source_column", "target_column")}
     data["sets"] = {"cards": one, "others": dict(one)}
     config = RunConfig.model_validate(values)
-    sinks = [CardSink(config.output_dir, print), FileSink(config.output_dir)]
-    train(config, run_ranks(1, lambda comm: comm)[0], sinks)
+    finish(config)
     assert share(config.output_dir, "--dry-run") == 0
     assert "would upload to ada/mine" in capsys.readouterr().out
 

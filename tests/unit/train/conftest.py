@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from fullshard.program.train.run import traced_step
+from fullshard.program.train.run import step as step_module
 from fullshard.program.train.setup import model as modelling
 from support.interrupted_run import OFTEN, run
 
@@ -33,7 +33,7 @@ def unmetered():
             super().__init__()
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(traced_step, "MemoryMeter", Meter)
+        patch.setattr(step_module, "MemoryMeter", Meter)
         yield
 
 

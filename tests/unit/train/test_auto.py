@@ -14,9 +14,10 @@ from fullshard.program.config import load_run
 from fullshard.program.train import auto
 from fullshard.program.train.auto import chosen_precision, chosen_settings
 from fullshard.program.train.fit import search
-from fullshard.program.train.plan import plan_prepared, prepare_plan
+from fullshard.program.train.plan import plan_prepared
 from fullshard.program.train.setup import devices as devices_module
 from fullshard.program.train.setup.devices import Devices, usable
+from fullshard.program.train.setup.prepare import prepare
 from fullshard.program.train.setup.resume import checkpoints_directory
 from fullshard.state.resilience import KeepDirectory
 from support.planned import write_run
@@ -39,7 +40,7 @@ def settings(run_file, memory, monkeypatch, *overrides):
     def load(more):
         return load_run(run_file, [*overrides, *more])
 
-    data, said = prepare_plan(load(())), []
+    data, said = prepare(load(())), []
     found = run_ranks(2, lambda comm: chosen_settings(load, data, comm, said.append if comm.rank == 0 else str))
     assert found[0] == found[1]
     return load(found[0]), said
@@ -232,7 +233,7 @@ def test_a_place_that_cannot_be_used_is_the_same_error_on_every_rank(run_file, r
 
 def test_a_plan_takes_the_precision_of_its_device(run_file):
     config = load_run(run_file, ["sharding.auto=false"])
-    data = prepare_plan(config)
+    data = prepare(config)
     explicit = load_run(run_file, ["sharding.auto=false", "training.precision=bf16"])
     found = [plan_prepared(one, data, 2, hardware("h100"), roughly=0).parts for one in (config, explicit)]
     assert found[0] == found[1]

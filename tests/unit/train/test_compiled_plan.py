@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from fullshard.core.comm import MemoryMeter
-from fullshard.core.testing import run_ranks
 from fullshard.program.config import load_run
 from fullshard.program.models import compile_blocks
 from fullshard.program.train.plan import largest_steps, plan_prepared
@@ -16,6 +15,7 @@ from fullshard.program.train.run.assemble import assemble
 from fullshard.program.train.run.step import StepSpec, issue_step
 from fullshard.program.train.setup import model as setup
 from fullshard.program.train.setup.prepare import prepare
+from support.alone import alone
 from support.planned import write_run
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(900)]  # torch's compiler warns about its code
@@ -82,7 +82,7 @@ def assert_at_most_planned(directory, model, rows, more):
     data = prepare(config)
     plan = plan_prepared(config, data, 1)
     assert plan.compiled_bytes
-    comm = run_ranks(1, lambda comm: comm)[0]
+    comm = alone()
     held = steps_peak(config, data, comm, 2)
     assert 0.5 * plan.peak_bytes < held <= plan.peak_bytes
     return plan, held

@@ -1,17 +1,21 @@
-"""The search for settings that fit: what it tries, what it leaves out, and that a step keeps its rows."""
+"""Searches among plans: settings that fit, the fewest recomputed blocks, and settings that need less."""
 
+import math
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 
 import pytest
 
-from fullshard.errors import ConfigError
+from fullshard.errors import ConfigError, ModelError, UserError
 from fullshard.planner import Timing, hardware
 from fullshard.program.config import load_run
 from fullshard.program.train import fit, plan
-from fullshard.program.train.plan import RunPlan, plan_run
-from support.planned import write_run
+from fullshard.program.train.fit import MOST_PLANS, Need, fewest_blocks, find_remedies, plan_chosen
+from fullshard.program.train.plan import RunPlan, plan_prepared
+from fullshard.program.train.setup import activation_offload
+from fullshard.program.train.setup.prepare import prepare
+from support.planned import plan_run, write_run
 
 KEPT = {"no_shard": 80, "shard_grad_op": 40, "full_shard": 30}
 """Bytes that do not depend on the batch."""
@@ -52,7 +56,7 @@ def run_file(tmp_path):
 @pytest.fixture
 def search(run_file, monkeypatch):
     monkeypatch.setattr(plan, "plan_prepared", of_formula)
-    monkeypatch.setattr(fit, "prepare_plan", lambda config: SimpleNamespace())
+    monkeypatch.setattr(fit, "prepare", lambda config: SimpleNamespace())
 
     def run(memory, *overrides):
         return fit.search(lambda more: load_run(run_file, [*overrides, *more]), 2, device(memory))
@@ -134,3 +138,200 @@ def test_a_real_run_finds_micro_batches_that_fit(tmp_path):
     assert best.plan.needed_bytes < needed
     assert best.plan.steps == 2 * 4  # two epochs of 25 rows, 8 a step
     assert others[-1].overrides == ()
+
+
+CHECKPOINTING = "training.gradient_checkpointing"
+
+
+def searched(needs, blocks, limit):
+    """The number that is found, and how many plans that took, if so many blocks need what a function says."""
+    asked = []
+
+    def missing(number):
+        asked.append(number)
+        return needs(number) - limit
+
+    number = fewest_blocks(missing, blocks)
+    assert number in asked
+    return number, len(asked)
+
+
+@pytest.mark.parametrize("curve", [lambda n: 1000 - 7 * n, lambda n: 1000 / (1 + n), lambda n: 1000 - n**2 / 17])
+@pytest.mark.parametrize("blocks", [1, 24, 126])
+def test_the_fewest_blocks_that_fit_are_found_in_few_plans(curve, blocks):
+    for limit in (curve(0), curve(1), curve(blocks // 2), curve(blocks) + 1, curve(blocks)):
+        number, plans = searched(curve, blocks, limit)
+        assert number == next(n for n in range(blocks + 1) if curve(n) <= limit)
+        assert plans <= MOST_PLANS
+
+
+def test_along_a_line_four_plans_are_enough():
+    assert searched(lambda n: 1000 - 7 * n, 126, 700) == (43, 4)
+
+
+def test_what_never_fits_recomputes_only_what_helps():
+    assert searched(lambda n: max(100 - n, 50), 80, 40)[0] == 50
+    assert searched(lambda n: 100, 80, 40)[0] == 0  # an evaluation is the largest
+
+
+def test_without_a_plan_for_all_blocks_none_is_recomputed():
+    assert fewest_blocks(lambda n: math.inf if n else 5, 24) == 0
+
+
+# Of a planned_run
+
+
+@pytest.fixture(scope="module")
+def planned_run(tmp_path_factory):
+    """Settings of a model of two and two blocks by overrides, its data, and a plan."""
+    training = {"eval_strategy": "no", "per_device_train_batch_size": 4, "fused_cross_entropy": False}
+    load = partial(load_run, write_run(tmp_path_factory.mktemp("run"), training=training))
+    data = prepare(load())
+    return load, data, plan_prepared(load(), data, 1, roughly=0)
+
+
+@pytest.fixture
+def chosen(planned_run, monkeypatch):
+    """Chooses where so many of 24 blocks need what a function says; returns how many the plan and settings have."""
+    load, data, real = planned_run
+
+    def chosen(needs, *overrides, limit=None, **how):
+        def planned(config, *_, **__):
+            asked = config.training.gradient_checkpointing
+            number = asked if type(asked) is int else 24 * (asked is True)
+            peaks = {"before_first_step": 10**9, "backward": needs(number)}
+            return replace(real, blocks=24, recomputed=number, host={}, phase_peaks=peaks, device=how.get("device"))
+
+        monkeypatch.setattr(fit, "plan_prepared", planned)
+        plan, config = plan_chosen(limit, load(overrides), data, 1, **how)
+        return plan.recomputed, config.training.gradient_checkpointing
+
+    return chosen
+
+
+def test_tensors_get_nine_tenths_of_what_a_gpu_has_left(chosen):
+    sheet = hardware("h100")
+
+    def needs(number):
+        return 9 * (1000 - number)
+
+    for left, fewest in ((9970, 3), (9969, 4), (10000, False), (9760, True), (5000, True)):
+        device = replace(sheet, memory_bytes=left + sheet.outside_bytes)
+        assert chosen(needs, device=device, limit=device.memory_bytes) == (24 if fewest is True else fewest, fewest)
+
+
+def test_without_a_limit_and_with_a_number_of_the_user_nothing_is_chosen(chosen):
+    assert chosen(lambda number: 1000) == (0, "auto")
+    assert chosen(lambda number: 1000, f"{CHECKPOINTING}=2", limit=1) == (2, 2)
+
+
+def test_a_real_plan_recomputes_the_fewest_blocks_that_fit(planned_run):
+    """The deepest of the four blocks frees nothing: its activations are freed before others are recomputed."""
+    load, data, plain = planned_run
+    three = plan_prepared(load([f"{CHECKPOINTING}=3"]), data, 1, roughly=0)
+    assert plain.needed_bytes > three.needed_bytes
+    plan, config = plan_chosen(three.needed_bytes, load(), data, 1, roughly=0)
+    assert (plan.recomputed, plan.blocks, config.training.gradient_checkpointing) == (3, 4, 3)
+    assert replace(plan, chosen=()) == replace(three, chosen=())
+    assert str(plan).count("3 of 4 blocks") == 1  # as a choice; without one the plan says it itself
+    assert "recomputed in backward: 3 of 4 blocks" in str(three)
+
+
+def test_more_blocks_than_there_are_is_refused_with_the_numbers(planned_run):
+    load, data, _ = planned_run
+    with pytest.raises(ModelError, match=r"gradient_checkpointing: 40 blocks .* has 4"):
+        plan_prepared(load([f"{CHECKPOINTING}=40"]), data, 1, roughly=0)
+    with pytest.raises(UserError, match="gradient_checkpointing"):
+        load([f"{CHECKPOINTING}=-1"])
+
+
+def test_on_a_gpu_offloaded_activations_are_the_hosts(planned_run, monkeypatch):
+    """At the peak all but two blocks' are there. What is recomputed saves only its inputs."""
+    monkeypatch.setattr(activation_offload, "LEAST_BYTES", 0)
+    load, data, _ = planned_run
+
+    def planned(offload, recomputed, device):
+        more = [f"training.activation_offload={offload}", f"{CHECKPOINTING}={recomputed}"]
+        return plan_prepared(load(more), data, 1, device, roughly=0)
+
+    gpu = hardware("h100")
+    kept, offloaded, both = planned("false", 0, gpu), planned("true", 0, gpu), planned("true", 4, gpu)
+    assert 0 < kept.peak_bytes - offloaded.peak_bytes <= offloaded.host["offloaded"]
+    assert "offloaded" not in kept.host
+    assert both.host["offloaded"] < offloaded.host["offloaded"] / 10
+    assert planned("true", 0, None).as_dict() == planned("false", 0, None).as_dict()
+
+
+FUSED, CHECKPOINTED, HALF = (
+    "training.fused_cross_entropy=true",
+    "training.gradient_checkpointing=true",
+    "training.per_device_train_batch_size=2 training.gradient_accumulation_steps=4",
+)
+
+
+@pytest.fixture
+def found(tmp_path, monkeypatch):
+    """Returns what is named if plans need what a function of the settings says."""
+    path = write_run(tmp_path)
+
+    def found(limit, needs, *overrides):
+        def planned(config, *_, **__):
+            return SimpleNamespace(needs=needs(config.training), unplanned=(), blocks=24)
+
+        monkeypatch.setattr(fit, "plan_prepared", planned)
+        need = Need(
+            load=lambda more: load_run(path, [*overrides, *more]),
+            data=None,
+            world_size=2,
+            rank=0,
+            bytes_of=lambda plan: plan.needs,
+            before=needs(load_run(path, overrides).training),
+            limit=limit,
+        )
+        return [(" ".join(one.overrides), one.saved_bytes, one.fits) for one in find_remedies(need)]
+
+    return found
+
+
+def saving(**saved):
+    return lambda training: 100 - sum(size for name, size in saved.items() if getattr(training, name) is True)
+
+
+def test_what_fits_comes_first_the_cheapest_first(found):
+    first, second, third = found(80, saving(fused_cross_entropy=15, gradient_checkpointing=20))
+    assert first == (CHECKPOINTED, 20, True)
+    assert second[0].startswith(f"{FUSED} {CHECKPOINTED}")
+    assert second[1:] == third[1:] == (35, True)
+
+
+def test_the_fewest_blocks_with_which_it_fits_are_named(found):
+    def needs(training):
+        asked = training.gradient_checkpointing
+        return 1000 - 10 * (asked if type(asked) is int else 24 * (asked is True))
+
+    assert found(930, needs)[0] == ("training.gradient_checkpointing=7", 70, True)
+    assert found(930, needs, "training.gradient_checkpointing=5")[0] == ("training.gradient_checkpointing=7", 20, True)
+
+
+def test_if_nothing_fits_what_saves_most_is_named(found):
+    named = found(10, saving(fused_cross_entropy=15, gradient_checkpointing=20))
+    assert [one[1:] for one in named] == [(35, False)] * 3
+
+
+def test_a_step_keeps_its_rows(found):
+    named = found(90, lambda training: 25 * training.per_device_train_batch_size)
+    assert named[0] == (HALF, 50, True)
+
+
+def test_what_the_run_has_already_is_not_named(found):
+    named = found(60, saving(gradient_checkpointing=30), CHECKPOINTED, "training.eval_strategy=no")
+    assert named == []
+
+
+def test_settings_that_cannot_be_planned_are_left_out(found):
+    def needs(training):
+        if training.fused_cross_entropy is True:
+            raise ModelError("not planned")
+        return 50
+
+    assert FUSED not in " ".join(overrides for overrides, *_ in found(60, needs))

@@ -9,11 +9,10 @@ from fullshard.core.engine import fully_shard
 from fullshard.core.shards import rows_of
 from fullshard.core.testing import run_ranks
 from fullshard.errors import ModelError
-from fullshard.program.data import CollateSpec, LengthStats, RowRef, TokenizedSet, collate
 from fullshard.program.models.packing import PACKABLE_CAUSAL, PACKABLE_SEQ2SEQ, enable_packing
-from fullshard.program.train.forward import model_inputs
+from fullshard.program.train.setup.model import model_inputs
+from support.one_step import batch_from, tokenized
 
-STATS = LengthStats(1.0, 9, 0, 9)
 VOCAB = 40
 LENGTHS = [(9, 4), (3, 6), (5, 1), (1, 2), (7, 3), (2, 9), (4, 4)]
 LONGEST = 13
@@ -82,11 +81,8 @@ def build(kind, attention, **changes):
 def rows(causal):
     generator = torch.Generator().manual_seed(1)
     make = lambda length: torch.randint(2, VOCAB, (length,), generator=generator).tolist()  # noqa: E731
-    tokenized = TokenizedSet([make(s) for s, _ in LENGTHS], [make(t) for _, t in LENGTHS], STATS, STATS)
-    refs = [RowRef(0), RowRef(1), RowRef(2), RowRef(3), RowRef(4, filler=True), RowRef(5), RowRef(6)]
-    return [
-        collate(refs, tokenized, CollateSpec(pad_token_id=0, causal=causal, packed=packed)) for packed in (False, True)
-    ]
+    all_rows = tokenized([make(s) for s, _ in LENGTHS], [make(t) for _, t in LENGTHS])
+    return [batch_from(all_rows, range(7), fillers=[4], causal=causal, packed=packed) for packed in (False, True)]
 
 
 def loss_and_gradients(model, batch, causal):

@@ -8,16 +8,13 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
-from fullshard import fully_shard, unsharded
 from fullshard.core.testing import run_ranks
-from fullshard.program.data import CollateSpec, LengthStats, RowRef, TokenizedSet, collate
 from fullshard.program.models import Objective, fuse_head
 from fullshard.program.models.packing import enable_packing
-from fullshard.program.train.forward import losses
 from fullshard.program.train.run.step import StepSpec
-from support.one_step import train_step
+from fullshard.program.train.setup.model import losses
+from support.one_step import batch_from, one_step, tokenized
 
-STATS = LengthStats(mean=0.0, longest=0, truncated=0, limit=0)
 SOURCES = [[5, 6, 1], [7, 8, 9, 10, 1], [11, 1], [12, 13, 14, 1]]
 TARGETS = [[20, 1], [21, 22, 23, 24, 1], [25, 26, 1], [27, 1]]
 WEIGHTS = (2.0, 1.0, 3.0, 1.0)
@@ -34,7 +31,7 @@ BOTH = Objective(label_smoothing=0.1, z_loss=0.01)
 
 
 def rows(weights=WEIGHTS):
-    found = TokenizedSet(SOURCES, TARGETS, STATS, STATS)
+    found = tokenized(SOURCES, TARGETS)
     return found if weights is None else dataclasses.replace(found, weights=np.asarray(weights))
 
 
@@ -47,9 +44,8 @@ def model_of(kind, dtype=torch.float64):
     return model.train()
 
 
-def batch_of(numbers, tokenized, kind, *, packed=False, fillers=()):
-    refs = [RowRef(row, filler=row in fillers) for row in numbers]
-    return collate(refs, tokenized, CollateSpec(0, causal=kind == "gpt2", packed=packed))
+def batch_of(numbers, some, kind, *, packed=False, fillers=()):
+    return batch_from(some, numbers, causal=kind == "gpt2", packed=packed, fillers=fillers)
 
 
 def loss_and_gradients(model, batch, kind, objective):
@@ -96,16 +92,13 @@ def test_a_weight_need_not_be_a_whole_number_and_fillers_weigh_nothing(kind):
     assert losses(model, filled, None, causal=kind == "gpt2")[0].item() == pytest.approx(total - without, rel=1e-12)
 
 
-def step_of(models, deal, tokenized, kind):
+def step_of(models, deal, some, kind):
     spec = StepSpec(step=1, epoch=0.5, learning_rate=1e-2, max_grad_norm=1.0, causal=kind == "gpt2")
 
     def work(comm):
-        model = fully_shard(models[comm.rank], comm)
-        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-        batches = [batch_of(numbers, tokenized, kind) for numbers in deal[comm.rank]]
-        report = train_step(model, optimizer, batches, comm, spec)
-        with unsharded(model):
-            return report, {name: p.detach().clone() for name, p in model.named_parameters()}
+        return one_step(
+            models[comm.rank], comm, [batch_of(some_rows, some, kind) for some_rows in deal[comm.rank]], spec
+        )
 
     return run_ranks(len(deal), work)
 

@@ -17,11 +17,9 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
 )
 
-from fullshard import fully_shard, unsharded
 from fullshard.core.testing import run_ranks
 from fullshard.errors import ConfigError
 from fullshard.program.config import RunConfig
-from fullshard.program.data import CollateSpec, LengthStats, RowRef, TokenizedSet, collate
 from fullshard.program.models import (
     AdapterSpec,
     add_adapter,
@@ -33,14 +31,12 @@ from fullshard.program.models import (
 from fullshard.program.models.own_loss import MIXTURES, RouterLoss, require_plain_loss
 from fullshard.program.train import train
 from fullshard.program.train.dry_run import dry_run
-from fullshard.program.train.forward import losses, model_inputs
 from fullshard.program.train.run.step import StepSpec
-from fullshard.program.train.setup.model import own_loss
+from fullshard.program.train.setup.model import losses, model_inputs, own_loss
 from support.mixtures import CONFIGS, VOCAB, mixture
-from support.one_step import train_step
+from support.one_step import batch_from, one_step, tokenized
 from support.tiny_run import Memory, settings
 
-STATS = LengthStats(1.0, 9, 0, 9)
 LENGTHS = [(5, 3), (2, 6), (7, 2), (3, 3)]
 MENDED = {"doge", "granitemoe", "granitemoehybrid", "granitemoeshared", "switch_transformers"}
 """Types whose forward with ``output_router_logits`` fails in transformers 5.17, and does not since 5.18."""
@@ -49,15 +45,14 @@ MENDED = {"doge", "granitemoe", "granitemoehybrid", "granitemoeshared", "switch_
 def rows():
     generator = torch.Generator().manual_seed(1)
     make = lambda length: torch.randint(2, VOCAB, (length,), generator=generator).tolist()  # noqa: E731
-    return TokenizedSet([make(s) for s, _ in LENGTHS], [make(t) for _, t in LENGTHS], STATS, STATS)
+    return tokenized([make(s) for s, _ in LENGTHS], [make(t) for _, t in LENGTHS])
 
 
 ROWS = rows()
 
 
 def batch_of(some, model, fillers=()):
-    spec = CollateSpec(pad_token_id=0, causal=not model.config.is_encoder_decoder)
-    return collate([RowRef(row, filler=row in fillers) for row in some], ROWS, spec)
+    return batch_from(ROWS, some, causal=not model.config.is_encoder_decoder, fillers=fillers)
 
 
 def transformers_loss(model, batch):
@@ -105,14 +100,6 @@ def spec(model, **changes):
     router, _ = router_loss(model.config, wanted=True)
     values = {"step": 1, "epoch": 0.5, "learning_rate": 1e-2, "max_grad_norm": None, "router_loss": router}
     return StepSpec(**(values | {"causal": not model.config.is_encoder_decoder} | changes))
-
-
-def one_step(model, comm, micro_batches, step_spec):
-    model = fully_shard(model, comm)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    report = train_step(model, optimizer, micro_batches, comm, step_spec)
-    with unsharded(model):
-        return report, {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
 def reference_step(model, deal, step_spec):

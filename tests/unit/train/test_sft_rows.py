@@ -16,7 +16,7 @@ from fullshard.program.data import (
     read_split,
     tokenize,
 )
-from fullshard.program.train.forward import loss_sum
+from fullshard.program.train.setup.model import loss_sum
 from support.trained_tokenizer import byte_tokenizer
 
 trl = pytest.importorskip("trl")

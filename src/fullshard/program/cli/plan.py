@@ -19,8 +19,7 @@ from fullshard.sizes import format_bytes, format_duration
 PROGRAM = "fullshard.program.train.plan"
 PAGE = "fullshard.program.report"
 SEARCH = "fullshard.program.train.fit"
-RECOMPUTE = "fullshard.program.train.recompute"
-LENGTHS = "fullshard.program.train.setup.given_length"
+DATA = "fullshard.program.train.setup.prepare"
 
 DRAWN_WORLDS = (1, 2, 4, 8, 64, 512, 4096)
 """Numbers of ranks on a plan's page."""
@@ -155,10 +154,9 @@ def run(options: argparse.Namespace) -> int:
     if options.fit:
         return _search(options, sizes, device, _given_rows(options, config, sizes))
     _tell_of_auto(config, limit)
-    program = load_program(PROGRAM)
     say(f"planning {', '.join(map(str, sizes))} rank{'s' if sizes != [1] else ''}: three steps without memory")
     drawn = DRAWN_WORLDS if options.html is not None else ()
-    data = _given_rows(options, config, [*sizes, *drawn]) or program.prepare_plan(config)
+    data = _given_rows(options, config, [*sizes, *drawn]) or load_program(DATA).prepare(config)
     planner, path = load_program("fullshard.planner"), _rates_file(options)
     rates = [None if path is None else planner.read_rates(path, size) for size in sizes]
     for size, measured in zip(sizes, rates, strict=True):
@@ -169,7 +167,7 @@ def run(options: argparse.Namespace) -> int:
         for progress.piece, size in enumerate(sizes):
             measured = rates[progress.piece]
             how = {"rates": measured, "progress": progress}
-            plan, settings = load_program(RECOMPUTE).plan_chosen(limit, config, data, size, device, **how)
+            plan, settings = load_program(SEARCH).plan_chosen(limit, config, data, size, device, **how)
             plans.append(plan)
             chosen.append(settings)
     if options.html is not None:
@@ -198,7 +196,7 @@ def _given_rows(options: argparse.Namespace, config: Any, sizes: list[int]) -> A
     """Return the rows that ``--length`` describes; None without that option."""
     if options.length is None:
         return None
-    return load_program(LENGTHS).prepare_length(config, *options.length, max(sizes))
+    return load_program(PROGRAM).prepare_length(config, *options.length, max(sizes))
 
 
 def _device(options: argparse.Namespace) -> Any:

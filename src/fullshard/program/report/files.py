@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from fullshard.errors import CheckpointError
+from fullshard.program.train.reporting.reports import TRACE_NAME, StepTrace
 from fullshard.program.train.reporting.scores import Confusion
 from fullshard.program.train.reporting.sinks import METRICS_NAME, PREDICTIONS_NAME, RUN_NAME, SUMMARY_NAME
-from fullshard.program.train.reporting.trace import TRACE_NAME, StepTrace
 
 T = TypeVar("T")
 
@@ -51,9 +51,7 @@ class RunFiles:
     def confusion(self) -> Confusion | None:
         """The best model's confusion matrix."""
         values = self.summary.get("confusion") or (self.best or {}).get("confusion")
-        if not values:
-            return None
-        return Confusion(tuple(values["labels"]), tuple((right, wrote, rows) for right, wrote, rows in values["cells"]))
+        return Confusion.from_values(values) if values else None
 
 
 def read_run(directory: Path) -> RunFiles:

@@ -10,14 +10,13 @@ from typing import Any
 
 from fullshard.program.config import changed_settings, flat_settings
 from fullshard.program.data import ONE_ROW
-from fullshard.program.report import figures, tables
-from fullshard.program.report.figures import Figure
+from fullshard.program.report import figures, markup
+from fullshard.program.report.figures import MOST_POINTS, Figure, number, series, share
 from fullshard.program.report.files import RunFiles, read_run
-from fullshard.program.report.frame import PageSection, frame, placeholders
-from fullshard.program.report.numbers import MOST_POINTS, number, series, share
+from fullshard.program.report.markup import PageSection, frame, placeholders
+from fullshard.program.train.reporting.reports import TRACE_NAME, RankTrace, spread
 from fullshard.program.train.reporting.scores import format_metric
 from fullshard.program.train.reporting.sinks import PREDICTIONS_NAME, RUN_NAME, SUMMARY_NAME
-from fullshard.program.train.reporting.trace import TRACE_NAME, RankTrace
 from fullshard.sizes import format_bytes, format_duration
 from fullshard.state.storage import write_text
 
@@ -30,12 +29,8 @@ MOST_RANKS = 8
 def write_report(directory: Path, target: Path | None = None) -> dict[str, Any]:
     """Write the report of a run, which may still be running; one process.
 
-    Args:
-        directory: The run's ``output_dir``.
-        target: File to write; None: ``report.html`` in ``directory``.
-
-    Returns:
-        JSON values: path and size of the page, and the run's headline.
+    ``directory`` is the run's ``output_dir``, in which ``report.html`` is written unless there is a ``target``. Returns
+    JSON values: path and size of the page, and the run's headline.
 
     Raises:
         CheckpointError: There is no run in ``directory``, or the page cannot be written.
@@ -101,10 +96,10 @@ def _result(files: RunFiles) -> PageSection:
     numbers = headline(files)
     metric, value = numbers["metric"], numbers["value"]
     if metric is None or value is None:
-        score = tables.note("The model has not been evaluated on held-out rows yet.")
+        score = markup.note("The model has not been evaluated on held-out rows yet.")
     else:
         score = _score(files, metric, value, numbers)
-    return PageSection("result", "Result", score + tables.tiles(_facts(files, numbers)))
+    return PageSection("result", "Result", score + markup.tiles(_facts(files, numbers)))
 
 
 def _score(files: RunFiles, metric: str, value: float, numbers: dict[str, Any]) -> str:
@@ -124,7 +119,7 @@ def _score(files: RunFiles, metric: str, value: float, numbers: dict[str, Any]) 
         [name, format_metric(name, one), format_metric(name, baselines[name]) if name in baselines else "none"]
         for name, one in further.items()
     ]
-    more = tables.table("Other metrics of the same model", ["", "value", "baseline"], others) if others else ""
+    more = markup.table("Other metrics of the same model", ["", "value", "baseline"], others) if others else ""
     return f'{shown}<div class="beside">{bars}</div>{more}'
 
 
@@ -135,7 +130,6 @@ def _bar_line(name: str, part: float, value: str, kind: str) -> str:
 
 
 def _facts(files: RunFiles, numbers: dict[str, Any]) -> list[tuple[str, str, str]]:
-    """Return name, value and remark of the known facts."""
     total = numbers["total_steps"]
     # The score belongs to the best step, which need not be the last one.
     last, best = f" ({numbers['steps']:,})", ""
@@ -161,10 +155,10 @@ def _facts(files: RunFiles, numbers: dict[str, Any]) -> list[tuple[str, str, str
 def _curves(files: RunFiles) -> PageSection:
     drawn = figures.curves(files)
     if not drawn:
-        return PageSection("curves", "Curves", tables.note("No step has been recorded yet."))
-    body = placeholders(drawn) + tables.note("Drag over a chart to zoom in; double-click to reset.")
+        return PageSection("curves", "Curves", markup.note("No step has been recorded yet."))
+    body = placeholders(drawn) + markup.note("Drag over a chart to zoom in; double-click to reset.")
     if len(files.steps) > MOST_POINTS:
-        body += tables.note(
+        body += markup.note(
             f"{len(files.steps):,} recorded steps are drawn with {MOST_POINTS:,} points: the minimum and maximum of "
             "each interval, after smoothing."
         )
@@ -175,7 +169,7 @@ def _memory_ranks(files: RunFiles) -> list[dict[str, int]]:
     """Return the bytes of each rank, from the summary or else from the recorded step."""
     if files.summary.get("memory"):
         return list(files.summary["memory"])
-    return [] if files.trace is None else [tables.resting(rank) for rank in files.trace.ranks]
+    return [] if files.trace is None else [markup.resting(rank) for rank in files.trace.ranks]
 
 
 def _memory(files: RunFiles) -> PageSection:
@@ -188,15 +182,15 @@ def _memory(files: RunFiles) -> PageSection:
     if drawn:
         plan = files.run.get("plan") or {}
         planned = {rank["rank"]: rank for rank in plan.get("memory", ())}
-        body = placeholders(drawn) + tables.memory_table(ranks, planned)
+        body = placeholders(drawn) + markup.memory_table(ranks, planned)
     if files.trace is not None:
-        body += tables.timeline_table(files.trace.ranks)
-        body += tables.note(
+        body += markup.timeline_table(files.trace.ranks)
+        body += markup.note(
             "The parts sum to the allocator's count. “Other” is memory from before the step that does not belong to "
             "parameters, gradients or optimizer: data, the model's buffers, and copies for snapshots." + _on_cpu(files)
         )
     else:
-        body += tables.note(f"{files.missing.get(TRACE_NAME, '')} The timeline of a step needs it.")
+        body += markup.note(f"{files.missing.get(TRACE_NAME, '')} The timeline of a step needs it.")
     return PageSection("memory", "Memory", body, tuple(drawn))
 
 
@@ -208,25 +202,23 @@ def _on_cpu(files: RunFiles) -> str:
 def _schedule(files: RunFiles) -> PageSection:
     title = "Schedule of a step"
     if files.trace is None:
-        return PageSection("schedule-section", title, tables.note(files.missing.get(TRACE_NAME, "")))
+        return PageSection("schedule-section", title, markup.note(files.missing.get(TRACE_NAME, "")))
     trace = files.trace
     drawn = figures.schedule(trace, _chosen_ranks(trace.ranks))
-    body = placeholders([drawn]) + tables.schedule_table(trace.ranks, trace.units[0])
+    body = placeholders([drawn]) + markup.schedule_table(trace.ranks, trace.units[0])
     notes = "Gathers and reduces are drawn from issue to completion. The root's bars include the units inside it."
     if trace.device == "cpu":
         notes += " On the CPU, a transfer's end is only known once it is waited for." + _on_cpu(files)
     if len(trace.ranks) > MOST_RANKS:
         notes += f" {MOST_RANKS} of {len(trace.ranks):,} ranks are shown, including the slowest and the fullest."
-    return PageSection("schedule-section", title, body + tables.note(notes), (drawn,))
+    return PageSection("schedule-section", title, body + markup.note(notes), (drawn,))
 
 
 def _chosen_ranks(ranks: Sequence[RankTrace]) -> list[RankTrace]:
     """Return rank 0, the slowest, the fullest and evenly spaced others, at most ``MOST_RANKS``."""
     slowest = max(ranks, key=lambda rank: rank.seconds)
     fullest = max(ranks, key=lambda rank: rank.peak_bytes)
-    count = min(MOST_RANKS, len(ranks))
-    spread = [ranks[place * len(ranks) // count] for place in range(count)]
-    kept = {rank.rank: rank for rank in (ranks[0], slowest, fullest, *spread)}
+    kept = {rank.rank: rank for rank in (ranks[0], slowest, fullest, *spread(ranks, MOST_RANKS))}
     return sorted(list(kept.values())[:MOST_RANKS], key=lambda rank: rank.rank)
 
 
@@ -237,16 +229,16 @@ def _data(files: RunFiles) -> PageSection:
         body = f'<div class="beside">{line}</div>'
     rows = {"training rows": files.fact("train_rows"), "held-out rows": files.fact("validation_rows")}
     facts = [(name, f"{count:,}", "") for name, count in rows.items() if count is not None]
-    body += tables.tiles(facts) if facts else ""
-    body += tables.set_table(files.fact("sets"), files.best) if files.fact("sets") else ""
+    body += markup.tiles(facts) if facts else ""
+    body += markup.set_table(files.fact("sets"), files.best) if files.fact("sets") else ""
     shown = files.fact("shown_rows")
     # One of the notes is a row as text; the section shows it as a table.
     kept = (str(one) for one in files.fact("notes") or () if not (shown and str(one).startswith(ONE_ROW)))
     notes = "".join(f"<li>{escape(one)}</li>" for one in kept)
     body += f'<ul class="notes">{notes}</ul>' if notes else ""
-    body += tables.row_table(shown) if shown else ""
+    body += markup.row_table(shown) if shown else ""
     return PageSection(
-        "data", "Data", body or tables.note(files.missing.get(RUN_NAME, "The run has recorded nothing about its data."))
+        "data", "Data", body or markup.note(files.missing.get(RUN_NAME, "The run has recorded nothing about its data."))
     )
 
 
@@ -255,13 +247,13 @@ def _samples(files: RunFiles) -> PageSection:
     if files.predictions:
         # Marking equal texts makes sense for labels; longer texts are hardly ever equal.
         compared = headline(files)["metric"] in ("exact_match", "accuracy")
-        body = tables.prediction_table(files.predictions, compared=compared)
+        body = markup.prediction_table(files.predictions, compared=compared)
     else:
-        body = tables.note(files.missing.get(PREDICTIONS_NAME, "The run has written no predictions."))
+        body = markup.note(files.missing.get(PREDICTIONS_NAME, "The run has written no predictions."))
     confusion = files.confusion
     if confusion is not None:
         drawn = (figures.confusion_matrix(confusion),)
-        body += f'<div style="margin-top:16px">{placeholders(drawn)}</div>' + tables.mistake_table(confusion)
+        body += f'<div style="margin-top:16px">{placeholders(drawn)}</div>' + markup.mistake_table(confusion)
     return PageSection("samples", "Predictions", body, drawn)
 
 
@@ -271,14 +263,14 @@ def _settings(files: RunFiles) -> PageSection:
     if config:
         every = dict(flat_settings(config))
         chosen = files.fact("chosen")
-        body = tables.settings_table("Chosen by the run itself", chosen) if chosen else ""
-        body += tables.settings_table("Settings of the run that differ from the defaults", changed_settings(config))
-        body += _folded(f"All {len(every)} settings", tables.settings_table("With defaults", every))
-    body += tables.settings_table("Versions", versions) if versions else ""
+        body = markup.settings_table("Chosen by the run itself", chosen) if chosen else ""
+        body += markup.settings_table("Settings of the run that differ from the defaults", changed_settings(config))
+        body += _folded(f"All {len(every)} settings", markup.settings_table("With defaults", every))
+    body += markup.settings_table("Versions", versions) if versions else ""
     if isinstance(units, str):
         body += _folded("Sharded units", f"<pre>{escape(units)}</pre>")
     missing = " ".join(files.missing[name] for name in (RUN_NAME, SUMMARY_NAME) if name in files.missing)
-    return PageSection("settings", "Configuration", body or tables.note(missing))
+    return PageSection("settings", "Configuration", body or markup.note(missing))
 
 
 def _folded(title: str, body: str) -> str:

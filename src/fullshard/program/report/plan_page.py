@@ -8,10 +8,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fullshard.planner import HOST_LABELS, LABELS, PHASE_LABELS, Course, Plan
-from fullshard.program.report import tables
-from fullshard.program.report.figures import Bar, Figure, Record, area, gantt, line, schedule_height, stacked
-from fullshard.program.report.frame import PageSection, frame, placeholders
-from fullshard.program.report.numbers import kept, memory_unit
+from fullshard.program.report import markup
+from fullshard.program.report.figures import (
+    Bar,
+    Figure,
+    Record,
+    area,
+    gantt,
+    kept,
+    line,
+    memory_unit,
+    schedule_height,
+    stacked,
+)
+from fullshard.program.report.markup import PageSection, frame, placeholders
 from fullshard.sizes import format_bytes, format_duration
 from fullshard.state.storage import write_text
 
@@ -40,13 +50,8 @@ def write_plan(
 ) -> None:
     """Write the page of a plan; one process.
 
-    Args:
-        target: The file.
-        name: The planned run, as text.
-        plan: The plan.
-        course: The course of the plan's fullest step.
-        others: Plans of the same run for other numbers of ranks, ascending.
-        limit_bytes: Memory of a rank's device; None: not known.
+    ``name`` is that of the planned run, ``course`` that of the plan's fullest step. ``others`` are plans of the same
+    run for other numbers of ranks, ascending; ``limit_bytes`` is the memory of a rank's device, if it is known.
 
     Raises:
         CheckpointError: The page cannot be written.
@@ -77,8 +82,8 @@ def _result(plan: RunPlan, limit: int | None) -> PageSection:
     rows = [[PHASE_LABELS[phase], format_bytes(size)] for phase, size in plan.phase_peaks.items()]
     rows += [[HOST_LABELS[kind], format_bytes(size)] for kind, size in plan.host.items()]
     chosen = {one.setting: f"{one.value} ({one.why})" for one in plan.chosen}
-    body = tables.tiles(facts) + tables.table("Phases", ["", "bytes"], rows)
-    return PageSection("result", "Result", body + tables.settings_table("Chosen by the run itself", chosen))
+    body = markup.tiles(facts) + markup.table("Phases", ["", "bytes"], rows)
+    return PageSection("result", "Result", body + markup.settings_table("Chosen by the run itself", chosen))
 
 
 def _memory(plan: Plan, course: Course) -> PageSection:
@@ -97,7 +102,7 @@ def _memory(plan: Plan, course: Course) -> PageSection:
     text = f"Stacked areas over the {course.operators:,} operators of the fullest step. Peak: {peak}."
     figure = Figure("memory", "Memory over the fullest step", text, {"": chart}, 360, wide=True)
     rows = [[LABELS[part], format_bytes(plan.parts[part])] for part in reversed(COLOURS)]
-    body = placeholders([figure]) + tables.table(f"At the peak: {peak}", ["", "bytes"], rows)
+    body = placeholders([figure]) + markup.table(f"At the peak: {peak}", ["", "bytes"], rows)
     return PageSection("memory-section", "Memory", body, (figure,))
 
 
@@ -107,7 +112,7 @@ def _schedule(course: Course) -> PageSection:
     chart = gantt(bars, rows, (_AXIS, course.operators), "operators")
     text = "One row per unit: gathers and reduces in the upper half, forward and backward in the lower half."
     figure = Figure("schedule", "Schedule of units", text, {"": chart}, schedule_height(rows), wide=True)
-    note = tables.note(
+    note = markup.note(
         "Gathers and reduces are drawn from issue to the moment they are waited for. The root's bars include the units "
         "inside it. Lengths are operators, not seconds."
     )
@@ -132,7 +137,7 @@ def _ranks(plans: Sequence[Plan], limit: int | None) -> PageSection:
     head = ["ranks", "peak of a step", "needed", *([] if limit is None else ["fits"]), *(["a step"] if timed else [])]
     notes = "Only rank 0 of each is planned. If the data has too few rows for all ranks, steps are shorter."
     notes += " Plans that do not fit are not timed." if timed else ""
-    body = placeholders(figures) + tables.table("By number of ranks", head, rows) + tables.note(notes)
+    body = placeholders(figures) + markup.table("By number of ranks", head, rows) + markup.note(notes)
     return PageSection("ranks", "Number of ranks", body, tuple(figures))
 
 

@@ -86,10 +86,6 @@ def upload(wanted: Upload, *, progress: bool = False) -> Uploaded:
     Large files are sent first, except those that the Hub already has. The commit then refers to them, and deletes
     files of an earlier model that this one does not have. Until the Hub accepts it, the repository is unchanged.
 
-    Args:
-        wanted: What to upload.
-        progress: Show the Hub's progress bars.
-
     Raises:
         ConfigError: The repository's name is wrong, or it is public although ``private`` is set.
         HubError: There is no token, or the Hub refuses, fails or does not answer.
@@ -213,7 +209,6 @@ def _refusal(error: HfHubHTTPError, repo: str) -> str:
 
 
 def _causes(error: BaseException) -> Iterable[BaseException]:
-    """Yield an error and its chain of causes."""
     current: BaseException | None = error
     while current is not None:
         yield current

@@ -7,5 +7,4 @@ from fullshard.program.train.reporting.reports import (
     StepReport as StepReport,
 )
 from fullshard.program.train.reporting.sinks import ConsoleSink as ConsoleSink, FileSink as FileSink, Sink as Sink
-from fullshard.program.train.run.loop import train as train
-from fullshard.program.train.run.stop import StopRequest as StopRequest
+from fullshard.program.train.run.loop import StopRequest as StopRequest, train as train

@@ -19,8 +19,8 @@ from fullshard.program.models import base_of
 from fullshard.program.train.evaluation.evaluate import evaluation_mode
 from fullshard.program.train.evaluation.generation import GenerationSpec, generate
 from fullshard.program.train.evaluation.metrics import needs_text
-from fullshard.program.train.forward import loss_sum
-from fullshard.program.train.run.timetable import saves_between_steps
+from fullshard.program.train.run.loop import saves_between_steps
+from fullshard.program.train.setup.model import loss_sum
 from fullshard.program.train.setup.prepare import Prepared
 from fullshard.program.train.setup.quantization import describe_quantization
 from fullshard.state.resilience import room_of
@@ -55,14 +55,7 @@ class AroundSteps:
     """The phases of a run before, between and after its steps, for one rank whose tensors have no memory."""
 
     def __init__(self, config: RunConfig, data: Prepared, held_out: HeldOutBatches | None, *, several: bool) -> None:
-        """Store the run's data.
-
-        Args:
-            config: The run's settings.
-            data: The run's data.
-            held_out: The largest batches of an evaluation; None: the run never evaluates.
-            several: True if there are several machines.
-        """
+        """Store the run's data; ``held_out`` is None if it never evaluates, ``several`` True for several machines."""
         self._config, self._data, self._held_out, self._several = config, data, held_out, several
         self._frozen = describe_quantization(config) is None
         self._writes = _Writing(GenerationSpec.of(data.settled(config)))
@@ -125,7 +118,6 @@ class AroundSteps:
         return 1.0 if self._writes.asks_whether_it_goes_on else assumed()
 
     def _pieces(self, model: Any, optimizer: Any, comm: Comm) -> list[Piece]:
-        """Return the pieces that this rank writes of a checkpoint."""
         plan = plan_save(model, optimizer, gradients=False, frozen=self._frozen)
         rng = rng_bytes(comm.device)
         return [*plan.pieces, Piece(rng_name(comm.rank), tuple(rng.shape), 0, rng)]

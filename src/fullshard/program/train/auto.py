@@ -49,16 +49,8 @@ def chosen_settings(
 ) -> tuple[str, ...]:
     """Return the overrides that ``sharding: auto`` chooses; empty if it is not set. Every rank calls it.
 
-    Rank 0 searches with the smallest memory of all ranks. A resumed run keeps the choice of its start.
-
-    Args:
-        load: Reads the run file with further overrides.
-        data: The run's data.
-        comm: The ranks.
-        tell: Receives a line for the user.
-
-    Returns:
-        Overrides, the last of which records the others in the run's settings.
+    Rank 0 searches with the smallest memory of all ranks. A resumed run keeps the choice of its start. The last of the
+    overrides records the others in the run's settings. ``tell`` receives a line for the user.
 
     Raises:
         ConfigError: A GPU has no data sheet, or the run cannot be planned; on every rank.
@@ -113,12 +105,7 @@ def chosen_precision(
 ) -> tuple[tuple[str, ...], Choice]:
     """Return the override that ``training.precision: auto`` stands for, empty if a precision is set, and the choice.
 
-    Every rank calls it. A run that continues keeps the precision of its start.
-
-    Args:
-        load: Reads the run file with further overrides.
-        comm: The ranks.
-        tell: Receives a line for the user.
+    Every rank calls it. A run that continues keeps the precision of its start. ``tell`` receives a line for the user.
 
     Raises:
         UserError: The place of the checkpoints cannot be used; on every rank.

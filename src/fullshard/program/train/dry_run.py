@@ -11,23 +11,21 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from fullshard.core.comm import Work, free_memory, planned_memory, whole_memory_bytes
+from fullshard.core.comm import free_memory, planned_memory, whole_memory_bytes
 from fullshard.core.engine import UnitTable, units
-from fullshard.errors import ConfigError, InvariantError, ModelError, UserError
+from fullshard.errors import ConfigError, ModelError, UserError
 from fullshard.planner import Hardware, TooMuchWorkError, UnplannedStepError, work_limit
+from fullshard.planner.ranks import Ledger
 from fullshard.program.config import RunConfig
 from fullshard.program.data import padding_share
 from fullshard.program.models import require_fp16_fit
 from fullshard.program.models.kind import known_kind
 from fullshard.program.train.auto import gpu_sheet, precision_before, simulated_settings
-from fullshard.program.train.fit import Load
-from fullshard.program.train.plan import try_step
-from fullshard.program.train.recompute import ACCUMULATE, BLOCKS, plan_chosen
+from fullshard.program.train.fit import Load, plan_chosen
+from fullshard.program.train.plan import ACCUMULATE, BLOCKS, try_step
 from fullshard.program.train.reporting.trackers import tracker_sinks
 from fullshard.program.train.run.assemble import make_evaluation
-from fullshard.program.train.setup.advice import advice
-from fullshard.program.train.setup.choices import choices
-from fullshard.program.train.setup.data_plan import make_plan, mixture_notes
+from fullshard.program.train.setup.choices import advice, choices
 from fullshard.program.train.setup.devices import (
     Choice,
     Devices,
@@ -36,11 +34,11 @@ from fullshard.program.train.setup.devices import (
     precision_of,
     with_precision,
 )
-from fullshard.program.train.setup.learning_rate import learning_rate_schedule
 from fullshard.program.train.setup.model import UnreadWeights, outline_model, own_loss, refuses_fp16, shard_model
 from fullshard.program.train.setup.optimizers import expected_state_bytes
 from fullshard.program.train.setup.prepare import Prepared, Progress, prepare, prepare_tokenizer
 from fullshard.program.train.setup.quantization import quantization_notes, require_kernels
+from fullshard.program.train.setup.steps import learning_rate_schedule, make_plan, mixture_notes
 from fullshard.sizes import format_bytes
 from fullshard.state.saving.full import check_saving
 from fullshard.state.storage import file_system
@@ -50,37 +48,6 @@ if TYPE_CHECKING:
 
 DRY_RUN_OPERATORS = 500_000
 """Operators that the plans of a dry run may take: some twenty seconds of processor time."""
-
-
-class SimulatedComm:
-    """One of simulated ranks: others return what this one does, and collectives of tensors are refused."""
-
-    def __init__(self, size: int, rank: int = 0) -> None:
-        """Simulate ``size`` ranks on the meta device."""
-        self.rank = rank
-        self.size = size
-        self.device = torch.device("meta")
-
-    def all_gather_object(self, value: Any) -> list[Any]:
-        """Return this rank's value for each rank: all have the same model, so the values are the same."""
-        return [value] * self.size
-
-    def split(self, groups: list[list[int]]) -> SimulatedComm:
-        """Return this rank of its group."""
-        own = next(group for group in groups if self.rank in group)
-        return SimulatedComm(len(own), own.index(self.rank))
-
-    def announce(self, what: str) -> None:
-        """Do nothing: no collective follows."""
-
-    def barrier(self) -> None:
-        """Do nothing: there is no other rank."""
-
-    def _refuse(self, *_args: object, **_kwargs: object) -> Work:
-        """Raise: laying out a model needs no collective of tensors."""
-        raise InvariantError("Inspecting a model called a collective of tensors.")
-
-    all_gather = reduce_scatter = all_reduce = broadcast = gather = exchange = _refuse
 
 
 def inspect_units(config: RunConfig, world_size: int) -> UnitTable:
@@ -133,7 +100,6 @@ class DryRun:
         return {**plain, "table": self.table.as_dict(), "notes": list(self.notes), "chosen": chosen}
 
     def __str__(self) -> str:
-        """Return the unit table, the notes, the steps, and the memory of each rank."""
         held = ("parameters", "gradients", "optimizer", "gathered")
         memory = ", ".join(f"{name} {format_bytes(getattr(self, name))}" for name in held)
         lines = [
@@ -159,13 +125,9 @@ def dry_run(
 ) -> DryRun:
     """Do everything that a run does before its first step, take the step, and save; without ranks, weights or files.
 
-    Args:
-        config: The run's settings.
-        world_size: Number of ranks.
-        progress: Called while data is read.
-        load: Reads the run file with further overrides, which ``sharding: auto`` needs; None: it is not searched.
-        device: The GPU of each rank; None: this machine's.
-        gpus: This machine's GPUs; 0: ranks compute on its CPU.
+    ``load`` reads the run file with further overrides, which ``sharding: auto`` needs; None: it is not searched.
+    ``device`` is the GPU of each rank; None: this machine's, of which there are ``gpus``; 0: ranks compute on its CPU.
+    ``progress`` is called while data is read.
 
     Raises:
         UserError: Data, tokenizer, model or settings cannot be used.
@@ -261,17 +223,13 @@ def _tried(config: RunConfig, data: Prepared, world_size: int) -> tuple[str, ...
     except UserError:
         raise
     except Exception as error:  # whatever transformers, peft or the user's model raise in a forward
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        where = f"{frame.filename}:{frame.lineno}"
         raise ModelError(
-            f"The first step would fail in {_place(error)}: {type(error).__name__}: {error}. Change the settings that "
-            "lead there, such as the adapter's options, or use another model."
+            f"The first step would fail in {where}: {type(error).__name__}: {error}. Change the settings that lead "
+            "there, such as the adapter's options, or use another model."
         ) from error
     return ()
-
-
-def _place(error: Exception) -> str:
-    """Return the file and line that raised an error."""
-    frame = traceback.extract_tb(error.__traceback__)[-1]
-    return f"{frame.filename}:{frame.lineno}"
 
 
 def lay_out(config: RunConfig, tokenizer: PreTrainedTokenizerBase, world_size: int, rank: int = 0) -> nn.Module:
@@ -281,6 +239,6 @@ def lay_out(config: RunConfig, tokenizer: PreTrainedTokenizerBase, world_size: i
         UserError: The model cannot be built, or the settings do not match it.
     """
     model = outline_model(config, tokenizer)
-    ranks = SimulatedComm(world_size, rank)
+    ranks = Ledger(rank, world_size, torch.device("meta")).world
     shard_model(model, config, ranks, None if config.model.path is None else UnreadWeights())
     return model

@@ -1,4 +1,4 @@
-"""The search for the fastest settings that fit, among those that a run file leaves open and that train the same."""
+"""Searches among plans: the fewest blocks to recompute, the fastest settings that fit, and settings that need less."""
 
 from __future__ import annotations
 
@@ -8,13 +8,124 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
-from fullshard.errors import ConfigError
-from fullshard.planner import Hardware
+from fullshard.core.policy import ShardingStrategy
+from fullshard.errors import ConfigError, UserError
+from fullshard.planner import Hardware, work_limit
 from fullshard.program.config import RunConfig
-from fullshard.program.train.plan import RunPlan, plan_in, prepare_plan
-from fullshard.program.train.recompute import BLOCKS, fewest_blocks, override_of
-from fullshard.program.train.setup.prepare import Prepared
+from fullshard.program.train.plan import ACCUMULATE, AUTO_SHARE, BLOCKS, RunPlan, needed_bytes, plan_in, plan_prepared
+from fullshard.program.train.setup.devices import (
+    Choice,
+    Devices,
+    may_accumulate_unsharded,
+    with_precision,
+    with_unsharded,
+)
+from fullshard.program.train.setup.prepare import Prepared, prepare
 from fullshard.sizes import format_bytes
+
+MOST_PLANS = 12
+"""Plans of a search: both ends, three along a line, and halvings of what is then left of up to 128 blocks."""
+
+
+def fewest_blocks(missing: Callable[[int], float], blocks: int) -> int:
+    """Return the fewest blocks to recompute so that a plan fits; if none does, so that it needs as little as it can.
+
+    What it returns has been planned. The next number to plan is where a line through the needs of two others meets the
+    limit, as each block frees about the same; later the range is halved.
+
+    ``missing`` returns the bytes that a plan with so many of the model's ``blocks`` recomputed is too large by, at most
+    0 if it fits; infinite if there is none. Without one for all blocks, the answer is 0.
+    """
+    if not blocks or (lacks := missing(0)) <= 0:
+        return 0
+    few, many = 0, blocks
+    spare = -missing(blocks)
+    least = max(-spare, 0)  # where not even all blocks are enough, what else does not depend on them decides
+    lacks, spare = lacks - least, spare + least
+    if not lacks > 0:
+        return 0
+    for turn in range(MOST_PLANS - 2):
+        if many - few == 1:
+            break
+        on_line = turn < 3 and math.isfinite(lacks)
+        step = math.ceil((many - few) * lacks / (lacks + spare)) if on_line else (many - few) // 2
+        guess = min(max(few + step, few + 1), many - 1)
+        found = missing(guess) - least
+        if found <= 0:
+            many, spare = guess, -found
+        else:
+            few, lacks = guess, found
+    return many
+
+
+def value_of(number: int, blocks: int) -> int | bool:
+    """Return the setting's value for so many of a model's blocks."""
+    return number if 0 < number < blocks else number > 0
+
+
+def override_of(number: int, blocks: int) -> str:
+    """Return the same as an override."""
+    return f"{BLOCKS}={str(value_of(number, blocks)).lower()}"
+
+
+def blocks_choice(number: int, blocks: int, why: str = "") -> Choice:
+    """Return the choice of so many of a model's blocks."""
+    return Choice(BLOCKS, str(value_of(number, blocks)).lower(), f"{number} of {blocks} blocks: {why}")
+
+
+def plan_chosen(
+    memory_bytes: int | None,
+    config: RunConfig,
+    data: Prepared,
+    world_size: int,
+    device: Hardware | None = None,
+    **how: Any,
+) -> tuple[RunPlan, RunConfig]:
+    """Return the plan of a run as it would choose by so much memory of each rank, and the settings with its choices.
+
+    Without ``memory_bytes`` nothing is chosen by it. The rest is :func:`~fullshard.program.train.plan.plan_prepared`'s.
+
+    Raises:
+        UserError: See :func:`~fullshard.program.train.plan.plan_prepared`.
+    """
+    first = plan_prepared(config, data, world_size, device, **how)
+    if memory_bytes is None:
+        return first, config
+    plan, chosen, plans = first, [], {0: first}
+    if config.training.gradient_checkpointing == "auto":
+        limit = memory_bytes if device is None else AUTO_SHARE * (memory_bytes - device.outside_bytes)
+
+        def needs(plan: RunPlan) -> int:
+            return plan.needed_bytes if device is None else needed_bytes(plan, "cuda")
+
+        def missing(number: int) -> float:
+            if number not in plans:
+                try:
+                    tried = with_blocks(config, number, first.blocks)
+                    plans[number] = plan_prepared(tried, data, world_size, device, **how)
+                except UserError:  # the model or its adapter does not support it
+                    return math.inf
+            return needs(plans[number]) - limit
+
+        number = fewest_blocks(missing, first.blocks)
+        why = "the run fits without" if missing(0) <= 0 else "recomputing more does not need less"
+        why = f"a rank needs {format_bytes(needs(first))} without" if number else why
+        plan, config = plans[number], with_blocks(config, number, first.blocks)
+        chosen.append(blocks_choice(number, first.blocks, why))
+    plan = plan_in(memory_bytes, config, data, world_size, device, sharded=plan, **how)
+    if config.training.accumulate == "auto" and plan.accumulate is not None:
+        may = "unsharded does not fit" if may_accumulate_unsharded(config, world_size) else "unsharded sends no less"
+        why = "it sends less and fits" if plan.accumulate == "unsharded" else may
+        chosen.append(Choice(ACCUMULATE, plan.accumulate, why))
+        config = with_unsharded(config) if plan.accumulate == "unsharded" else config
+    return replace(plan, chosen=(*plan.chosen, *chosen)), config
+
+
+def with_blocks(config: RunConfig, number: int, blocks: int) -> RunConfig:
+    """Return the settings with so many recomputed blocks of ``blocks``."""
+    training = config.training.model_copy(update={"gradient_checkpointing": value_of(number, blocks)})
+    return config.model_copy(update={"training": training})
+
 
 STRATEGIES = ("no_shard", "shard_grad_op", "full_shard")
 """Strategies from the fewest sent bytes to the least memory."""
@@ -66,18 +177,13 @@ def search(
     with ``training.accumulate`` as a run would choose it. Where nothing fits, all of them are tried once more with
     ``sharding.cpu_offload``, if that is open, on a device that has a host: the copies between the two are not timed.
 
-    Args:
-        load: Reads the run file.
-        world_size: Number of ranks.
-        device: The GPU of each.
-        tell: Called with each setting that was tried.
-        data: Rows to plan with; None: the run's own, which are read.
+    ``tell`` is called with each setting that was tried. Without ``data``, the run's own is read.
 
     Raises:
         UserError: Data, tokenizer, model or settings cannot be used.
     """
     config = load(())
-    made = Search(load, data or prepare_plan(config), world_size, device, tell)
+    made = Search(load, data or prepare(config), world_size, device, tell)
     for offload in _product(config, _OFFLOAD if device.has_host else {}):
         for shared in _product(config, _SHARED):
             for own in _product(config, _OF_RANK):
@@ -86,7 +192,7 @@ def search(
                     made.fewer_blocks(last)
                 if last.plan is not None and _keeps_too_much(last.plan, device):
                     break  # settings of a rank do not change that
-                if not last.why and not _rows_of(last):
+                if not last.why and not any(one.startswith(ROWS) for one in last.overrides):
                     break  # it fits with the original micro-batches: smaller ones are slower
         if made.fits:
             break
@@ -119,7 +225,6 @@ class Search:
     def __init__(
         self, load: Load, data: Prepared, world_size: int, device: Hardware, tell: Callable[[Tried], None]
     ) -> None:
-        """Start with nothing tried."""
         self._load, self._data, self._world_size, self._device = load, data, world_size, device
         self._tell = tell
         self._fullest: int | None = None
@@ -181,7 +286,8 @@ class Search:
 
     def _try(self, values: dict[str, Any]) -> Tried:
         config = self._load(())
-        changed = {name: value for name, value in values.items() if _is_new(config, name, value)}
+        given = config.as_flat()
+        changed = {name: value for name, value in values.items() if given[name] != value}
         tried = self._plan(tuple(f"{name}={str(value).lower()}" for name, value in changed.items()), self._fullest)
         if self._fullest is None and tried.plan is not None:
             self._fullest = tried.plan.rank  # of the first, which is planned exactly: rarely different for others
@@ -208,11 +314,6 @@ def _keeps_too_much(plan: RunPlan, device: Hardware) -> bool:
     return not kept.fits(device.memory_bytes)
 
 
-def _rows_of(tried: Tried) -> bool:
-    """Return True if micro-batches have fewer rows than in the run file."""
-    return any(one.startswith(ROWS) for one in tried.overrides)
-
-
 def micro_batches(config: RunConfig) -> list[dict[str, int]]:
     """Return the sizes of smaller micro-batches that give a step the same rows, the largest first."""
     rows, times = config.training.per_device_train_batch_size, config.training.gradient_accumulation_steps
@@ -222,6 +323,103 @@ def micro_batches(config: RunConfig) -> list[dict[str, int]]:
     return [{ROWS: size, "training.gradient_accumulation_steps": times * (rows // size)} for size in sizes]
 
 
-def _is_new(config: RunConfig, setting: str, value: object) -> bool:
-    section, name = setting.split(".")
-    return getattr(getattr(config, section), name) != value
+MOST = 3
+"""Number of remedies to name."""
+
+_ALL = override_of(1, 1)
+
+OPERATORS = 600_000
+"""Limit on the work of all of their plans: some twenty seconds of processor time."""
+
+
+@dataclass(frozen=True)
+class Remedy:
+    """Settings that need less memory."""
+
+    overrides: tuple[str, ...]  # overrides to type after the run file's name
+    saved_bytes: int  # of what a rank needs
+    fits: bool  # whether the run then fits
+
+    def __str__(self) -> str:
+        return f"  {' '.join(self.overrides)}: {format_bytes(self.saved_bytes)} less"
+
+
+@dataclass(frozen=True)
+class Need:
+    """The needs of a run, and its limit."""
+
+    load: Load  # reads the run file with further overrides
+    data: Prepared
+    world_size: int
+    rank: int  # the rank that is planned
+    bytes_of: Callable[[RunPlan], int]  # bytes that a plan's rank needs
+    before: int  # bytes needed with the run's own settings
+    limit: int  # bytes that it may take
+    device: Hardware | None = None
+
+
+def find_remedies(need: Need) -> list[Remedy]:
+    """Return the three cheapest settings with which a rank fits, or else the three that save most; any rank, alone.
+
+    Settings are tried from those that cost least to those that change rounding, and plans that are too much work are
+    left out.
+    """
+    found: list[Remedy] = []
+    begun = with_precision(need.load(()), Devices.of_sheet(need.device))
+    with work_limit(OPERATORS):
+        for overrides in dict.fromkeys(_settings(begun)):
+            try:
+                config = need.load(overrides)
+                plan = plan_prepared(config, need.data, need.world_size, need.device, roughly=need.rank)
+            except UserError:
+                continue
+            needed = need.bytes_of(plan)
+            if needed < need.before and not plan.unplanned:
+                remedy = Remedy(overrides, need.before - needed, needed <= need.limit)
+                found.append(_with_fewest(remedy, plan, need) if overrides == (_ALL,) and remedy.fits else remedy)
+            if sum(remedy.fits for remedy in found) == MOST:
+                break
+    fitting = [remedy for remedy in found if remedy.fits]
+    others = sorted((remedy for remedy in found if not remedy.fits), key=lambda remedy: -remedy.saved_bytes)
+    return [*fitting, *others][:MOST]
+
+
+def _with_fewest(remedy: Remedy, plan: RunPlan, need: Need) -> Remedy:
+    """Return the remedy that recomputes no more blocks than it takes, of one that recomputes all of them."""
+    # With none it needs at least what it needs now.
+    needs = {0: need.before, plan.blocks: need.before - remedy.saved_bytes}
+
+    def missing(number: int) -> float:
+        if number not in needs:
+            try:
+                config = need.load((override_of(number, plan.blocks),))
+                other = plan_prepared(config, need.data, need.world_size, need.device, roughly=need.rank)
+            except UserError:
+                return math.inf
+            needs[number] = need.bytes_of(other)
+        return needs[number] - need.limit
+
+    number = fewest_blocks(missing, plan.blocks)
+    return Remedy((override_of(number, plan.blocks),), need.before - needs[number], fits=True) if number else remedy
+
+
+def _settings(config: RunConfig) -> Iterator[tuple[str, ...]]:
+    """Yield overrides, the cheapest first: those that train the same, alone and together, then those that round."""
+    training, same = config.training, []
+    if training.fused_cross_entropy is not True:
+        same.append("training.fused_cross_entropy=true")
+    if training.accumulate == "unsharded":
+        same.append("training.accumulate=sharded")
+    strategy = ShardingStrategy(config.sharding.strategy)
+    if not strategy.needs_two_axes and (strategy.keeps_after_forward or not strategy.shards):
+        same.append("sharding.strategy=full_shard")
+    if training.gradient_checkpointing is not True:
+        same.append(_ALL)
+    if training.eval_strategy != "no" and training.per_device_eval_batch_size > 1:
+        same.append(f"training.per_device_eval_batch_size={training.per_device_eval_batch_size // 2}")
+    smaller = [tuple(f"{name}={value}" for name, value in size.items()) for size in micro_batches(config)]
+    half, least = (smaller[0], smaller[-1]) if smaller else ((), ())
+    yield from (*((one,) for one in same), half, (*same, *half), (*same, *least))
+    rounds = [] if training.precision != "fp32" else ["training.precision=bf16"]
+    rounds += ["training.optimizer=adamw_8bit"] if training.optimizer == "adamw" else []
+    yield from (*((one,) for one in rounds), (*same, *least, *rounds))

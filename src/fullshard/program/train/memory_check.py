@@ -1,4 +1,4 @@
-"""Plans a run when its ranks have met, before the model is built, and refuses it if they have too little memory."""
+"""Refuses a run that has too little memory: by arithmetic at once, then by its plan, before the model is built."""
 
 from __future__ import annotations
 
@@ -10,31 +10,183 @@ import json
 import math
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
 from fullshard.core.comm import Comm, demands, free_memory, lacking
+from fullshard.core.engine import UnitTable, units
+from fullshard.core.engine.registry import runtime_of
+from fullshard.core.engine.setup.wrap import ROOT_NAME
+from fullshard.core.policy import ShardingStrategy
 from fullshard.errors import MemoryLimitError, UserError
 from fullshard.planner import TooMuchWorkError, work_limit
 from fullshard.planner.plan import LABELS, PHASE_LABELS
 from fullshard.program.config import RunConfig
+from fullshard.program.models import base_of
 from fullshard.program.train.auto import KEPT, gpu_sheet, has_begun, recorded
-from fullshard.program.train.fit import Load
-from fullshard.program.train.least_memory import require_least
-from fullshard.program.train.plan import AUTO_SHARE, RunPlan, needed_bytes, plan_prepared
-from fullshard.program.train.recompute import ACCUMULATE, BLOCKS, blocks_choice, fewest_blocks
-from fullshard.program.train.remedies import Need, find_remedies
-from fullshard.program.train.run.out_of_memory import Planned
-from fullshard.program.train.setup.data_plan import make_plan
+from fullshard.program.train.dry_run import lay_out
+from fullshard.program.train.fit import Load, Need, blocks_choice, fewest_blocks, find_remedies
+from fullshard.program.train.plan import (
+    ACCUMULATE,
+    AUTO_SHARE,
+    BLOCKS,
+    RunPlan,
+    needed_bytes,
+    plan_prepared,
+    uncompiled,
+)
+from fullshard.program.train.run.record import Planned
 from fullshard.program.train.setup.devices import Choice, may_accumulate_unsharded
-from fullshard.program.train.setup.learning_rate import learning_rate_schedule
+from fullshard.program.train.setup.optimizers import expected_state_bytes
 from fullshard.program.train.setup.prepare import Prepared
 from fullshard.program.train.setup.quantization import require_kernels
 from fullshard.program.train.setup.resume import checkpoints_directory
+from fullshard.program.train.setup.steps import learning_rate_schedule, make_plan
 from fullshard.sizes import format_bytes
 from fullshard.state.resilience import KeepDirectory
+
+_TABLES = {"Embedding", "Linear"}
+"""Classes of units outside the blocks, which tokens may travel to: then they are not gathered."""
+
+
+@dataclass(frozen=True)
+class Least:
+    """The tensors of a rank at one moment of a step, without activations, buffers and batch; a step needs more."""
+
+    parts: Mapping[str, int]  # bytes by kind, as a plan names them
+    unit: str  # the gathered unit
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all parts."""
+        return sum(self.parts.values())
+
+
+def least_memory(config: RunConfig, data: Prepared, world_size: int, rank: int, kind: str) -> Least:
+    """Return what a rank holds at least at the fullest moment of a step; any process, alone.
+
+    That is the larger of two moments: in the optimizer's step, with all gradients; and in the backward of the last of
+    the largest units to have one, which is gathered beside the gradients of the others. ``kind`` is the type of the
+    device that the rank computes on.
+
+    Raises:
+        UserError: The model cannot be built, or the settings do not match it.
+    """
+    frozen = "shard" if config.sharding.frozen == "auto" else config.sharding.frozen  # whichever needs less
+    sharding = config.sharding.model_copy(update={"frozen": frozen})
+    config = uncompiled(config.model_copy(update={"sharding": sharding}))  # the compiler's imports take seconds
+    model = lay_out(config, data.tokenizer, world_size, rank)
+    table = units(model)
+    at_home = kind == "cpu" and config.sharding.tables != "gather"
+    training = config.training
+    full = training.accumulate == "unsharded" and training.gradient_accumulation_steps > 1 and not at_home
+    gradients = _gradients(model, table, full=full)
+    state = expected_state_bytes(model, config)
+    if getattr(base_of(model).config, "sub_configs", None):  # parts for images and sound, which texts may not reach
+        gradients, state = dict.fromkeys(gradients, 0), 0
+    gathered, beside, unit = max(_moments(table, gradients, at_home=at_home), default=(0, 0, ""))
+    if config.sharding.cpu_offload and kind != "cpu":  # the rest is in the host's memory
+        return Least({"gathered_units": max((row.gathered_bytes for row in table.rows), default=0)}, unit)
+    kept = {"shards": sum(row.shard_bytes for row in table.rows), "optimizer_state": state}
+    every, made = sum(gradients.values()), "gradient_buffers" if full else "gradient_shards"
+    if every >= gathered + beside:
+        return Least({**kept, made: every}, "")
+    return Least({**kept, made: beside, "gathered_units": gathered}, unit)
+
+
+def _gradients(model: nn.Module, table: UnitTable, *, full: bool) -> dict[str, int]:
+    """Return the bytes of this rank's gradients by unit: of its rows, or ``full`` ones, which accumulate unsharded."""
+    made = dict.fromkeys((row.unit for row in table.rows), 0)
+    for unit in runtime_of(model).units:
+        for param in unit.params:
+            start, stop = (0, param.numel) if full else param.meta.element_range
+            made[unit.name] += 4 * (stop - start) * param.trainable
+    return made
+
+
+def _moments(table: UnitTable, gradients: Mapping[str, int], *, at_home: bool) -> Iterator[tuple[int, int, str]]:
+    """Yield bytes of a gathered unit, of the gradients that are there with it, and its name, for the largest units.
+
+    Of the n largest units, the last one in backward is at least as large as the n-th, and the others have gradients.
+    """
+    rows = [row for row in table.rows if not at_home or not (row.unit == ROOT_NAME or row.kind in _TABLES)]
+    rows = sorted(rows, key=lambda row: -row.gathered_bytes)
+    sums = accumulate(gradients[row.unit] for row in rows)
+    most = accumulate((gradients[row.unit] for row in rows), max)
+    for row, total, own in zip(rows, sums, most, strict=True):
+        yield row.gathered_bytes, total - own, row.unit
+
+
+def require_least(load: Load, data: Prepared, comm: Comm, free: Mapping[str, int]) -> None:
+    """Refuse a run whose ranks have too little memory even without activations; every rank calls it.
+
+    ``free`` are the bytes of each pool that this rank may take, see :func:`~fullshard.core.comm.free_memory`.
+
+    Raises:
+        MemoryLimitError: It cannot fit; on every rank, with the same text.
+    """
+    everyone: list[tuple[Least | None, Mapping[str, int]]] = comm.all_gather_object(
+        (_least_of_rank(load, data, comm), free)
+    )
+    short = lacking([(0 if least is None else least.nbytes, pools) for least, pools in everyone])
+    if short is None:
+        return
+    fullest = max(range(comm.size), key=lambda rank: 0 if (one := everyone[rank][0]) is None else one.nbytes)
+    text = _least_refusal(short, fullest, everyone, load, data, comm) if comm.rank == 0 else None
+    raise MemoryLimitError(comm.all_gather_object(text)[0])
+
+
+def _least_of_rank(load: Load, data: Prepared, comm: Comm, overrides: Sequence[str] = ()) -> Least | None:
+    """Return what this rank needs at least; None if its model cannot be laid out without weights."""
+    try:
+        return least_memory(load(overrides), data, comm.size, comm.rank, comm.device.type)
+    except Exception:
+        return None
+
+
+def _least_refusal(
+    short: tuple[str, int, int],
+    fullest: int,
+    everyone: Sequence[tuple[Least | None, Mapping[str, int]]],
+    load: Load,
+    data: Prepared,
+    comm: Comm,
+) -> str:
+    pool, needed, there = short
+    least = everyone[fullest][0]
+    assert least is not None, "it needs more than there is"
+    kinds = sorted(least.parts.items(), key=lambda part: -part[1])
+    lines = [f"  {LABELS[name]:<28}{format_bytes(size):>12}" for name, size in kinds if size]
+    before, remedies = everyone[comm.rank][0], []
+    for overrides in _settings(load(())):
+        other = _least_of_rank(load, data, comm, overrides)
+        if other is not None and before is not None and other.nbytes < before.nbytes:
+            remedies.append(f"  {' '.join(overrides)}: {format_bytes(before.nbytes - other.nbytes)} less")
+    return "\n".join([
+        f"The run cannot fit, so it was not started: its ranks need at least {format_bytes(needed)} for tensors, even "
+        f"without activations, and their {pool.partition(':')[0]} has {format_bytes(there)} left.",
+        f"Rank {fullest} of {comm.size} needs at least {format_bytes(least.nbytes)}. At one moment of a step it holds:",
+        *lines,
+        *(["Settings that need less, to type after the run file:", *remedies] if remedies else []),
+        "Use a smaller model, an adapter (model.adapter), or more memory: ranks on further GPUs or machines.",
+        "--no-plan starts it anyway.",
+    ])  # fmt: skip
+
+
+def _settings(config: RunConfig) -> Iterator[tuple[str, ...]]:
+    shards = ShardingStrategy(config.sharding.strategy).shards
+    wide = config.training.optimizer == "adamw"
+    own = ["training.accumulate=sharded"] if config.training.accumulate == "unsharded" else []
+    own += (["sharding.strategy=full_shard"] if not shards else []) + (
+        ["training.optimizer=adamw_8bit"] if wide else []
+    )
+    yield from dict.fromkeys((*((one,) for one in own), tuple(own))) if own else ()
+
 
 LEAST_OPERATORS = 500_000
 """Operators that a plan may take for any run: some twenty seconds of processor time. Llamas of 6.5 and 65 billion
@@ -76,7 +228,6 @@ class _Checked:
 
 
 def _unplanned(rank: _Rank) -> tuple[str, ...] | None:
-    """Return the phases that the rank's plan leaves out; None without a plan."""
     return None if isinstance(rank.plan, str) else tuple(rank.plan.unplanned)
 
 
@@ -101,15 +252,8 @@ def check_memory(
     ``training.gradient_checkpointing: auto`` and ``training.accumulate: auto`` are decided here for all ranks, by the
     plans of all of them; a run that continues keeps the choices of its start while they fit.
 
-    Args:
-        load: Reads the run file with further overrides.
-        data: The run's data.
-        comm: The ranks.
-        tell: Receives a line for the user.
-        progress: Called with the steps planned and those to plan.
-
-    Returns:
-        The plan; None if there is none.
+    ``tell`` receives a line for the user; ``progress`` is called with the steps planned and those to plan. Returns None
+    if there is no plan.
 
     Raises:
         MemoryLimitError: It does not fit; on every rank, with the same text.
@@ -120,7 +264,10 @@ def check_memory(
     if keep is not None and keep.attempt:
         found = _read(file)
         if all(comm.all_gather_object(found is not None)):
-            return None if not found else _checked(found).planned(load, data, comm)
+            if not found:
+                return None
+            checked = _Checked(**{**found, "chosen": [Choice(**one) for one in found["chosen"]]})
+            return checked.planned(load, data, comm)
     checked = _check(load, data, comm, tell, progress)
     if file is not None:
         _write(file, checked)
@@ -128,7 +275,6 @@ def check_memory(
 
 
 def _key(config: RunConfig, world_size: int) -> str:
-    """Return a digest of everything that a plan depends on."""
     # A later attempt resumes from another place.
     settings = {key: str(value) for key, value in config.as_flat().items() if key != "resume"}
     return hashlib.sha256(json.dumps([settings, world_size], sort_keys=True).encode()).hexdigest()[:16]
@@ -140,10 +286,6 @@ def _read(file: Path | None) -> dict[str, Any] | None:
         return None if file is None else json.loads(file.read_text())
     except FileNotFoundError:
         return None
-
-
-def _checked(found: dict[str, Any]) -> _Checked:
-    return _Checked(**{**found, "chosen": [Choice(**one) for one in found["chosen"]]})
 
 
 def _write(file: Path, checked: _Checked | None) -> None:
@@ -287,7 +429,10 @@ class _Plans:
 
         def missing(number: int) -> float:
             tried = (choice(number),) if number else ()
-            return self._over(self.of(tried), share) if self._is_planned(tried) else math.inf
+            if not self._is_planned(tried):
+                return math.inf
+            pools = demands([(rank.needs(self._kind), rank.free) for rank in self.of(tried)])
+            return max((needed - share * there for _, needed, there in pools), default=0)
 
         before = self._before(BLOCKS)
         kept = before * first.blocks if isinstance(before, bool) else min(before or 0, first.blocks)
@@ -333,11 +478,6 @@ class _Plans:
         phases = [_unplanned(rank) for rank in self.of(chosen)]
         return None not in phases and phases == [_unplanned(rank) for rank in self.of(())]
 
-    def _over(self, everyone: list[_Rank], share: float) -> float:
-        """Return the bytes by which ranks need more of a pool than they may take, of the pool that lacks most."""
-        pools = demands([(rank.needs(self._kind), rank.free) for rank in everyone])
-        return max((needed - share * there for _, needed, there in pools), default=0)
-
     def _before(self, setting: str, old: Any = None) -> Any:
         """Return what the run that continues chose at its start; None if there is none."""
         begun = has_begun(self._config, self._comm)
@@ -360,7 +500,9 @@ def _tried(
     most = LEAST_OPERATORS
     try:
         config, device = load(()), gpu_sheet(comm.device)
-        most = max(most, OPERATORS_A_BATCH * _micro_batches(config, data, comm.size))
+        epoch = make_plan(config, data.train_set, comm.size, causal=data.causal)
+        total = learning_rate_schedule(config, epoch.num_steps).total_steps
+        most = max(most, OPERATORS_A_BATCH * total * config.training.gradient_accumulation_steps)
         each = int(os.environ.get("LOCAL_WORLD_SIZE", comm.size))
         how = {"roughly": comm.rank, "listed": listed, "ranks_each": each, "progress": progress}
         with work_limit(most):
@@ -373,20 +515,10 @@ def _tried(
     except Exception as error:  # a failing plan must not prevent a run that may work
         return f"{type(error).__name__} in the plan: {(str(error).splitlines() or [''])[0]}"
     finally:
-        _return_memory()
-
-
-def _micro_batches(config: RunConfig, data: Prepared, world_size: int) -> int:
-    """Return the micro-batches of the run on one rank."""
-    epoch = make_plan(config, data.train_set, world_size, causal=data.causal)
-    return learning_rate_schedule(config, epoch.num_steps).total_steps * config.training.gradient_accumulation_steps
-
-
-def _return_memory() -> None:
-    """Return the memory of planning to the system: a plan of t5-small left 220 MiB in the C library's heap."""
-    gc.collect()
-    if sys.platform == "linux":
-        ctypes.CDLL(None).malloc_trim(0)
+        # Returns the memory of planning to the system: a plan of t5-small left 220 MiB in the C library's heap.
+        gc.collect()
+        if sys.platform == "linux":
+            ctypes.CDLL(None).malloc_trim(0)
 
 
 def _limit(everyone: Sequence[_Rank], fullest: int) -> int:
@@ -396,7 +528,6 @@ def _limit(everyone: Sequence[_Rank], fullest: int) -> int:
 
 
 def _need(checked: _Checked, load: Load, data: Prepared, comm: Comm) -> Need:
-    """Return what the fullest rank needs."""
     return Need(
         load=load,
         data=data,

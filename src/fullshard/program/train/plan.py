@@ -11,11 +11,16 @@ from math import ceil, prod
 from typing import Any, TypeVar
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from fullshard.core.comm import Comm
+from fullshard import planner
+from fullshard.core.comm import Comm, SoloComm
 from fullshard.core.engine.step.lane import HELD_BYTES
 from fullshard.core.optim import ShardedGradScaler
+from fullshard.errors import ConfigError
 from fullshard.planner import (
     STEPS,
     Course,
@@ -38,6 +43,7 @@ from fullshard.program.data import (
     BatchPlan,
     CollateSpec,
     EpochPlan,
+    LengthStats,
     Ragged,
     RowRef,
     Shape,
@@ -46,23 +52,101 @@ from fullshard.program.data import (
     step_shapes,
     steps,
 )
-from fullshard.program.models import Objective, blocks_of
+from fullshard.program.models import AdaptedWeights, Objective, blocks_of, load_tokenizer, resolve_model
+from fullshard.program.models.kind import reads_one_sequence
 from fullshard.program.train.around_steps import AT_ONCE, AroundSteps, HeldOutBatches, assumed
 from fullshard.program.train.run.step import StepSpec, issue_step
 from fullshard.program.train.setup.activation_offload import ActivationOffload
 from fullshard.program.train.setup.choices import choices
-from fullshard.program.train.setup.data_plan import make_plan
-from fullshard.program.train.setup.devices import Choice, Devices, for_devices, may_accumulate_unsharded, with_unsharded
-from fullshard.program.train.setup.given_length import RowsOfLength
-from fullshard.program.train.setup.learning_rate import learning_rate_schedule
+from fullshard.program.train.setup.devices import (
+    Choice,
+    Devices,
+    for_devices,
+    may_accumulate_unsharded,
+    smallest_memory,
+    with_unsharded,
+)
 from fullshard.program.train.setup.model import UnreadWeights, outline_model, own_loss, prepare_model, shard_model
 from fullshard.program.train.setup.optimizers import make_optimizer
-from fullshard.program.train.setup.prepare import Prepared, Progress, collate_spec, prepare
+from fullshard.program.train.setup.prepare import Prepared, collate_spec
 from fullshard.program.train.setup.quantization import describe_quantization
+from fullshard.program.train.setup.steps import learning_rate_schedule, make_plan
 from fullshard.sizes import format_bytes, format_duration
+
+_STEPS = 4
+"""Steps of rows on all ranks: a budget of tokens rounds lengths, so that the last step may be short."""
+
+
+@dataclass(frozen=True)
+class RowsOfLength(Prepared):
+    """A run's data as if every row had one length; the number of rows is unknown."""
+
+
+def prepare_length(config: RunConfig, source: int | None, target: int, world_size: int) -> RowsOfLength:
+    """Return rows of one length, enough for some steps. Reads the model's config and tokenizer, no data; one process.
+
+    ``source`` and ``target`` are tokens; without a source, for causal models only, each row is a text of ``target``
+    tokens. ``world_size`` is the largest number of ranks that will be planned with it.
+
+    Raises:
+        ConfigError: The model is an encoder-decoder and only one length is given.
+        ModelError: The tokenizer or the model's configuration cannot be read.
+    """
+    directory = None if config.model.path is None else resolve_model(config.model.path)
+    tokenizer = _blank_tokenizer(config) if directory is None else load_tokenizer(directory)
+    described = directory if config.model.config is None else config.model.config
+    causal = reads_one_sequence(described, config.model.model_class)  # type: ignore[arg-type]
+    if source is None:
+        if not causal or target < 2:
+            kind = "a text of one token has no target" if causal else "this model is an encoder-decoder"
+            raise ConfigError(f"A length is SOURCE/TARGET, such as 512/128, in tokens: {kind}. Give both.")
+        source, target = 1, target - 1
+    token = 0 if tokenizer.pad_token_id else 1
+    rows = _set_of(config, (source, target), token, world_size)
+    evaluates = config.training.eval_strategy != "no" and config.data.holds_out
+    return RowsOfLength(
+        tokenizer=tokenizer,
+        model_directory=directory,
+        causal=causal,
+        separator=None,
+        train_set=rows,
+        held_out=[],
+        held_out_set=rows if evaluates else None,
+        labels=None,
+        sets=(),
+        notes=(),
+    )
+
+
+def _set_of(config: RunConfig, lengths: tuple[int, int], token: int, world_size: int) -> TokenizedSet:
+    """Return rows of these lengths for some steps; each side is a single id in memory."""
+    training = config.training
+    each = training.per_device_train_batch_size
+    if training.per_device_train_batch_tokens is not None:
+        each = max(training.per_device_train_batch_tokens // sum(lengths), 1)
+    count = max(_STEPS * world_size * training.gradient_accumulation_steps * each, training.per_device_eval_batch_size)
+    sources, targets = (
+        Ragged(np.broadcast_to(np.int32(token), count * length), np.arange(count + 1) * length) for length in lengths
+    )
+    source, target = (LengthStats(length, length, 0, length) for length in lengths)
+    return TokenizedSet(sources, targets, source, target)
+
+
+def _blank_tokenizer(config: RunConfig) -> PreTrainedTokenizerBase:
+    """Return a tokenizer with the maximum number of pieces of the one that the run trains on its data."""
+    settings = config.model.tokenizer
+    assert settings is not None, "the schema requires model.tokenizer with model.config"
+    special = {"<pad>": 0, "</s>": 1, "<unk>": 2}
+    pieces = special | {f"piece{number}": number for number in range(len(special), settings.vocab_size)}
+    tokenizer = Tokenizer(models.WordLevel(pieces, unk_token="<unk>"))
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="</s>", unk_token="<unk>")
+
 
 AUTO_SHARE = 0.9
 """Share of the free memory that a choice of a run may fill."""
+
+BLOCKS = "training.gradient_checkpointing"
+ACCUMULATE = "training.accumulate"
 
 T = TypeVar("T")
 
@@ -118,13 +202,13 @@ class RunPlan(Plan):
         return {**super().as_dict(), "run_s": self.run_s, **own}
 
     def __str__(self) -> str:
-        """Return the plan as a table."""
         table = "\n".join([super().__str__(), *map(str, self.chosen)])
         if self.quantization is not None:
             table += f"\nfrozen linear layers are quantised: {self.quantization}"
-        if self.accumulate is not None:
+        said = {one.setting for one in self.chosen}
+        if self.accumulate is not None and ACCUMULATE not in said:
             table += f"\naccumulate: {self.accumulate}"
-        if self.recomputed:
+        if self.recomputed and BLOCKS not in said:
             table += f"\nrecomputed in backward: {self.recomputed} of {self.blocks} blocks"
         if self.gathers_once:
             table += "\nevaluation gathers all units once, not for every token"
@@ -137,30 +221,6 @@ class RunPlan(Plan):
             return table
         run = "" if self.run_s is None else f"{self.steps:,} steps: {format_duration(self.run_s)}; "
         return f"{table}\n{run}{self.step_tokens / self.timing.step_s:,.0f} tokens a second"
-
-
-def plan_run(
-    config: RunConfig,
-    world_size: int,
-    device: Hardware | None = None,
-    progress: Progress = lambda what, done, total: None,
-) -> RunPlan:
-    """Return what the fullest of ``world_size`` ranks holds and sends in a step; one process, without weights.
-
-    The steps are those of the largest batches; see :func:`largest_steps`.
-
-    Args:
-        config: The run's settings.
-        world_size: Number of ranks.
-        device: The GPU of each; adds the time. None: CPU ranks.
-        progress: Called while data is read.
-
-    Raises:
-        ConfigError: A setting cannot be planned.
-        ModelError: The step depends on values.
-        UserError: Data, tokenizer, model or settings cannot be used.
-    """
-    return plan_prepared(config, prepare_plan(config, progress), world_size, device)
 
 
 def plan_in(
@@ -189,15 +249,6 @@ def plan_in(
     return once if once.highest_bytes <= max(most, plan.highest_bytes) else plan
 
 
-def prepare_plan(config: RunConfig, progress: Progress = lambda what, done, total: None) -> Prepared:
-    """Read the data of a run to be planned, which several plans can share.
-
-    Raises:
-        UserError: Data, tokenizer, model or settings cannot be used.
-    """
-    return prepare(config, progress=progress)
-
-
 def plan_prepared(  # noqa: PLR0913 (each caller needs another part)
     config: RunConfig,
     data: Prepared,
@@ -210,13 +261,16 @@ def plan_prepared(  # noqa: PLR0913 (each caller needs another part)
     ranks_each: int | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> RunPlan:
-    """Return the plan of a run whose data is read; see :func:`plan_run`.
+    """Return what the fullest of ``world_size`` ranks holds and sends in a step; one process, without weights.
+
+    The steps are those of the largest batches; see :func:`largest_steps`.
 
     Args:
         config: The run's settings.
-        data: Result of :func:`prepare_plan` for settings that read the same data, or of :func:`prepare_length`.
+        data: Result of :func:`~fullshard.program.train.setup.prepare.prepare` for settings that read the same data, or
+            of :func:`prepare_length`.
         world_size: Number of ranks.
-        device: The GPU of each; None: CPU ranks.
+        device: The GPU of each, whose data sheet adds the time; None: CPU ranks.
         rates: Measured rates of the machine; they give the time instead of the GPU's data sheet.
         roughly: Plan this rank only, with at most two micro-batches a step and a step less, and time only what fits;
             None: exactly.
@@ -224,11 +278,16 @@ def plan_prepared(  # noqa: PLR0913 (each caller needs another part)
         ranks_each: Ranks of each machine; None: ``nproc`` of the run file, else those of a machine with such GPUs, else
             all.
         progress: Called with the steps taken and those to take, of all ranks that are planned.
+
+    Raises:
+        ConfigError: A setting cannot be planned.
+        ModelError: The step depends on values.
+        UserError: Model or settings cannot be used.
     """
     devices = Devices.of_sheet(device)
     asked, config = config, uncompiled(for_devices(config, devices))
-    times = config.training.gradient_accumulation_steps
-    unsharded = config.training.accumulate == "unsharded"
+    training = config.training
+    times, unsharded = training.gradient_accumulation_steps, training.accumulate == "unsharded"
     # Full gradients are there from the second micro-batch on, and the last one reduces them.
     most = times if roughly is None else min(times, 3 if unsharded else 2)
     # If packed or budgeted, any micro-batch of a step may be its largest.
@@ -258,7 +317,8 @@ def plan_prepared(  # noqa: PLR0913 (each caller needs another part)
     tokens = len(data.train_set) * (data.train_set.source_stats.mean + data.train_set.target_stats.mean)
     plan = RunPlan(
         **values,
-        steps=_total_steps(config, data, epoch),
+        # Rows of a given length are no data that could say how many there are.
+        steps=training.max_steps or 0 if given else learning_rate_schedule(config, epoch.num_steps).total_steps,
         step_tokens=round(tokens / epoch.num_steps),
         quantization=describe_quantization(config),
         accumulate=None if times == 1 else "unsharded" if unsharded else "sharded",
@@ -313,13 +373,6 @@ def draw_plan(config: RunConfig, data: Prepared, plan: RunPlan) -> Course:
     course = rehearse_on(build, plan.rank, plan.world_size, plan.device, draws=True).course
     assert course is not None, "it was asked for"
     return course
-
-
-def _total_steps(config: RunConfig, data: Prepared, epoch: BatchPlan) -> int:
-    """Return the optimizer steps of the run; 0 if only its data could say."""
-    if isinstance(data, RowsOfLength):
-        return config.training.max_steps or 0
-    return learning_rate_schedule(config, epoch.num_steps).total_steps
 
 
 class _Told:
@@ -474,7 +527,6 @@ def _largest(steps: Mapping[Shape, _Step]) -> list[_Step]:
 
 
 def _steps(config: RunConfig, data: Prepared, world_size: int) -> Iterator[_Step]:
-    """Yield every step of the run on every rank."""
     first = make_plan(config, data.train_set, world_size, causal=data.causal)
     left, packed = learning_rate_schedule(config, first.num_steps).total_steps, config.training.packing
     for epoch in range(ceil(left / first.num_steps)):
@@ -562,4 +614,38 @@ def step_spec(model: Any, config: RunConfig, data: Prepared) -> StepSpec:
         router_loss=own_loss(model, config)[0],
         precision=settings.precision,
         unsharded=settings.accumulate == "unsharded",
+    )
+
+
+def measure_rates(
+    config: RunConfig,
+    data: Prepared,
+    comm: Comm,
+    world_size: int,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Rates:
+    """Measure rates in steps of mean size; see :func:`fullshard.planner.measure_rates`.
+
+    Raises:
+        ConfigError: The settings cannot be planned.
+        UserError: As for training.
+    """
+    config = uncompiled(config)
+    epoch = make_plan(config, data.train_set, world_size, causal=data.causal)
+    batches = middle_step(config, data, epoch)
+    return planner.measure_rates(partial(_build_measured, config, data, batches), comm, world_size, progress)
+
+
+def _build_measured(config: RunConfig, data: Prepared, batches: list[Batch], comm: Comm) -> Rehearsed:
+    config = for_devices(config, Devices.of_ranks(comm))
+    ready = prepare_model(config, data.tokenizer, memory_bytes=smallest_memory(comm))
+    if isinstance(ready.weights, AdaptedWeights):  # all by this rank: the others may not be there
+        ready.weights.compute_magnitudes(ready.model, SoloComm(torch.device("cpu")))
+    shard_model(ready.model, config, comm, weights=ready.weights)
+    model = ready.model.train()
+    optimizer = make_optimizer(model, config)
+    scaler = ShardedGradScaler(comm.device.type) if config.training.precision == "fp16" else None
+    spec = step_spec(model, config, data)
+    return Rehearsed(
+        model, optimizer, lambda: issue_step(model, optimizer, batches, comm, spec, scaler, late=scaler is None)
     )

@@ -18,7 +18,7 @@ from fullshard.program.config import (
 )
 from fullshard.program.config.recorded import recorded_base
 from fullshard.program.data import read_inputs
-from fullshard.program.train.setup.set_rows import source_spec
+from fullshard.program.train.setup.prepare import source_spec
 
 NO_EVAL = {"eval_strategy": "no"}
 

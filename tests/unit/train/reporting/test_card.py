@@ -13,16 +13,14 @@ import pytest
 import yaml
 from huggingface_hub import ModelCard, parse_eval_result_entries
 
-from fullshard.core.testing import run_ranks
 from fullshard.errors import RunStopped
 from fullshard.program.config import RunConfig
 from fullshard.program.models import build_model, train_tokenizer
-from fullshard.program.sharing.recorded_card import recorded_facts
-from fullshard.program.train import FileSink, StopRequest, train
-from fullshard.program.train.reporting.card import CardSink
-from fullshard.program.train.reporting.card_curves import draw_curves
-from fullshard.program.train.reporting.card_text import card_text
+from fullshard.program.sharing.contents import recorded_facts
+from fullshard.program.train import StopRequest, train
+from fullshard.program.train.reporting.card import CardSink, card_text, draw_curves
 from fullshard.program.train.reporting.scores import mean_interval
+from support.alone import alone, finish
 from support.tiny_run import MODEL, settings
 
 BLANK = re.compile(r"\bNone\b|\[\]\(|\bnan\b|\|[ \t]*\||: *$", re.MULTILINE)
@@ -33,9 +31,7 @@ def run(directory, stop=None, **changes):
     """Train to the end; return the summary, what was said, and the run's directory."""
     config = RunConfig.model_validate(settings(directory, **{"training__max_steps": 2} | changes))
     said = []
-    comm = run_ranks(1, lambda comm: comm)[0]
-    sinks = [CardSink(config.output_dir, said.append), FileSink(config.output_dir)]
-    return train(config, comm, sinks, stop), said, directory / "out"
+    return finish(config, say=said.append, stop=stop), said, directory / "out"
 
 
 def card_of(out, name="README.md"):
@@ -121,7 +117,7 @@ def test_a_base_on_the_hub_is_linked(tmp_path):
             super().finish(dataclasses.replace(summary, config={**summary.config, "model": model}))
 
     config = RunConfig.model_validate(settings(tmp_path, training__max_steps=1))
-    train(config, run_ranks(1, lambda comm: comm)[0], [Recorded(config.output_dir, print)])
+    train(config, alone(), [Recorded(config.output_dir, print)])
     card = card_of(tmp_path / "out")
     assert (card.data.base_model, card.data["base_model_relation"]) == ("google-t5/t5-small", "finetune")
     assert "[google-t5/t5-small](https://huggingface.co/google-t5/t5-small), fine-tuned: all " in card.text
@@ -189,8 +185,7 @@ def test_a_model_with_a_chat_template_is_asked_by_it(tmp_path, monkeypatch):
     wanted = settings(tmp_path, model={"path": str(base)}, training__num_train_epochs=20, **data)
     wanted["training"] |= {"eval_strategy": "steps", "eval_steps": 140}
     config = RunConfig.model_validate(wanted)
-    sinks = [CardSink(config.output_dir, print), FileSink(config.output_dir)]
-    summary = train(config, run_ranks(1, lambda comm: comm)[0], sinks)
+    summary = finish(config)
     out = config.output_dir
     card = card_of(out)
     assert summary.config["data"]["separator"] is None
@@ -245,7 +240,7 @@ def test_results_on_a_benchmark_are_read_back(tmp_path):
             super().finish(dataclasses.replace(summary, config={**summary.config, "data": data, "card": card}))
 
     config = RunConfig.model_validate(settings(tmp_path, training__max_steps=1))
-    summary = train(config, run_ranks(1, lambda comm: comm)[0], [Recorded(config.output_dir, print)])
+    summary = train(config, alone(), [Recorded(config.output_dir, print)])
     (entry,) = parse_eval_result_entries(yaml.safe_load((tmp_path / "out/.eval_results/fullshard.yaml").read_text()))
     assert (entry.dataset_id, entry.task_id, entry.value) == ("ada/intents", "intents_test", summary.value)
     assert entry.notes == f"{summary.metric} on 7 rows: held_out.csv"

@@ -20,11 +20,13 @@ from fullshard.program.train.reporting.reports import (
 )
 from fullshard.program.train.reporting.sinks import ConsoleSink, FileSink
 from fullshard.sizes import format_bytes
+from support.reports import made
 from support.tiny_run import read_jsonl
 
 MIB = 1 << 20
 PREDICTIONS = tuple(Prediction(f"source [bold]{i}", f"predicted {i}", (f"reference {i}",)) for i in range(10))
-START = RunStart(
+START = made(
+    RunStart,
     output_dir="out",
     world_size=2,
     device="cpu",
@@ -32,84 +34,28 @@ START = RunStart(
     steps_per_epoch=25,
     parameters=1234567,
     optimizer="AdamW",
-    train_rows=800,
     validation_rows=10,
     unit_table="the unit table",
-    config={"seed": 1},
-    versions={"torch": "2"},
-    padding_share=0.125,
-    architecture="T5ForConditionalGeneration",
-    causal=False,
-    hardware="a CPU",
-    content={},
     notes=("5 sources were cut [x]",),
 )
 
 
 def step(number, **changes):
-    values = {
-        "step": number,
-        "epoch": number / 25,
-        "loss": 1 / number,
-        "grad_norm": 2.0,
-        "learning_rate": 1e-3,
-        "target_tokens": 100,
-        "tokens": 400,
-        "seconds": 0.5,
-        "memory_bytes": 300 * MIB,
-    }
-    return StepReport(**(values | changes))
+    values = {"step": number, "epoch": number / 25, "loss": 1 / number, "tokens": 400, "seconds": 0.5}
+    return made(StepReport, **(values | {"memory_bytes": 300 * MIB} | changes))
 
 
-EVALUATION = EvaluationReport(
-    step=25,
-    epoch=1.0,
-    loss=0.25,
-    metric="exact_match",
-    value=0.625,
-    baseline=0.0125,
-    baseline_name="always 'x'",
-    metrics={"exact_match": 0.625, "perplexity": 1.284},
-    baselines={"exact_match": 0.0125},
-    confusion=None,
-    predictions=PREDICTIONS,
-    seconds=3.0,
-)
+BEST = {"metric": "exact_match", "value": 0.625, "baseline": 0.0125, "baseline_name": "always 'x'", "loss": 0.25}
+BEST |= {"metrics": {"exact_match": 0.625, "perplexity": 1.284}, "baselines": {"exact_match": 0.0125}}
+BEST |= {"confusion": None, "predictions": PREDICTIONS}
+EVALUATION = made(EvaluationReport, step=25, epoch=1.0, seconds=3.0, **BEST)
 
 
 def summary(**changes):
-    values = {
-        "metric": "exact_match",
-        "value": 0.625,
-        "baseline": 0.0125,
-        "baseline_name": "always 'x'",
-        "loss": 0.25,
-        "best_step": 25,
-        "steps": 50,
-        "epochs": 2.0,
-        "train_loss": 0.02,
-        "train_seconds": 83.0,
-        "step_seconds": 70.0,
-        "evaluation_seconds": 6.0,
-        "tokens": 20000,
-        "tokens_per_second": 2500.0,
-        "world_size": 2,
-        "device": "cpu",
-        "parameters": 1234567,
-        "optimizer": "Adafactor",
-        "output_dir": "out",
-        "config": {"seed": 1},
-        "versions": {"torch": "2"},
-        "memory": (RankMemory(0, 5 * MIB, 5 * MIB, 10 * MIB, MIB, MIB, 90 * MIB), RankMemory(1, 1, 2, 3, 4, 5, 6)),
-        "ended_by": "steps",
-        "skipped_steps": 0,
-        "metrics": {"exact_match": 0.625, "perplexity": 1.284},
-        "baselines": {"exact_match": 0.0125},
-        "intervals": {"exact_match": (0.375, 0.875)},
-        "confusion": None,
-        "predictions": PREDICTIONS,
-    }
-    return RunSummary(**(values | changes))
+    ranks = RankMemory(0, 5 * MIB, 5 * MIB, 10 * MIB, MIB, MIB, 90 * MIB), RankMemory(1, 1, 2, 3, 4, 5, 6)
+    values = {"best_step": 25, "steps": 50, "train_seconds": 83.0, "evaluation_seconds": 6.0, "world_size": 2}
+    values |= {"tokens_per_second": 2500.0, "optimizer": "Adafactor", "output_dir": "out", "ended_by": "steps"}
+    return made(RunSummary, **(BEST | values | {"memory": ranks} | changes))
 
 
 def run_through(sink):

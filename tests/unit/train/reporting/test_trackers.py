@@ -11,35 +11,17 @@ from fullshard.program.config import check_run
 from fullshard.program.train.reporting import trackers
 from fullshard.program.train.reporting.reports import CheckpointReport, RunStart, StepReport
 from fullshard.program.train.reporting.trackers import tracker_sinks
+from support.reports import made
 from support.tiny_run import settings
 
 
 def start_of(resumed_step=0):
-    return RunStart(
-        output_dir="x",
-        world_size=1,
-        device="cpu",
-        total_steps=5,
-        steps_per_epoch=5,
-        parameters=1,
-        optimizer="AdamW",
-        train_rows=1,
-        validation_rows=0,
-        unit_table="",
-        config={},
-        versions={},
-        padding_share=0.0,
-        architecture="T5",
-        causal=False,
-        hardware="a CPU",
-        content={},
-        resumed_step=resumed_step,
-    )
+    return made(RunStart, total_steps=5, resumed_step=resumed_step)
 
 
 def step_of(step):
     numbers = dict.fromkeys(("epoch", "loss", "grad_norm", "learning_rate", "seconds"), 1.0 * step)
-    return StepReport(step=step, target_tokens=2, tokens=6, memory_bytes=7, memory_bytes_per_rank=(7,), **numbers)
+    return made(StepReport, step=step, tokens=6, **numbers)
 
 
 def sink_of(tmp_path, tracker, say=print, **changes):

@@ -6,21 +6,17 @@ import torch
 from fullshard.core.comm import together
 from fullshard.core.shards import rows_of
 from fullshard.core.testing import run_ranks
-from fullshard.errors import DataError, MismatchError, ModelError
+from fullshard.errors import DataError, MismatchError
 from fullshard.program.config import RunConfig
 from fullshard.program.train.run.assemble import assemble
-from fullshard.program.train.setup.data_plan import make_plan
-from fullshard.program.train.setup.learning_rate import learning_rate_schedule
 from fullshard.program.train.setup.prepare import prepare
+from fullshard.program.train.setup.steps import learning_rate_schedule, make_plan
+from support.alone import alone
 from support.tiny_run import settings
 
 
 def config(directory, **changes):
     return RunConfig.model_validate(settings(directory, **changes))
-
-
-def alone():
-    return run_ranks(1, lambda comm: comm)[0]
 
 
 def test_parts_fit_together(tmp_path):
@@ -34,10 +30,6 @@ def test_parts_fit_together(tmp_path):
     assert not parts.collate.causal
     assert parts.model.training
     assert any(getattr(module, "gradient_checkpointing", False) for module in parts.model.modules())
-
-
-def test_max_new_tokens_is_the_targets_length_unless_given(tmp_path):
-    assert assemble(config(tmp_path, evaluation={}), alone()).evaluation.generation.max_new_tokens == 8
 
 
 def test_sample_limits_draw_rows(tmp_path):
@@ -82,19 +74,6 @@ def test_no_evaluation_reads_no_held_out_file(tmp_path):
     values = settings(tmp_path, training__eval_strategy="no")
     (tmp_path / "held_out.csv").unlink()
     assert assemble(RunConfig.model_validate(values), alone()).evaluation is None
-
-
-def test_norms_and_biases_do_not_decay(tmp_path):
-    parts = assemble(config(tmp_path, training__weight_decay=0.5), alone())
-    groups = parts.optimizer.param_groups
-    assert [group["weight_decay"] for group in groups] == [0.5, 0.0]
-    names = {id(p): name for name, p in parts.model.named_parameters()}
-    assert {names[id(p)].rpartition(".")[0].rpartition(".")[2] for p in groups[1]["params"]} == {
-        "layer_norm",
-        "final_layer_norm",
-        "relative_attention_bias",  # a matrix, but Hugging Face's Trainer goes by the name
-    }
-    assert sum(len(group["params"]) for group in groups) == len(names)
 
 
 def test_the_optimizer_has_every_shard_also_empty_ones_so_that_ranks_agree_about_them(tmp_path, one_at_a_time):
@@ -152,13 +131,3 @@ def test_a_failure_on_one_rank_is_raised_on_all():
         assert together(comm, lambda: comm.rank) == comm.rank
 
     run_ranks(3, work)
-
-
-def test_a_model_that_cannot_be_built_fails_on_every_rank(tmp_path):
-    settings_ = config(tmp_path, model={"config": {"model_type": "t6"}, "tokenizer": {}})
-
-    def work(comm):
-        with pytest.raises(ModelError, match="t6"):
-            assemble(settings_, comm)
-
-    run_ranks(2, work)

@@ -1,4 +1,4 @@
-"""The loop on one rank: when it evaluates, what it keeps, what it tells."""
+"""The loop on one rank: when it evaluates, what it keeps, what it tells, also when memory runs out."""
 
 import dataclasses
 import json
@@ -7,13 +7,14 @@ import pytest
 import torch
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
-from fullshard.core.testing import run_ranks
-from fullshard.errors import CheckpointError, ConfigError, RunStopped
+from fullshard.errors import CheckpointError, ConfigError, MemoryLimitError, RunStopped
 from fullshard.program.config import RunConfig
 from fullshard.program.config.recorded import recorded_run
 from fullshard.program.data import SourceSpec, read_split
 from fullshard.program.train import FileSink, StopRequest, train
-from fullshard.program.train.run import best, loop
+from fullshard.program.train.run import checkpoints, loop
+from fullshard.program.train.run.record import Planned, is_out_of_memory
+from support.alone import alone
 from support.tiny_run import Memory, read_jsonl, settings
 
 
@@ -21,8 +22,7 @@ def run(directory, **changes):
     config = RunConfig.model_validate(settings(directory, **changes))
     memory = Memory()
     sinks = [FileSink(config.output_dir, logging_steps=config.training.logging_steps), memory]
-    comm = run_ranks(1, lambda comm: comm)[0]
-    return train(config, comm, sinks), memory
+    return train(config, alone(), sinks), memory
 
 
 def test_a_run_from_start_to_end(tmp_path):
@@ -65,7 +65,7 @@ def test_the_length_of_texts_is_the_same_after_resuming_and_for_predictions(tmp_
     first = StopRequest()
     first.requested = True
 
-    comm = run_ranks(1, lambda comm: comm)[0]
+    comm = alone()
     with pytest.raises(RunStopped):
         train(config, comm, [FileSink(config.output_dir)], first)
     recorded = json.loads((tmp_path / "out" / "run.json").read_text())["config"]["evaluation"]["max_new_tokens"]
@@ -144,28 +144,15 @@ def test_evaluating_does_not_change_training(tmp_path):
     assert [report.loss for report in often.steps] == [report.loss for report in never.steps]
 
 
-def test_a_run_over_an_earlier_one_replaces_it(tmp_path):
-    first, _ = run(tmp_path, training__max_steps=2)
-    with pytest.raises(ConfigError, match="holds a finished run"):
-        run(tmp_path, training__max_steps=3)
-    second, memory = run(tmp_path, training__max_steps=3, resume="never")
-    assert first.steps != second.steps
-    assert "earlier run's model" in memory.begun[0].notes[-1]
-    assert memory.begun[0].resumed_step == 0
-    assert loss_of_saved(tmp_path / "out", second) == pytest.approx(second.loss, rel=1e-5)
-    assert len(read_jsonl(tmp_path / "out" / "metrics.jsonl")) == 5
-    assert [path.name for path in (tmp_path / "out" / "checkpoints").glob("step-*")] == ["step-00000003"]
-
-
 def test_sinks_are_closed_when_a_run_fails(tmp_path, monkeypatch):
     def refuse(*_args, **_kwargs):
         raise CheckpointError("disk full")
 
-    monkeypatch.setattr(best, "save", refuse)
+    monkeypatch.setattr(checkpoints, "save", refuse)
     memory = Memory()
     config = RunConfig.model_validate(settings(tmp_path, training__max_steps=1))
     with pytest.raises(CheckpointError, match="disk full"):
-        train(config, run_ranks(1, lambda comm: comm)[0], [memory])
+        train(config, alone(), [memory])
     assert memory.closed == 1
     assert memory.ended == []
 
@@ -205,7 +192,7 @@ def test_the_last_step_of_a_run_that_ends_early_is_logged(tmp_path):
     stopped.requested = True
     config = RunConfig.model_validate(settings(tmp_path, training__logging_steps=5, resume="never"))
     with pytest.raises(RunStopped):
-        train(config, run_ranks(1, lambda comm: comm)[0], [FileSink(config.output_dir, logging_steps=5)], stopped)
+        train(config, alone(), [FileSink(config.output_dir, logging_steps=5)], stopped)
     assert logged_steps(tmp_path) == [1]
     run(tmp_path, training__logging_steps=5)
     assert logged_steps(tmp_path) == [1, 5, 8]
@@ -226,3 +213,51 @@ def test_the_start_records_five_rows_as_the_model_sees_them(tmp_path):
     spaced = [train[place].target for place in (0, 5, 10, 15, 20)]
     assert [row[1][1].removesuffix("</s>").strip() for row in rows] == spaced
     assert start["conversations"] is False
+
+
+PLANNED = Planned({"peak_bytes": 5}, "rank 0 of 1, a table", lambda: "Settings that need less")
+
+
+@pytest.mark.parametrize(
+    ("error", "answer"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory."), True),
+        (MemoryError(), True),
+        (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory"), True),
+        (RuntimeError("shapes differ"), False),
+        (ValueError("DefaultCPUAllocator"), False),
+    ],
+)
+def test_what_is_an_allocation_that_was_refused(error, answer):
+    assert is_out_of_memory(error) is answer
+
+
+def failing_run(directory, monkeypatch, error, planned=PLANNED):
+    def fail(*_, **__):
+        raise error
+
+    monkeypatch.setattr(loop, "issue_step", fail)
+    return train(RunConfig.model_validate(settings(directory)), alone(), planned=planned)
+
+
+def test_the_answer_has_the_plan_the_measurement_and_the_cause(tmp_path, monkeypatch):
+    error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nmore")
+    with pytest.raises(MemoryLimitError) as caught:
+        failing_run(tmp_path, monkeypatch, error)
+    assert caught.value.__cause__ is error
+    text = str(caught.value)
+    assert text.startswith("Rank 0 of 1 is out of memory: CUDA out of memory. Tried to allocate 2.00 GiB.\n\nmeasured")
+    for part in ("gathered units, peak", "optimizer state", "planned: rank 0 of 1, a table", "Settings that need less"):
+        assert part in text
+
+
+def test_without_a_plan_it_names_what_needs_less_in_general(tmp_path, monkeypatch):
+    with pytest.raises(MemoryLimitError, match=r"Less is needed with training\.gradient_checkpointing=true"):
+        failing_run(tmp_path, monkeypatch, MemoryError(), planned=None)
+
+
+def test_other_errors_stay_what_they_are(tmp_path, monkeypatch):
+    error = RuntimeError("shapes differ")
+    with pytest.raises(RuntimeError) as caught:
+        failing_run(tmp_path, monkeypatch, error)
+    assert caught.value is error

@@ -12,8 +12,8 @@ from fullshard.program.report.files import read_run
 from fullshard.program.report.page import make_page
 from fullshard.program.train.reporting.card import CardSink
 from fullshard.program.train.run.assemble import require_same_rows
-from fullshard.program.train.setup.data_plan import make_plan
 from fullshard.program.train.setup.prepare import prepare
+from fullshard.program.train.setup.steps import make_plan
 from support.interrupted_run import OFTEN, SMALL, assert_same, run, run_until_killed, run_until_stopped
 from support.tiny_run import settings, write_rows
 

@@ -6,12 +6,13 @@ import shutil
 import pytest
 from safetensors.torch import load_file
 
-from fullshard.core.testing import run_ranks
 from fullshard.errors import CheckpointError, ConfigError
 from fullshard.program.train.run import loop, step
 from fullshard.state.saving import Checkpoints
-from fullshard.state.storage import find_checkpoints, find_completions, rank_by_metric
+from fullshard.state.storage import as_place, find_checkpoints, find_completions, rank_by_metric
 from fullshard.state.storage.verify import verify
+from support import object_stores
+from support.alone import alone
 from support.interrupted_run import (
     OFTEN,
     SMALL,
@@ -319,7 +320,7 @@ def test_on_other_ranks_each_draws_its_own_numbers_again(tmp_path, one_at_a_time
 def test_a_second_run_on_one_directory_touches_nothing(tmp_path):
     run(tmp_path, training__max_steps=1)
     found = files(tmp_path / "out")
-    comm = run_ranks(1, lambda comm: comm)[0]
+    comm = alone()
     with Checkpoints(tmp_path / "out" / "checkpoints", ranks=comm), pytest.raises(CheckpointError, match="Another run"):
         run(tmp_path)
     assert files(tmp_path / "out") == found
@@ -344,3 +345,21 @@ def test_an_earlier_runs_best_model_does_not_pass_for_that_of_a_new_run(tmp_path
     assert (tmp_path / "out" / "best").is_dir()
     run_until_stopped(tmp_path, ("step", 1), resume="never", **OFTEN)
     assert not (tmp_path / "out" / "best").exists()
+
+
+def test_a_run_with_its_checkpoints_in_a_store_goes_on_to_the_bit(tmp_path, uninterrupted):
+    with object_stores.memory() as url:
+        stopped = run_until_stopped(tmp_path, before(5), training__checkpoints_to=url, **OFTEN)
+        newest = find_checkpoints(as_place(url))[-1]
+        assert stopped.checkpoint == str(newest)
+        assert not (tmp_path / "out" / "checkpoints").exists()
+        memory = run(tmp_path, training__checkpoints_to=url, **OFTEN)
+        assert memory.begun[0].resumed_step == 5
+        assert_same(tmp_path, uninterrupted)
+        assert "finished.json" in as_place(url).sizes()
+        with pytest.raises(ConfigError, match="holds a finished run"):
+            run(tmp_path, training__checkpoints_to=url, **OFTEN)
+        first = find_checkpoints(as_place(url))[0]
+        (tmp_path / "b").mkdir()
+        again = run(tmp_path / "b", resume=str(first), **OFTEN)
+        assert f"step-{again.begun[0].resumed_step:08d}" == first.name.partition(".")[0]

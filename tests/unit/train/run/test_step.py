@@ -1,37 +1,36 @@
-"""Laws of one step: the loss is the global mean per target token, however rows are dealt to ranks and micro-batches."""
+"""Laws of one step: the loss is the global mean per target token, however rows are dealt, added up, and read."""
 
 import copy
 import json
 import math
+import sys
+import threading
+from functools import partial
 
 import pytest
 import torch
 
-from fullshard import MixedPrecision, fully_shard, unsharded
+from fullshard import MixedPrecision, ShardingStrategy, fully_shard, unsharded
+from fullshard.core.comm.device import CpuDevice
 from fullshard.core.optim import ShardedGradScaler
-from fullshard.core.testing import run_ranks
+from fullshard.core.testing import RecordingComm, run_ranks
 from fullshard.errors import TrainingError
-from fullshard.program.data import CollateSpec, LengthStats, RowRef, TokenizedSet, collate
 from fullshard.program.models import Objective, fuse_head, loss as loss_module
-from fullshard.program.train.forward import loss_sum
-from fullshard.program.train.run import step as step_module
+from fullshard.program.train.run import loop, step as step_module
 from fullshard.program.train.run.step import StepSpec
-from support.models import gpt2, t5
-from support.one_step import train_step
+from fullshard.program.train.setup.model import loss_sum
+from support.interrupted_run import assert_same, metrics, run, run_until_stopped
+from support.models import VOCAB, gpt2, t5
+from support.one_step import batch_from, one_step as step_once, tokenized, train_step, twins
 
-STATS = LengthStats(mean=0.0, longest=0, truncated=0, limit=0)
-ROWS = TokenizedSet(
-    source_ids=[[5, 6, 1], [7, 8, 9, 10, 1], [11, 1], [12, 13, 14, 1]],
-    target_ids=[[20, 1], [21, 22, 23, 24, 1], [25, 26, 1], [27, 1]],
-    source_stats=STATS,
-    target_stats=STATS,
+ROWS = tokenized(
+    [[5, 6, 1], [7, 8, 9, 10, 1], [11, 1], [12, 13, 14, 1]], [[20, 1], [21, 22, 23, 24, 1], [25, 26, 1], [27, 1]]
 )
 TARGET_TOKENS = 12
 
 
 def batch_of(rows, *, causal=False, fillers=()):
-    refs = [RowRef(row, filler=row in fillers) for row in rows]
-    return collate(refs, ROWS, CollateSpec(pad_token_id=0, causal=causal))
+    return batch_from(ROWS, rows, causal=causal, fillers=fillers)
 
 
 def spec(**changes):
@@ -39,12 +38,7 @@ def spec(**changes):
     return StepSpec(**(values | changes))
 
 
-def one_step(model, comm, micro_batches, step_spec):
-    model = fully_shard(model, comm)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1.0)
-    report = train_step(model, optimizer, micro_batches, comm, step_spec)
-    with unsharded(model):
-        return report, {name: p.detach().clone() for name, p in model.named_parameters()}
+one_step = partial(step_once, optimizer=torch.optim.AdamW)
 
 
 def reference_step(model, step_spec):
@@ -116,10 +110,7 @@ def test_the_step_uses_the_rate_it_is_told():
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_a_loss_that_is_no_number_stops_every_rank_before_the_weights_change(size):
-    torch.manual_seed(0)
-    models = [t5() for _ in range(size)]
-    for model in models:
-        model.load_state_dict(models[0].state_dict())
+    models = twins(t5, size)
 
     def work(comm):
         model = fully_shard(models[comm.rank], comm)
@@ -141,9 +132,7 @@ def test_a_loss_that_is_no_number_stops_every_rank_before_the_weights_change(siz
 
 
 def test_the_error_names_rows_and_parameters_and_advises_fp32_only_where_it_is_not():
-    torch.manual_seed(0)
-    models = [t5() for _ in range(2)]
-    models[1].load_state_dict(models[0].state_dict())
+    models = twins(t5)
 
     def work(comm):
         model = fully_shard(models[comm.rank], comm)
@@ -168,9 +157,7 @@ def test_the_error_names_rows_and_parameters_and_advises_fp32_only_where_it_is_n
 
 
 def test_a_step_that_is_not_finite_is_left_out_on_every_rank_and_counted():
-    torch.manual_seed(0)
-    models = [t5() for _ in range(2)]
-    models[1].load_state_dict(models[0].state_dict())
+    models = twins(t5)
 
     def work(comm):
         model = fully_shard(models[comm.rank], comm)
@@ -232,9 +219,7 @@ def test_a_fused_head_takes_the_same_steps(make):
 def test_every_rank_tells_the_memory_of_all(monkeypatch):
     reserved = iter((5, 7))
     monkeypatch.setattr(step_module, "reserved_memory_bytes", lambda device: next(reserved))
-    torch.manual_seed(0)
-    models = [t5() for _ in range(2)]
-    models[1].load_state_dict(models[0].state_dict())
+    models = twins(t5)
     first, second = run_ranks(2, lambda comm: one_step(models[comm.rank], comm, [batch_of([0])], spec())[0])
     assert first.memory_bytes_per_rank == second.memory_bytes_per_rank
     assert len(first.memory_bytes_per_rank) == 2
@@ -247,9 +232,7 @@ def fp16(model, comm):
 
 
 def test_in_fp16_an_overflow_is_left_out_and_halves_the_scale_and_training_goes_on():
-    torch.manual_seed(0)
-    models = [gpt2() for _ in range(2)]
-    models[1].load_state_dict(models[0].state_dict())
+    models = twins(gpt2)
 
     def work(comm):
         model = fp16(models[comm.rank], comm)
@@ -306,10 +289,7 @@ def test_a_rank_with_fillers_alone_changes_nothing():
 
 @pytest.mark.parametrize("asked", [[False, False], [True, False], [False, True]])
 def test_all_ranks_hear_that_one_is_asked_to_stop(asked):
-    torch.manual_seed(0)
-    models = [t5() for _ in asked]
-    for model in models:
-        model.load_state_dict(models[0].state_dict())
+    models = twins(t5, len(asked))
     runs = run_ranks(2, lambda comm: one_step(models[comm.rank], comm, [batch_of([0])], spec(stop=asked[comm.rank]))[0])
     assert [report.stop_requested for report in runs] == [any(asked)] * 2
 
@@ -347,3 +327,189 @@ def test_a_fused_head_knows_the_gradient_that_comes(scale, monkeypatch):
 
     run_ranks(1, work)
     assert left == [1.0, 1.0]
+
+
+pytestmark = pytest.mark.usefixtures("unmetered")
+
+READS = ("item", "tolist", "cpu", "numpy", "__bool__", "__float__", "__int__", "__index__", "nonzero")
+SAVES = {
+    "training__save_strategy": "steps",
+    "training__save_steps": 3,
+    "training__eval_strategy": "steps",
+    "training__eval_steps": 4,
+}
+
+
+class QueueingDevice(CpuDevice):
+    """The CPU, of which it is said that reading a number waits."""
+
+    @property
+    def queues(self):
+        return True
+
+
+@pytest.fixture
+def _queues(monkeypatch):
+    for module in (loop, step_module):
+        monkeypatch.setattr(module, "device_of", QueueingDevice)
+
+
+@pytest.fixture(scope="module")
+def early(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("early")
+    run(directory, **SAVES)
+    return directory
+
+
+@pytest.mark.usefixtures("_queues")
+def test_a_run_is_the_same_run(tmp_path, early):
+    run(tmp_path, **SAVES)
+    assert_same(tmp_path, early)
+
+
+@pytest.mark.usefixtures("_queues")
+@pytest.mark.parametrize("at", [1, 2, 3, 5, 8])
+def test_a_stop_saves_the_step_that_was_under_way_and_a_resumed_run_is_the_same(tmp_path, early, at):
+    left = run_until_stopped(tmp_path, ("step", at), **SAVES)
+    assert 0 <= left.step - at <= 3  # asked while the next step is under way, told by the one after, read one later
+    assert [record["step"] for record in metrics(tmp_path) if record["kind"] == "step"] == list(range(1, left.step + 1))
+    run(tmp_path, **SAVES)
+    assert_same(tmp_path, early)
+
+
+@pytest.mark.usefixtures("_queues")
+def test_a_loss_that_is_not_finite_is_an_error_before_anything_is_saved(tmp_path):
+    options = {"training__learning_rate": 1e30, "training__lr_scheduler_type": "constant", "training__warmup_steps": 0}
+    # With this seed step 2 is not the heaviest, whose record waits for the device.
+    with pytest.raises(TrainingError, match=r"Step 2: the loss is .*The weights have been updated with it"):
+        run(tmp_path, seed=1, **options)
+    assert not list((tmp_path / "out").glob("checkpoints/step-*"))
+
+
+@pytest.mark.usefixtures("_queues")
+def test_whether_to_skip_is_decided_at_once(tmp_path, early):
+    run(tmp_path, training__on_nonfinite="skip", **SAVES)
+    assert metrics(tmp_path) == metrics(early)
+
+
+def reads_by(function, monkeypatch):
+    """Names of functions of ours in which this thread read a tensor's value while ``function`` ran."""
+    found, here = [], threading.get_ident()
+
+    def recording(original):
+        def read(tensor, *args, **kwargs):
+            code = sys._getframe(1).f_code
+            if threading.get_ident() == here and "/fullshard/" in code.co_filename:
+                found.append(code.co_qualname)
+            return original(tensor, *args, **kwargs)
+
+        return read
+
+    with monkeypatch.context() as patch:
+        for name in READS:
+            patch.setattr(torch.Tensor, name, recording(getattr(torch.Tensor, name)))
+        function()
+    return found
+
+
+def test_a_late_step_reads_nothing_before_its_report(monkeypatch):
+    models = twins(t5)
+    read = {}
+
+    def work(comm):
+        model = fully_shard(models[comm.rank], comm)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        micro_batches = [batch_of([2 * comm.rank]), batch_of([2 * comm.rank + 1])]
+        issued = []
+
+        def issue():
+            step = spec(step=len(issued) + 1)
+            issued.append(step_module.issue_step(model, optimizer, micro_batches, comm, step, late=True))
+
+        issue()
+        issue()
+        issued[-1].report()
+        if comm.rank == 0:
+            read["issue"] = reads_by(issue, monkeypatch)
+            read["report"] = reads_by(issued[-1].report, monkeypatch)
+        else:
+            issue()
+
+    run_ranks(2, work)
+    # The engine compares ranks by numbers that are on the host on a CPU. On CUDA it compares each collective in the
+    # first step only, and `read_later` reads what a side stream has copied in the step before.
+    assert set(read["issue"]) <= {"Agreement.before", "CpuDevice.read_later.<locals>.read"}
+    assert read["report"] == ["IssuedStep._numbers"]
+
+
+TIMES = 4  # micro-batches of a rank
+IDS = torch.randint(3, VOCAB, (16, 9), generator=torch.Generator().manual_seed(0)).tolist()
+MANY_ROWS = tokenized(
+    [[*row[: 2 + index % 3], 1] for index, row in enumerate(IDS)],
+    [[*row[: 1 + index % 4], 1] for index, row in enumerate(IDS)],
+)
+TWO_BY_TWO = ([[0, 2], [1, 3]], [[0, 1], [2, 3]])
+
+
+def batch_of_many(rows):
+    return batch_from(MANY_ROWS, rows, causal=False)
+
+
+def stepped(size, *, full, replicas=1, **options):
+    """A step of four micro-batches: of each rank the weights, and what was sent to its shard group and its replicas."""
+    torch.manual_seed(0)
+    model = t5()
+    models = [copy.deepcopy(model) for _ in range(size)]
+    spec = StepSpec(step=1, epoch=0.5, learning_rate=1e-2, max_grad_norm=1.0, causal=False, unsharded=full)
+
+    def work(comm):
+        groups = [RecordingComm(comm.split(groups)) for groups in TWO_BY_TWO] if replicas > 1 else [RecordingComm(comm)]
+        mesh = tuple(groups) if replicas > 1 else groups[0]
+        sharded = fully_shard(models[comm.rank], mesh, **options)
+        mine = range(comm.rank, 16, size)
+        batches = [batch_of_many(mine[part::TIMES]) for part in range(TIMES)]
+        for group in groups:
+            group.entries.clear()
+        optimizer = torch.optim.SGD(sharded.parameters(), lr=1.0)
+        report = train_step(sharded, optimizer, batches, comm, spec)
+        entries = [list(group.entries) for group in groups]
+        with unsharded(sharded):
+            weights = {name: p.detach().clone() for name, p in sharded.named_parameters()}
+        lanes = [lane for unit in sharded._fullshard_runtime.units for lane in unit.lanes]
+        return report, weights, entries, sum(4 * lane.layout.shard_numel for lane in lanes)
+
+    return model, run_ranks(size, work)
+
+
+def sent(entries, kind, least=0):
+    return [entry.sent_bytes for entry in entries if entry.collective == kind and entry.sent_bytes >= least]
+
+
+@pytest.mark.parametrize("full", [False, True])
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_a_step_is_that_of_the_unsharded_model_and_gradients_travel_as_rarely_as_they_can(replicas, full):
+    size = 2 * replicas
+    strategy = ShardingStrategy.HYBRID_SHARD if replicas > 1 else ShardingStrategy.FULL_SHARD
+    model, runs = stepped(size, full=full, replicas=replicas, strategy=strategy, tables="gather")
+    batch = batch_of_many(range(16))
+    loss = model(input_ids=batch.input_ids_BS, attention_mask=batch.attention_mask_BS, labels=batch.labels_BT).loss
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    torch.optim.SGD(model.parameters(), lr=1e-2).step()
+    for report, weights, entries, shards in runs:
+        assert report.loss == pytest.approx(loss.item(), abs=1e-5)
+        for name, weight in model.named_parameters():
+            assert torch.allclose(weights[name], weight, rtol=0, atol=1e-5), name
+        # To the other rank that shares the shards: each micro-batch half of all gradients, or once a step.
+        assert sum(sent(entries[-1], "reduce_scatter")) == (1 if full else TIMES) * shards
+        if replicas > 1:  # to the replica: this rank's sums, once a step; flags and norms are smaller
+            assert sum(sent(entries[0], "all_reduce", least=1000)) == shards
+
+
+def test_full_gradients_of_bf16_compute_accumulate_in_fp32():
+    """A bf16 sum of four would differ by 2^-8 of a gradient."""
+    options = {"mp_policy": MixedPrecision(param="bfloat16", reduce="float32")}
+    (_, in_shards), (_, in_full) = (stepped(2, full=full, **options) for full in (False, True))
+    for (one, ours, *_), (other, theirs, *_) in zip(in_shards, in_full, strict=True):
+        assert one.grad_norm == pytest.approx(other.grad_norm, rel=1e-5)
+        assert all(torch.allclose(ours[name], theirs[name], rtol=0, atol=1e-7) for name in ours)

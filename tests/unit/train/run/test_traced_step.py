@@ -9,10 +9,9 @@ from fullshard import fully_shard, memory_summary
 from fullshard.core.comm import SoloComm
 from fullshard.core.engine.setup import wrap
 from fullshard.core.engine.step.recorder import SILENT
-from fullshard.program.train.reporting.reports import StepReport
-from fullshard.program.train.reporting.trace import StepTrace
-from fullshard.program.train.run import traced_step as traced_step_module
-from fullshard.program.train.run.traced_step import TIMELINE_POINTS, traced_step
+from fullshard.program.train.reporting.reports import StepReport, StepTrace
+from fullshard.program.train.run import step as step_module
+from fullshard.program.train.run.step import TIMELINE_POINTS, traced_step
 from support.models import TinyLM, batches, lm_loss
 
 PARTS = ("parameters", "gradients", "optimizer", "gathered", "activations", "other")
@@ -76,7 +75,7 @@ def test_activations_begin_and_end_with_nothing(run):
 
 def test_the_timeline_keeps_the_start_and_the_end_however_few_its_moments(run, monkeypatch):
     """With five moments, the first forward is in the same stretch of the step as its start."""
-    monkeypatch.setattr(traced_step_module, "TIMELINE_POINTS", 5)
+    monkeypatch.setattr(step_module, "TIMELINE_POINTS", 5)
     model, optimizer, _ = run
 
     def take():

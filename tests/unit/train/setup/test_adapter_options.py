@@ -16,6 +16,7 @@ from fullshard.state.saving.export import ExportOptions, choose_checkpoint, expo
 from support.adapter_steps import (
     GPT2,
     T5,
+    assert_loads_as,
     batch_of,
     config_of,
     load_base,
@@ -224,7 +225,7 @@ def test_an_option_does_what_it_does_in_peft_unsharded(bases, tokenizer, tmp_pat
     assert ours.keys() == {name for name in theirs if ".base_layer.weight" not in name}
     for key, value in ours.items():
         torch.testing.assert_close(value, theirs[key], atol=1e-5, rtol=0, msg=key)
-    assert_equal_when_loaded(tmp_path / "ours", plain, base, batch_of([1], causal=causal), causal)
+    assert_loads_as(tmp_path / "ours", plain, base, batch_of([1], causal=causal), causal, atol=1e-3, rtol=1e-3)
 
 
 def peft_alone(base, kind, config, name):
@@ -245,14 +246,6 @@ def peft_alone(base, kind, config, name):
     model = load_base(base).train()
     torch.manual_seed(config.seed)
     return peft.get_peft_model(model, made).train()
-
-
-def assert_equal_when_loaded(directory, plain, base, batch, causal):
-    loaded = peft.PeftModel.from_pretrained(load_base(base), directory).eval()
-    inputs = {"input_ids": batch.input_ids_BS, "attention_mask": batch.attention_mask_BS}
-    inputs |= {} if causal else {"decoder_input_ids": batch.labels_BT}
-    with torch.no_grad():
-        torch.testing.assert_close(loaded(**inputs).logits, plain.eval()(**inputs).logits, atol=1e-3, rtol=1e-3)
 
 
 @pytest.mark.parametrize(

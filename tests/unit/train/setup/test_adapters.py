@@ -4,7 +4,6 @@ import json
 
 import pytest
 import torch
-from peft import PeftModel
 from safetensors.torch import load_file
 
 from fullshard import save
@@ -15,9 +14,9 @@ from fullshard.program.train.setup.model import UnreadWeights, outline_model, pr
 from support.adapter_steps import (
     GPT2,
     T5,
+    assert_loads_as,
     batch_of,
     config_of,
-    load_base,
     train_plain,
     train_sharded,
     weights_of,
@@ -102,11 +101,7 @@ def assert_saved_as_peft_does(plain, base, tmp_path, batch, causal):
     assert configs[0]["base_model_name_or_path"] == str(base)
     assert not (saved / "config.json").exists()
     assert (saved / "tokenizer.json").exists()
-    loaded = PeftModel.from_pretrained(load_base(base), saved).eval()
-    inputs = {"input_ids": batch.input_ids_BS, "attention_mask": batch.attention_mask_BS}
-    inputs |= {} if causal else {"decoder_input_ids": batch.labels_BT}
-    with torch.no_grad():
-        torch.testing.assert_close(loaded(**inputs).logits, plain.eval()(**inputs).logits, atol=1e-4, rtol=0)
+    assert_loads_as(saved, plain, base, batch, causal, atol=1e-4, rtol=0)
 
 
 def test_the_frozen_model_is_kept_in_the_compute_dtype_and_the_adapter_in_fp32(bases, tokenizer):

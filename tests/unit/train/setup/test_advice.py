@@ -2,13 +2,13 @@
 
 import pytest
 
-from fullshard.core.testing import run_ranks
 from fullshard.program.config import RunConfig
 from fullshard.program.train import train
 from fullshard.program.train.dry_run import dry_run
-from fullshard.program.train.setup.advice import advice
-from fullshard.program.train.setup.data_plan import make_plan
+from fullshard.program.train.setup.choices import advice
 from fullshard.program.train.setup.prepare import prepare
+from fullshard.program.train.setup.steps import make_plan
+from support.alone import alone
 from support.t5_directory import write_t5
 from support.tiny_run import WORDS, Memory, settings
 
@@ -97,7 +97,7 @@ def test_targets_far_shorter_than_the_limit(tmp_path):
 def test_the_start_and_the_dry_run_say_it(tmp_path):
     config = RunConfig.model_validate(settings(tmp_path, training__per_device_train_batch_size=40))
     memory = Memory()
-    train(config, run_ranks(1, lambda comm: comm)[0], [memory])
+    train(config, alone(), [memory])
     assert "larger than all 25 training rows" in memory.begun[0].notes[-1]
     assert "larger than all 25 training rows" in dry_run(config, 1).notes[-1]
 

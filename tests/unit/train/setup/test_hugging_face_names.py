@@ -8,11 +8,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from fullshard.program.config import RunConfig, TrainingConfig
 from fullshard.program.config.evaluation import EvaluationConfig
-from fullshard.program.train.setup.advice import advice
-from fullshard.program.train.setup.data_plan import make_plan
-from fullshard.program.train.setup.learning_rate import learning_rate_schedule
+from fullshard.program.train.setup.choices import advice
 from fullshard.program.train.setup.optimizers import make_optimizer
 from fullshard.program.train.setup.prepare import prepare
+from fullshard.program.train.setup.steps import learning_rate_schedule, make_plan
 from support.tiny_run import settings
 
 THEIRS = {field.name: field for field in dataclasses.fields(Seq2SeqTrainingArguments)}

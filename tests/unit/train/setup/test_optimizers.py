@@ -1,7 +1,5 @@
 """Every optimizer that a run can choose: it learns, goes on to the bit, and takes the memory that was foretold."""
 
-import contextlib
-
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -12,7 +10,6 @@ from fullshard.errors import ConfigError
 from fullshard.program.config import RunConfig
 from fullshard.program.train import FileSink, train
 from fullshard.program.train.dry_run import dry_run
-from fullshard.program.train.run import traced_step
 from fullshard.program.train.run.assemble import assemble
 from fullshard.program.train.setup import resume
 from fullshard.program.train.setup.optimizers import expected_state_bytes, held_state_bytes, make_optimizer
@@ -43,17 +40,7 @@ SMALL = {
 """Matrices of 8192 elements, so that some state is 8-bit, and three steps an epoch on two ranks."""
 
 
-@pytest.fixture(autouse=True)
-def _unmetered(monkeypatch, one_at_a_time):
-    """The memory meter is slow, and listens to the whole process, so that only one rank of it can measure."""
-
-    class Meter(contextlib.nullcontext):
-        peak_bytes, start_bytes, timeline = 1, 0, ()
-
-        def __init__(self, device):
-            super().__init__()
-
-    monkeypatch.setattr(traced_step, "MemoryMeter", Meter)
+pytestmark = pytest.mark.usefixtures("unmetered", "one_at_a_time")
 
 
 def config(directory, **changes):

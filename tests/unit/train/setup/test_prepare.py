@@ -18,7 +18,7 @@ from fullshard.program.launch.programs import evaluate as evaluate_program
 from fullshard.program.launch.programs.evaluate import with_rows
 from fullshard.program.models import kind
 from fullshard.program.train.run.assemble import make_evaluation
-from fullshard.program.train.setup import prepare as prepare_module, set_rows as module
+from fullshard.program.train.setup import prepare as prepare_module
 from fullshard.program.train.setup.prepare import prepare, prepare_tokenizer
 from support.tiny_run import LABELS, settings, write_rows
 
@@ -43,7 +43,7 @@ def test_it_finds_again_what_it_made_without_reading_a_row(tmp_path, monkeypatch
     assert told == [
         (f"{which} rows", *done) for which, n in (("training", 25), ("held-out", 7)) for done in ((0, n), (n, n))
     ]
-    monkeypatch.setattr(module, "read_split", None)
+    monkeypatch.setattr(prepare_module, "read_split", None)
     said.clear()
     again = prepare(config, said.append)
     assert said == []
@@ -69,7 +69,7 @@ def test_what_it_says_of_rows_is_what_they_are(tmp_path):
 
 
 def test_more_targets_than_labels_are_are_no_label_set(tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "MOST_LABELS", 2)
+    monkeypatch.setattr(prepare_module, "MOST_LABELS", 2)
     assert prepare(config_of(tmp_path)).labels is None
 
 

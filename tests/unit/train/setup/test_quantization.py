@@ -51,19 +51,26 @@ def plain_run(base, config, steps=3, **quantize):
     return train_plain(base, kind, config, False, steps, lambda model: with_bitsandbytes(model, policy))
 
 
+def assert_as_plain(plain, losses, config, tokenizer, steps=3, size=2):
+    """Ranks have the losses of the plain run, and its weights; returns the names of these, and a rank's notes."""
+    trained = {name: p for name, p in plain.named_parameters() if p.requires_grad}
+    for ours, notes, weights in train_sharded(config, tokenizer, False, lambda m, _: weights_of(m), steps, size):
+        assert ours == pytest.approx(losses, abs=1e-5)
+        assert not any("loaded in full" in note for note in notes)
+        for name, weight in trained.items():
+            assert (weights[name] - weight).abs().max() <= 1e-5, name
+    return trained, notes
+
+
 @pytest.mark.parity
 @pytest.mark.parametrize(("kind", "type"), RUNS)
 @pytest.mark.parametrize("size", [1, 2])
 def test_a_run_equals_peft_over_bitsandbytes_layers(base, tokenizer, kind, type, size):
     double = type == "nf4"
     config = config_of(base, kind, quantization={"type": type, "skip": SKIP, "double_quant": double})
-    plain, losses = plain_run(base, config, type=type, double_quant=double)
-    trained = {name: p for name, p in plain.named_parameters() if p.requires_grad}
-    for ours, notes, weights in train_sharded(config, tokenizer, False, lambda m, _: weights_of(m), size=size):
-        assert ours == pytest.approx(losses, abs=1e-5)
-        assert f"frozen linear layers are quantised: {f'{type} (double)' if double else type}" in notes
-        for name, weight in trained.items():
-            assert (weights[name] - weight).abs().max() <= 1e-5, name
+    plain = plain_run(base, config, type=type, double_quant=double)
+    _, notes = assert_as_plain(*plain, config, tokenizer, size=size)
+    assert f"frozen linear layers are quantised: {f'{type} (double)' if double else type}" in notes
 
 
 def with_rounded_weights(model, kind):
@@ -87,14 +94,9 @@ def test_dora_equals_pefts_whose_norms_are_of_the_full_dequantised_weights(base,
             return with_bitsandbytes(model, Quantize(type, skip=SKIP))
         return with_rounded_weights(model, type)
 
-    plain, losses = train_plain(base, "dora", config, causal=False, steps=10, change=change)
-    trained = {name: p for name, p in plain.named_parameters() if p.requires_grad}
+    plain = train_plain(base, "dora", config, causal=False, steps=10, change=change)
+    trained, _ = assert_as_plain(*plain, config, tokenizer, 10, size)
     assert any("magnitude" in name for name in trained)
-    for ours, notes, weights in train_sharded(config, tokenizer, False, lambda m, _: weights_of(m), 10, size):
-        assert ours == pytest.approx(losses, abs=1e-5)
-        assert not any("loaded in full" in note for note in notes)
-        for name, weight in trained.items():
-            assert (weights[name] - weight).abs().max() <= 1e-5, name
 
 
 SAVED = [
@@ -114,26 +116,17 @@ SAVED = [
 def test_modules_that_are_trained_in_full_equal_pefts_copies(base, tokenizer, saved, skip, size):
     adapter = {"options": {"modules_to_save": saved}}
     config = config_of(base, "lora", adapter, quantization=NF4)
-    plain, losses = plain_run(base, config, steps=10, type="nf4", skip=skip)
-    trained = {name: p for name, p in plain.named_parameters() if p.requires_grad}
+    plain = plain_run(base, config, steps=10, type="nf4", skip=skip)
+    trained, _ = assert_as_plain(*plain, config, tokenizer, 10, size)
     assert any(".modules_to_save." in name for name in trained)
-    for ours, notes, weights in train_sharded(config, tokenizer, False, lambda m, _: weights_of(m), 10, size):
-        assert ours == pytest.approx(losses, abs=1e-5)
-        assert not any("loaded in full" in note for note in notes)
-        for name, weight in trained.items():
-            assert (weights[name] - weight).abs().max() <= 1e-5, name
 
 
 @pytest.mark.parity
 @pytest.mark.parametrize("option", ["packing", "fused_cross_entropy", "gradient_checkpointing"])
 def test_an_option_of_training_does_not_change_the_run(base, tokenizer, option):
-    plain, losses = plain_run(base, config_of(base, "lora"))
+    plain = plain_run(base, config_of(base, "lora"))
     config = config_of(base, "lora", quantization=NF4, **{option: True})
-    trained = {name: p for name, p in plain.named_parameters() if p.requires_grad}
-    for ours, _, weights in train_sharded(config, tokenizer, False, lambda m, _: weights_of(m)):
-        assert ours == pytest.approx(losses, abs=1e-5)
-        for name, weight in trained.items():
-            assert (weights[name] - weight).abs().max() <= 1e-5, name
+    assert_as_plain(*plain, config, tokenizer)
 
 
 def test_the_short_form_is_the_type_with_the_other_defaults(base):

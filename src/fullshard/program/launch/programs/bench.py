@@ -16,7 +16,7 @@ from fullshard.program.config import load_run
 from fullshard.program.launch.messages import say
 from fullshard.program.launch.programs.rank import rank_parser, run_as_rank
 from fullshard.program.launch.progress import WorkProgress
-from fullshard.program.train.bench import measure_rates
+from fullshard.program.train.plan import measure_rates
 from fullshard.program.train.setup.prepare import prepare
 from fullshard.sizes import format_bytes
 

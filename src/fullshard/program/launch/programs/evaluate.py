@@ -30,8 +30,7 @@ from fullshard.program.train.evaluation.results import (
 )
 from fullshard.program.train.evaluation.trained import find_trained, load_trained
 from fullshard.program.train.run.assemble import make_evaluation, require_same_rows
-from fullshard.program.train.setup.prepare import Prepared, prepare
-from fullshard.program.train.setup.set_rows import source_spec
+from fullshard.program.train.setup.prepare import Prepared, prepare, source_spec
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

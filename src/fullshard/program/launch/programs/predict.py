@@ -25,8 +25,7 @@ from fullshard.program.models import is_causal, resolve_model
 from fullshard.program.train.evaluation.plain_rows import plain_rows
 from fullshard.program.train.evaluation.predict import predict
 from fullshard.program.train.evaluation.trained import find_trained, load_trained
-from fullshard.program.train.setup.prepare import chat_notes, separator_of, tokenize_spec
-from fullshard.program.train.setup.set_rows import source_spec
+from fullshard.program.train.setup.prepare import chat_notes, separator_of, source_spec, tokenize_spec
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

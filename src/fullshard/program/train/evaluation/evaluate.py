@@ -30,9 +30,9 @@ from fullshard.program.train.evaluation.metrics import (
     score,
 )
 from fullshard.program.train.evaluation.words import counted_words
-from fullshard.program.train.forward import loss_sum
 from fullshard.program.train.reporting.reports import EvaluationReport, Prediction
 from fullshard.program.train.reporting.scores import Scores
+from fullshard.program.train.setup.model import loss_sum
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

@@ -4,12 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
+from fullshard.core.engine import TraceEvent
 from fullshard.program.train.reporting.flops import Flops
 from fullshard.program.train.reporting.scores import Confusion
 
 EndedBy = Literal["steps", "time", "early_stopping"]
+
+T = TypeVar("T")
+
+
+def spread(rows: Sequence[T], most: int) -> list[T]:
+    """Return at most ``most`` of ``rows``, evenly spaced, because files are often sorted."""
+    count = min(most, len(rows))
+    return [rows[place * len(rows) // count] for place in range(count)]
 
 
 @dataclass(frozen=True)
@@ -114,6 +123,11 @@ class Prediction:
     prediction: str  # text that the model generated
     references: tuple[str, ...]  # correct texts, at least one
 
+    @property
+    def right(self) -> bool:
+        """True if it equals a reference, whatever blanks are between words."""
+        return " ".join(self.prediction.split()) in {" ".join(text.split()) for text in self.references}
+
     def as_dict(self) -> dict[str, Any]:
         """Return a line of ``predictions.jsonl``."""
         return {"input": self.source, "prediction": self.prediction, "references": list(self.references)}
@@ -151,10 +165,7 @@ class EvaluationReport:
     @classmethod
     def from_values(cls, values: Mapping[str, Any]) -> EvaluationReport:
         """Return the report that ``dataclasses.asdict`` was called on, also if JSON has turned tuples into lists."""
-        confusion = values["confusion"]
-        if confusion is not None:
-            cells = tuple((right, written, rows) for right, written, rows in confusion["cells"])
-            confusion = Confusion(tuple(confusion["labels"]), cells)
+        confusion = None if values["confusion"] is None else Confusion.from_values(values["confusion"])
         predictions = tuple(
             Prediction(one["source"], one["prediction"], tuple(one["references"])) for one in values["predictions"]
         )
@@ -234,3 +245,75 @@ class RunSummary:
         del fields["predictions"]
         fields["peak_bytes_per_rank"] = [rank.peak for rank in self.memory]
         return fields
+
+
+TRACE_NAME = "trace.json"
+"""The file of a run that holds its trace."""
+
+
+@dataclass(frozen=True)
+class MemoryTimeline:
+    """Bytes on one rank's compute device during the step, by use; all sequences are equally long.
+
+    At each moment the uses sum to the allocator's count.
+    """
+
+    seconds: tuple[float, ...]  # time from the start of the step
+    parameters: tuple[int, ...]  # shards of the parameters
+    gradients: tuple[int, ...]  # shards of the gradients, and unsharded gradients that wait to be reduced
+    optimizer: tuple[int, ...]  # state of the optimizer
+    gathered: tuple[int, ...]  # gathered parameters
+    activations: tuple[int, ...]  # everything else that was allocated in the step: activations and temporaries
+    other: tuple[int, ...]  # everything else that was allocated before the step: data, buffers of the model
+
+
+@dataclass(frozen=True)
+class RankTrace:
+    """The step on one rank."""
+
+    rank: int
+    seconds: float  # length of the step
+    peak_bytes: int  # peak tensor bytes; on CUDA over the run so far
+    events: tuple[TraceEvent, ...]  # sorted by their start
+    memory: MemoryTimeline  # use of its memory
+
+
+@dataclass(frozen=True)
+class StepTrace:
+    """The trace of one step on all ranks, which start together; each rank has its own clock."""
+
+    step: int
+    device: str  # kind of device: ``cpu`` or ``cuda``
+    units: tuple[str, ...]  # names of the units, root first
+    ranks: tuple[RankTrace, ...]  # traces in rank order
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return JSON-able values; times are rounded to the microsecond."""
+        return _rounded(asdict(self))
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> StepTrace:
+        """Return the trace that :meth:`as_dict` was called on.
+
+        Raises:
+            KeyError, TypeError: ``values`` are something else.
+        """
+        ranks = [
+            RankTrace(
+                **{
+                    **one,
+                    "events": tuple(TraceEvent(**event) for event in one["events"]),
+                    "memory": MemoryTimeline(**{name: tuple(column) for name, column in one["memory"].items()}),
+                }
+            )
+            for one in values["ranks"]
+        ]
+        return cls(values["step"], values["device"], tuple(values["units"]), tuple(ranks))
+
+
+def _rounded(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _rounded(one) for key, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_rounded(one) for one in value]
+    return round(value, 6) if isinstance(value, float) else value

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -33,6 +34,11 @@ class Confusion:
     # sorted by the indices
     cells: tuple[tuple[int, int, int], ...]
 
+    @classmethod
+    def from_values(cls, values: Mapping[str, Any]) -> Confusion:
+        """Return the matrix that ``dataclasses.asdict`` was called on, also if JSON has turned tuples into lists."""
+        return cls(tuple(values["labels"]), tuple((right, written, rows) for right, written, rows in values["cells"]))
+
     def name(self, index: int) -> str:
         """Return the label of an index."""
         return self.labels[index] if index < len(self.labels) else OTHER
@@ -47,7 +53,10 @@ class Confusion:
     def mistakes(self) -> list[tuple[str, str, int]]:
         """Return correct label, predicted label and number of rows of each mistake, the most frequent first."""
         wrong = [cell for cell in self.cells if cell[0] != cell[1]]
-        return [(self.name(right), self.name(written), rows) for right, written, rows in sorted(wrong, key=_by_rows)]
+        return [
+            (self.name(right), self.name(written), rows)
+            for right, written, rows in sorted(wrong, key=lambda c: (-c[2], *c[:2]))
+        ]
 
 
 @dataclass(frozen=True)
@@ -77,7 +86,6 @@ def mean_interval(scores: Sequence[float]) -> tuple[float, float]:
 
 
 def _wilson(share: float, rows: int) -> tuple[float, float]:
-    """Return Wilson's 95 % interval of a share of rows."""
     square = _NORMAL**2 / rows
     middle = (share + square / 2) / (1 + square)
     half = _NORMAL / (1 + square) * math.sqrt(share * (1 - share) / rows + square / (4 * rows))
@@ -88,7 +96,3 @@ def _wilson(share: float, rows: int) -> tuple[float, float]:
 def format_metric(metric: str, value: float) -> str:
     """Format a value for people: a share in percent, perplexity as a number."""
     return f"{value:,.3f}" if metric in LOSS_METRICS else f"{value:.2%}"
-
-
-def _by_rows(cell: tuple[int, int, int]) -> tuple[int, int, int]:
-    return (-cell[2], cell[0], cell[1])

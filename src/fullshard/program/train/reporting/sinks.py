@@ -22,14 +22,16 @@ from fullshard.errors import CheckpointError
 from fullshard.program.config import RUN_NAME as RUN_NAME, SUMMARY_NAME
 from fullshard.program.train.reporting.flops import Flops
 from fullshard.program.train.reporting.reports import (
+    TRACE_NAME,
     CheckpointReport,
     EvaluationReport,
     RunStart,
     RunSummary,
     StepReport,
+    StepTrace,
+    spread,
 )
 from fullshard.program.train.reporting.scores import format_metric
-from fullshard.program.train.reporting.trace import TRACE_NAME, StepTrace
 from fullshard.sizes import format_bytes
 from fullshard.state.storage import write_text
 
@@ -81,7 +83,6 @@ class StepLog:
     """Selects the steps to log: every n-th, and the last, which is known only afterwards if a run ends early."""
 
     def __init__(self, every: int) -> None:
-        """Log each ``every``-th step."""
         self._every = every
         self._total_steps = 0
         self._unlogged: StepReport | None = None
@@ -372,14 +373,10 @@ def _duration(seconds: float) -> str:
 
 
 def _sample_table(summary: RunSummary, samples: int) -> Table:
-    """Return a table of predictions and references, evenly spaced over the held-out rows: files are often sorted."""
     table = Table(title="predictions on held-out rows", title_justify="left", show_lines=True)
     for name in ("source", "prediction", "reference"):
         table.add_column(name, overflow="fold")
-    rows = len(summary.predictions)
-    count = min(samples, rows)
-    for position in range(count):
-        shown = summary.predictions[position * rows // count]
+    for shown in spread(summary.predictions, samples):
         cells = (shown.source, shown.prediction, "\n".join(shown.references))
         table.add_row(*(escape(_shortened(cell)) for cell in cells))
     return table

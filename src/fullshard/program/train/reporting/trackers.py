@@ -169,26 +169,38 @@ class _TensorBoard:
             self._writer.close()
 
 
-class _WandB:
-    """A run of Weights & Biases; a resumed run continues it."""
+class _Remote:
+    """A tracker whose runs have ids: a resumed run continues the one whose id is in ``output_dir``."""
+
+    def __init__(self, name: str, config: RunConfig) -> None:
+        self._module: Any = _require(name)
+        self._config = config
+        self._id = Path(config.output_dir, f"{name}.id")
+        self._name = config.training.run_name or Path(config.output_dir).name
+
+    def _known(self, run: RunStart) -> str | None:
+        return self._id.read_text(encoding="utf-8") if run.resumed_step and self._id.exists() else None
+
+
+class _WandB(_Remote):
+    """A run of Weights & Biases."""
 
     def __init__(self, config: RunConfig) -> None:
-        self._module: Any = _require("wandb")
-        self._config = config
+        super().__init__("wandb", config)
         self._run: Any = None
         self._step = 0
 
     def start(self, run: RunStart) -> None:
-        known = _known_id(self._config, "wandb", run)
+        known = self._known(run)
         self._run = self._module.init(
             project="fullshard",
-            name=_name(self._config),
+            name=self._name,
             id=known,
             dir=str(self._config.output_dir),
             config=dict(self._config.as_plain()),
             resume="must" if known else None,
         )
-        _remember_id(self._config, "wandb", self._run.id)
+        write_text(self._id, self._run.id)
 
     def log(self, values: Mapping[str, float], step: int) -> None:
         # A checkpoint may be reported after a later step: wandb drops lines with a step lower than the last one.
@@ -200,19 +212,18 @@ class _WandB:
             self._run.finish()
 
 
-class _MLflow:
-    """A run of MLflow, at the server that its environment variables name; a resumed run continues it."""
+class _MLflow(_Remote):
+    """A run of MLflow, at the server that its environment variables name."""
 
     def __init__(self, config: RunConfig) -> None:
-        self._module: Any = _require("mlflow")
-        self._config = config
+        super().__init__("mlflow", config)
         self._started = False
 
     def start(self, run: RunStart) -> None:
-        known = _known_id(self._config, "mlflow", run)
-        started = self._module.start_run(run_id=known, run_name=None if known else _name(self._config))
+        known = self._known(run)
+        started = self._module.start_run(run_id=known, run_name=None if known else self._name)
         self._started = True
-        _remember_id(self._config, "mlflow", started.info.run_id)
+        write_text(self._id, started.info.run_id)
         if known is None:
             params = list(self._config.as_flat().items())
             for start in range(0, len(params), MOST_PARAMS):
@@ -227,22 +238,7 @@ class _MLflow:
 
 
 def _error_text(error: Exception) -> str:
-    """Return an error as one line."""
     return f"{type(error).__name__}: {' '.join(str(error).split()).rstrip('.')}"
-
-
-def _known_id(config: RunConfig, tracker: str, run: RunStart) -> str | None:
-    """Return the tracker's id of a resumed run; None for a new run."""
-    path = _id_path(config, tracker)
-    return path.read_text(encoding="utf-8") if run.resumed_step and path.exists() else None
-
-
-def _remember_id(config: RunConfig, tracker: str, identity: str) -> None:
-    write_text(_id_path(config, tracker), identity)
-
-
-def _id_path(config: RunConfig, tracker: str) -> Path:
-    return Path(config.output_dir, f"{tracker}.id")
 
 
 def _require(name: str) -> ModuleType:
@@ -252,7 +248,3 @@ def _require(name: str) -> ModuleType:
         raise ConfigError(
             f"training.report_to has {name}, which is not installed ({error}): pip install {name}, or remove it."
         ) from error
-
-
-def _name(config: RunConfig) -> str:
-    return config.training.run_name or Path(config.output_dir).name

@@ -19,16 +19,20 @@ from fullshard.program.train.evaluation.evaluate import EvaluationSpec, HeldOut,
 from fullshard.program.train.evaluation.words import describe_words
 from fullshard.program.train.reporting.flops import Flops, count_flops, peak_flops
 from fullshard.program.train.reporting.reports import SetFacts
-from fullshard.program.train.setup.advice import advice
-from fullshard.program.train.setup.choices import choices
-from fullshard.program.train.setup.data_plan import make_plan, mixture_notes, set_facts
+from fullshard.program.train.setup.choices import advice, choices
 from fullshard.program.train.setup.devices import Choice, Devices, for_devices, smallest_memory
-from fullshard.program.train.setup.learning_rate import LearningRateSchedule, learning_rate_schedule
 from fullshard.program.train.setup.model import own_loss, prepare_model, shard_model
 from fullshard.program.train.setup.optimizers import make_optimizer
 from fullshard.program.train.setup.prepare import Prepared, collate_spec, prepare
 from fullshard.program.train.setup.quantization import quantised_base
-from fullshard.program.train.setup.saved_values import THIS_VERSION, Rules
+from fullshard.program.train.setup.resume import THIS_VERSION, Rules
+from fullshard.program.train.setup.steps import (
+    LearningRateSchedule,
+    learning_rate_schedule,
+    make_plan,
+    mixture_notes,
+    set_facts,
+)
 from fullshard.state.storage import Base
 
 if TYPE_CHECKING:
@@ -74,14 +78,9 @@ def assemble(
 ) -> Assembly:
     """Build every part of a run; every rank calls it, with the same settings.
 
-    Args:
-        config: The run's settings.
-        comm: The ranks to shard over.
-        prepared: Tokenizer and token ids; None: prepared here.
-        group: :attr:`~fullshard.program.train.setup.division.Division.group` of the run's start; None: it starts here.
-        rules: What settings mean, as at the run's start.
-        filled: True if a snapshot fills the model later; see ``prepare_model``.
-        chosen: What was chosen before, instead of by ``auto`` in ``config``.
+    ``group`` and ``rules`` are those of the run's :class:`~fullshard.program.train.setup.resume.StartingPoint`; a
+    snapshot fills a model later that is ``filled``, see ``prepare_model``. ``prepared`` and ``chosen`` are as for
+    :func:`~fullshard.program.train.run.loop.train`.
 
     Raises:
         UserError: Data, model or settings do not fit together; on every rank, with the same text.

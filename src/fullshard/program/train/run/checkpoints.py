@@ -1,33 +1,200 @@
-"""The checkpoints of a run: what they contain, and restoring a run from one."""
+"""The checkpoints of a run: what they contain, restoring a run from one, and the best model beside them.
+
+A checkpoint's record names the best evaluation at that time. A killed run resumes from the checkpoint and may need
+that evaluation's model at the end, even if there was a better one before the kill. So a model that a checkpoint
+names is moved aside when a better one replaces it, and deleted once a later checkpoint is on disk::
+
+    best/                    the best so far; its fullshard/evaluation.json identifies the evaluation
+    best.step-00000012/      an earlier best that a checkpoint names
+    best.next/               being written, will become best/
+    best.last/               being deleted
+"""
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
+import os
+import shutil
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from fullshard.core.comm import together, together_in_background
+from fullshard.core.comm import Comm, together, together_in_background
 from fullshard.errors import CheckpointError, ConfigError
+from fullshard.program.config import PROMPT_NAME, prompt_text
 from fullshard.program.train.evaluation.metrics import higher_is_better
+from fullshard.program.train.evaluation.trained import BEST_NAME
 from fullshard.program.train.reporting.reports import CheckpointReport, EvaluationReport
 from fullshard.program.train.reporting.scores import LOSS_METRICS
 from fullshard.program.train.reporting.sinks import Sink
 from fullshard.program.train.run.assemble import Assembly
-from fullshard.program.train.run.best import BestModel
-from fullshard.program.train.run.prompted import PromptedTokenizer
 from fullshard.program.train.run.record import Record
-from fullshard.program.train.setup.resume import StartingPoint
-from fullshard.program.train.setup.saved_values import EVALUATION_NAME
-from fullshard.state.saving import Checkpoints, Restored, SaveReport
+from fullshard.program.train.setup.resume import EVALUATION_NAME, StartingPoint
+from fullshard.state.saving import Checkpoints, Restored, SaveReport, save
 from fullshard.state.saving.full import write_assets
-from fullshard.state.storage import Place, add_small_file, read_completion, read_index
+from fullshard.state.storage import Place, add_small_file, read_completion, read_index, write_text
+
+
+class PromptedTokenizer:
+    """Takes the tokenizer's place where a model or a checkpoint is saved."""
+
+    def __init__(self, parts: Assembly) -> None:
+        self._parts = parts
+
+    def save_pretrained(self, directory: Path) -> None:
+        """Write the tokenizer and ``fullshard_prompt.json``; on rank 0."""
+        parts = self._parts
+        parts.tokenizer.save_pretrained(directory)
+        labels = None if parts.evaluation is None else parts.evaluation.rows.labels
+        labels = labels if isinstance(labels, Mapping) else None
+        text = prompt_text(parts.config, parts.system_turns, labels, conversations=bool(parts.system_turns))
+        write_text(directory / PROMPT_NAME, text)
+
+
+LABEL = Path("fullshard", "evaluation.json")
+"""In its own directory, so that it is not published with the model in ``output_dir``."""
+
+
+class BestModel:
+    """The directory ``best/`` and its siblings; every rank has one, rank 0 moves and deletes the files.
+
+    Attributes:
+        directory: The path of ``best/``.
+    """
+
+    def __init__(self, output_dir: Path, comm: Comm) -> None:
+        self.directory = output_dir / BEST_NAME
+        self._comm = comm
+        self._named: dict[int, int] = {}  # of the last two checkpoints: step -> step of the best model they name
+        self._in_snapshots: list[int] = []  # steps of the best models that the last two snapshots name
+
+    def keep(self, model: Any, tokenizer: Any, report: EvaluationReport) -> None:
+        """Save the model as the best so far; every rank calls it.
+
+        Raises:
+            CheckpointError: Rank 0 could not write; on every rank.
+        """
+        following = self._sibling("next")
+        save(model, following, tokenizer=_Labelled(tokenizer, report))
+
+        def place() -> None:
+            if self._comm.rank == 0:
+                label = _read_label(self.directory)
+                named = label is not None and label["step"] in self._still_named()
+                self._replace(following, aside=f"step-{label['step']:08d}" if label and named else "last")
+
+        together_in_background(self._comm, place)
+
+    def named(self, checkpoint_step: int, best: EvaluationReport | None) -> None:
+        """Record that a checkpoint being saved names ``best``."""
+        if best is not None:
+            self._named[checkpoint_step] = best.step
+
+    def named_by_snapshot(self, best: EvaluationReport | None) -> None:
+        """Record that a snapshot being taken names ``best``; two snapshots exist at any time."""
+        self._in_snapshots = [*self._in_snapshots, 0 if best is None else best.step][-2:]
+
+    def committed(self, checkpoint_step: int) -> None:
+        """Delete models that only checkpoints before ``checkpoint_step`` name; any rank calls it, rank 0 deletes."""
+        self._named = {step: best for step, best in self._named.items() if step >= checkpoint_step}
+        if self._comm.rank == 0:
+            kept = {f"{self.directory.name}.step-{best:08d}" for best in self._still_named()}
+            self._delete(path for path in self._asides() if path.name not in kept)
+
+    def restore(self, checkpoint_step: int, best: EvaluationReport | None) -> bool:
+        """Make ``best/`` the model that the record of the checkpoint of ``checkpoint_step`` names; every rank calls it.
+
+        Returns:
+            True if the model was found or the record names none.
+
+        Raises:
+            CheckpointError: The file system refused.
+        """
+        if best is None:
+            return True
+        self.named(checkpoint_step, best)
+
+        def place() -> bool:
+            if self._comm.rank != 0:
+                return False
+            candidates = (self.directory, self._sibling("next"), self._sibling("last"), *self._asides())
+            found = next((path for path in candidates if _read_label(path) == _label(best)), None)
+            if found is not None and found != self.directory:
+                self._replace(found, aside="lost")
+            return found is not None
+
+        return self._comm.all_gather_object(together(self._comm, place))[0]
+
+    def discard(self) -> None:
+        """Delete everything, on rank 0: a new run must not publish an earlier run's model."""
+        self._delete([self.directory])
+        self.clear()
+
+    def clear(self) -> None:
+        """Delete everything except ``best/`` itself; any rank calls it, rank 0 deletes."""
+        if self._comm.rank == 0:
+            self._delete([*self._asides(), *(self._sibling(name) for name in ("next", "last", "lost"))])
+
+    def _still_named(self) -> set[int]:
+        return {*self._named.values(), *self._in_snapshots}
+
+    def _replace(self, path: Path, *, aside: str) -> None:
+        """Rename ``path`` to ``best/`` and the previous one to a sibling; delete the siblings ``last`` and ``lost``."""
+        before = self._sibling(aside)
+        try:
+            if before.exists():
+                shutil.rmtree(before)
+            if self.directory.exists():
+                os.rename(self.directory, before)
+            os.rename(path, self.directory)
+        except OSError as error:
+            raise CheckpointError(f"{path} could not be renamed to {self.directory}: {error}.") from error
+        self._delete([self._sibling("last"), self._sibling("lost")])
+
+    def _sibling(self, suffix: str) -> Path:
+        return self.directory.with_name(f"{self.directory.name}.{suffix}")
+
+    def _asides(self) -> list[Path]:
+        return sorted(self.directory.parent.glob(f"{self.directory.name}.step-*"))
+
+    def _delete(self, paths: Any) -> None:
+        """Delete directories; a failure only wastes disk space, and is retried next time."""
+        for path in paths:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+class _Labelled:
+    """Wraps a tokenizer to also save which evaluation the model belongs to."""
+
+    def __init__(self, tokenizer: Any, report: EvaluationReport) -> None:
+        self._tokenizer = tokenizer
+        self._report = report
+
+    def save_pretrained(self, directory: Path) -> None:
+        """Write the tokenizer and the label."""
+        self._tokenizer.save_pretrained(directory)
+        (directory / LABEL).parent.mkdir()
+        write_text(directory / LABEL, json.dumps(_label(self._report)) + "\n")
+
+
+def _label(report: EvaluationReport) -> dict[str, Any]:
+    """Return the values that identify an evaluation: all but the time it took."""
+    values = report.as_dict()
+    del values["kind"], values["seconds"]
+    return values
+
+
+def _read_label(directory: Path) -> dict[str, Any] | None:
+    with contextlib.suppress(OSError, ValueError):
+        return json.loads((directory / LABEL).read_text(encoding="utf-8"))
+    return None
 
 
 class RunCheckpoints:
@@ -40,7 +207,6 @@ class RunCheckpoints:
     def __init__(
         self, parts: Assembly, start: StartingPoint, checkpoints: Checkpoints, best: BestModel, sinks: Sequence[Sink]
     ) -> None:
-        """Change nothing yet."""
         self.newest: tuple[int, Place | None] = (0, None)
         # What an evaluation may write depends on the data too, which is known only now.
         self._comparable = start.comparable and _same_length(start.values, parts)
@@ -79,7 +245,9 @@ class RunCheckpoints:
                 f"{parts.schedule.total_steps:,} steps: raise training.num_train_epochs or training.max_steps."
             )
         if not restored.rng_restored:
-            torch.manual_seed(_rank_seed(parts.config.seed, comm.rank, restored.step))
+            # The number of ranks has changed, so that this rank's random state cannot be restored: a new one.
+            drawn = hashlib.sha256(f"{parts.config.seed} {comm.rank} {restored.step}".encode()).digest()[:8]
+            torch.manual_seed(int.from_bytes(drawn) >> 1)
         if parts.scaler is not None and start.values["scaler"] is not None:
             parts.scaler.load_state_dict(start.values["scaler"])
         if start.snapshot is None and restored.path.parent.resolve() == self._checkpoints.directory.resolve():
@@ -149,13 +317,9 @@ class RunCheckpoints:
         return (f"the best model so far, of step {best.step:,}, {why}: the best from here on is kept",)
 
     def save(self, step: int, record: Record, train_seconds: float, *, background: bool = True) -> None:
-        """Save a checkpoint; the previous one must have been reported by ``report(wait=True)``.
+        """Save a checkpoint after ``step`` steps; the previous one must have been reported by ``report(wait=True)``.
 
-        Args:
-            step: Steps trained.
-            record: The run so far.
-            train_seconds: Wall time of the run so far.
-            background: Write while training continues; :meth:`report` reports it once it is on disk.
+        ``background``: write while training continues; :meth:`report` reports it once it is on disk.
 
         Raises:
             CheckpointError: It could not be written; on every rank.
@@ -186,8 +350,8 @@ class RunCheckpoints:
             "separator": parts.config.data.separator,
             "group_rows": self._start.group,
             "max_new_tokens": _longest_text(parts.config.as_flat()),
-            "rules": self._start.rules.as_values(),
-            "division": self._start.began.as_values(),
+            "rules": asdict(self._start.rules),
+            "division": asdict(self._start.began),
             "total_steps": parts.schedule.total_steps,
             "scaler": None if parts.scaler is None else parts.scaler.state_dict(),
             "record": record.as_values(train_seconds=train_seconds, peaks=peaks),
@@ -222,11 +386,6 @@ class RunCheckpoints:
 
     def add_evaluation(self, evaluation: EvaluationReport, record: Record, train_seconds: float) -> None:
         """Add an evaluation to the checkpoint of its step, if there is one, so that a resumed run does not repeat it.
-
-        Args:
-            evaluation: The evaluation.
-            record: The run so far, with the evaluation.
-            train_seconds: Wall time of the run so far.
 
         Raises:
             CheckpointError: It could not be written; on every rank.
@@ -282,11 +441,6 @@ def with_checkpoint(start: StartingPoint, parts: Assembly, checkpoints: Checkpoi
 
 def _write_assets(parts: Assembly, directory: Path) -> None:
     write_assets(parts.model, directory, tokenizer=PromptedTokenizer(parts))
-
-
-def _rank_seed(seed: int, rank: int, step: int) -> int:
-    """Return a new seed for a rank whose random state cannot be restored because the number of ranks changed."""
-    return int.from_bytes(hashlib.sha256(f"{seed} {rank} {step}".encode()).digest()[:8]) >> 1
 
 
 def _longest_text(settings: Mapping[str, Any]) -> Any:

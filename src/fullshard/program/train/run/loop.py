@@ -8,17 +8,19 @@ with ``max_train_minutes``: the learning rate follows the time that is left.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from math import ceil
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Self
 
 import torch
 
 from fullshard.core.comm import Comm, device_of, together, together_in_background
 from fullshard.errors import ConfigError, MemoryLimitError, RunStopped
-from fullshard.program.config import RunConfig
+from fullshard.program.config import RunConfig, TrainingConfig
+from fullshard.program.data import Batch, step_sizes, steps
 from fullshard.program.models import Objective
 from fullshard.program.train.evaluation.evaluate import evaluate
 from fullshard.program.train.evaluation.generation import fits_at_once
@@ -26,19 +28,10 @@ from fullshard.program.train.evaluation.metrics import higher_is_better, is_bett
 from fullshard.program.train.reporting.reports import EndedBy, EvaluationReport, RunSummary, StepReport
 from fullshard.program.train.reporting.sinks import Sink
 from fullshard.program.train.run.assemble import Assembly, assemble
-from fullshard.program.train.run.best import BestModel
-from fullshard.program.train.run.checkpoints import RunCheckpoints, with_checkpoint
-from fullshard.program.train.run.early_stop import any_rank, count_stale, ends_early, longest
-from fullshard.program.train.run.out_of_memory import Planned, explain, is_out_of_memory
-from fullshard.program.train.run.prompted import PromptedTokenizer
-from fullshard.program.train.run.record import Record
-from fullshard.program.train.run.step import IssuedStep, StepSpec, issue_step
-from fullshard.program.train.run.stop import StopRequest
-from fullshard.program.train.run.summary import describe_start, summarise
-from fullshard.program.train.run.timetable import Position, StepInput, Timetable
-from fullshard.program.train.run.traced_step import traced_step
+from fullshard.program.train.run.checkpoints import BestModel, PromptedTokenizer, RunCheckpoints, with_checkpoint
+from fullshard.program.train.run.record import Planned, Record, describe_start, explain, is_out_of_memory, summarise
+from fullshard.program.train.run.step import IssuedStep, StepSpec, issue_step, traced_step
 from fullshard.program.train.setup.devices import Choice, Devices, precision_choice, with_precision
-from fullshard.program.train.setup.learning_rate import learning_rate
 from fullshard.program.train.setup.prepare import Prepared
 from fullshard.program.train.setup.resume import (
     StartingPoint,
@@ -48,6 +41,7 @@ from fullshard.program.train.setup.resume import (
     mark_finished,
     or_snapshot,
 )
+from fullshard.program.train.setup.steps import learning_rate
 from fullshard.state.saving import Checkpoints, save
 from fullshard.state.storage import publish_model
 
@@ -74,18 +68,11 @@ def train(
     versions give the same losses and weights, bit for bit, also when the run was interrupted and resumed from one of
     the checkpoints that it saves in ``output_dir/checkpoints``, or where ``training.checkpoints_to`` says.
 
-    Args:
-        config: The run's settings.
-        comm: The ranks.
-        sinks: Receive everything as it happens; passed on rank 0 only.
-        stop: Request to stop on this rank; None if there never is one.
-        prepared: Tokenizer and token ids from ``prepare`` on this rank, preferably
-            made before the process group exists, because it may take long. None: prepared here.
-        planned: The plan of the run, for its files and for the message when memory runs out; None if there is none.
-        chosen: What was chosen before this call instead of by ``auto`` in ``config``, to be recorded with its reason.
-
-    Returns:
-        The summary, the same on every rank except for the times.
+    Sinks are passed on rank 0 only; ``stop`` is this rank's request to stop. ``prepared`` are tokenizer and token ids
+    from ``prepare`` on this rank, which may take long and is better done before there is a process group; None:
+    prepared here. ``planned`` is for the run's files and for the message when memory runs out. ``chosen`` is what was
+    chosen before instead of by ``auto`` in ``config``, to be recorded. The summary is the same on every rank except for
+    the times.
 
     Raises:
         RunStopped: A stop was requested on some rank, and a checkpoint to resume from is on disk; on every rank.
@@ -254,7 +241,7 @@ class TrainingRun:
             return None
         limit, seconds = self._config.training.max_train_minutes, 0.0
         if limit is not None:
-            seconds = longest(self._comm, self.train_seconds)
+            seconds = most_of(self._comm, self.train_seconds)  # the ranks' clocks differ
             self._follow_pace(60.0 * limit, steps, seconds)
         reason = ends_early(self._config.training, self.record, seconds)
         if reason is not None:
@@ -364,7 +351,7 @@ class TrainingRun:
         def progress(done: int, total: int) -> None:
             for sink in self._sinks:
                 sink.evaluating(done, total)
-            if done < total and any_rank(self._comm, self._stop.requested):
+            if done < total and most_of(self._comm, float(self._stop.requested)):
                 raise _StopDuringEvaluationError
 
         step, epoch = position.step, position.epoch
@@ -383,7 +370,10 @@ class TrainingRun:
         record.evaluation_seconds += report.seconds
         record.evaluated_step = step
         record.stale_evaluations = count_stale(record, report, self._config.training.early_stopping_threshold)
-        is_best = record.best is None or _beats(report, record.best)
+        best = record.best
+        is_best = best is None or is_better(report.metric, report.value, best.value)
+        if best is not None and report.value == best.value:
+            is_best = report.loss < best.loss
         if is_best:
             self._best.keep(parts.model, PromptedTokenizer(parts), report)
             record.best = report
@@ -415,7 +405,6 @@ class TrainingRun:
         )
 
     def _finish(self) -> RunSummary:
-        """Publish the model in ``output_dir``, and return the summary."""
         parts, config, comm = self._parts, self._config, self._comm
         kept = self._best.directory
         if self.record.best is None:
@@ -431,14 +420,141 @@ class TrainingRun:
         return summary
 
 
-def _beats(report: EvaluationReport, best: EvaluationReport) -> bool:
-    """Return True if an evaluation is better than the best one; if the metrics are equal, by the lower loss."""
-    if report.value == best.value:
-        return report.loss < best.loss
-    return is_better(report.metric, report.value, best.value)
-
-
 def _on_rank_0(comm: Comm, action: Callable[[], Any]) -> Any:
     """Run a function on rank 0 that may take long or fail; every rank gets its result or raises its error."""
     result = together_in_background(comm, lambda: action() if comm.rank == 0 else None)
     return comm.all_gather_object(result)[0]
+
+
+class StopRequest:
+    """A request to stop on this rank; used as a context while training can obey it.
+
+    Attributes:
+        requested: True to stop; may be set at any time, from any thread.
+    """
+
+    def __init__(self) -> None:
+        self.requested = False
+
+    def __enter__(self) -> Self:
+        """Enter when training begins."""
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        """Leave when training is over."""
+
+
+@dataclass(frozen=True)
+class Position:
+    """The progress of a run."""
+
+    step: int  # steps trained
+    epoch: float  # epochs trained, a fraction within an epoch
+    ends_epoch: bool  # whether the step is the last one of an epoch
+
+
+@dataclass(frozen=True)
+class StepInput:
+    """Input of one step."""
+
+    position: Position  # position after the step
+    micro_batches: list[Batch]  # this rank's micro-batches, on the CPU
+
+
+def saves_between_steps(settings: TrainingConfig, *, evaluates: bool) -> bool:
+    """Return True if some checkpoint is written while steps continue; those before an evaluation are not."""
+    if settings.save_strategy == "no":
+        return False
+    if not evaluates or settings.eval_strategy != settings.save_strategy:
+        return True
+    return settings.save_steps is not None and settings.save_steps % (settings.eval_steps or 1) != 0
+
+
+class Timetable:
+    """The steps of a run, and after which of them it evaluates and saves; the same on every rank."""
+
+    def __init__(self, parts: Assembly) -> None:
+        self._parts = parts
+        self._settings = parts.config.training
+        self._per_epoch = parts.schedule.steps_per_epoch
+        self._total = parts.schedule.total_steps
+
+    def position(self, step: int) -> Position:
+        """Return the position after ``step`` steps."""
+        return Position(step, step / self._per_epoch, step % self._per_epoch == 0)
+
+    def steps_after(self, resumed_step: int) -> Iterator[StepInput]:
+        """Yield the steps after ``resumed_step``; micro-batches are collated on demand."""
+        parts = self._parts
+        collate = replace(parts.collate, packed=self._settings.packing)
+        first_epoch, taken = divmod(resumed_step, self._per_epoch)
+        for epoch in range(first_epoch, ceil(self._total / self._per_epoch)):
+            start = taken if epoch == first_epoch else 0
+            stream = steps(parts.train_set, parts.plan.for_epoch(epoch), parts.comm.rank, collate, start=start)
+            for step, micro_batches in enumerate(stream, start=epoch * self._per_epoch + start + 1):
+                if step > self._total:
+                    return
+                yield StepInput(self.position(step), micro_batches)
+
+    def evaluation_is_due(self, position: Position) -> bool:
+        """Return True if the run evaluates here: by ``eval_strategy``, and always after the last step."""
+        if self._parts.evaluation is None:
+            return False
+        return self._is_due(position, self._settings.eval_strategy, self._settings.eval_steps)
+
+    def checkpoint_is_due(self, position: Position) -> bool:
+        """Return True if the run saves a checkpoint here: by ``save_strategy``, and always after the last step.
+
+        The finished run saves its model anyway, but only a checkpoint has the optimizer's state.
+        """
+        return self._is_due(position, self._settings.save_strategy, self._settings.save_steps)
+
+    def _is_due(self, position: Position, strategy: str, steps: int | None) -> bool:
+        if strategy == "no":
+            return False
+        if position.step == self._total:
+            return True
+        return position.ends_epoch if steps is None else position.step % steps == 0
+
+    def heaviest_step(self, resumed_step: int) -> int:
+        """Return the step to trace: the one of the current epoch with rank 0's largest padded micro-batch.
+
+        It is not the first step, which has no optimizer state yet, unless that is the only one. The same on every rank;
+        0 if no step is left after ``resumed_step``.
+        """
+        parts = self._parts
+        epoch, taken = divmod(resumed_step, self._per_epoch)
+        before = epoch * self._per_epoch
+        left = min(self._per_epoch, self._total - before)
+        causal, packed = parts.collate.causal, self._settings.packing
+        sizes = step_sizes(parts.plan.for_epoch(epoch), parts.train_set, 0, causal=causal, packed=packed)
+        later = range(taken or 1, left) or range(taken, left)
+        return before + 1 + max(later, key=sizes.__getitem__) if later else 0
+
+
+def ends_early(settings: TrainingConfig, record: Record, train_seconds: float) -> EndedBy | None:
+    """Return why the run ends here, or None; the same on every rank if ``train_seconds`` are."""
+    patience = settings.early_stopping_patience
+    if patience is not None and record.stale_evaluations >= patience:
+        return "early_stopping"
+    limit = settings.max_train_minutes
+    return "time" if limit is not None and train_seconds >= 60.0 * limit else None
+
+
+def count_stale(record: Record, report: EvaluationReport, threshold: float) -> int:
+    """Count the evaluations in a row, including this one, that did not improve by more than ``threshold``.
+
+    ``record`` is the run before this evaluation.
+    """
+    best = record.best
+    if best is None:
+        return 0
+    gain = report.value - best.value if higher_is_better(report.metric) else best.value - report.value
+    return 0 if gain > threshold else record.stale_evaluations + 1
+
+
+def most_of(comm: Comm, value: float) -> float:
+    """Return the greatest of the ranks' values. Every rank calls it and gets the same answer."""
+    most = torch.tensor(value, dtype=torch.float64, device=comm.device)
+    comm.all_reduce(most, "max").wait()
+    return float(most)

@@ -1,29 +1,31 @@
-"""One optimizer step over all ranks: count tokens, forward, backward, clip, update, report."""
+"""One optimizer step over all ranks: count tokens, forward, backward, clip, update, report; one is recorded."""
 
 from __future__ import annotations
 
+import bisect
 import functools
 import math
 import resource
 import sys
 import time
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
 
-from fullshard.core.comm import Comm, device_of
-from fullshard.core.engine import no_all_reduce, no_sync
+from fullshard.core.comm import Comm, MemoryMeter, device_of
+from fullshard.core.engine import Recorder, no_all_reduce, no_sync, record, units
 from fullshard.core.optim import ShardedGradScaler, clip_grad_norm_
 from fullshard.core.shards import rows_of
 from fullshard.errors import TrainingError
 from fullshard.program.data import Batch
 from fullshard.program.models import PLAIN, Objective, RouterLoss
-from fullshard.program.train.forward import losses
-from fullshard.program.train.reporting.reports import StepReport
+from fullshard.program.train.reporting.reports import MemoryTimeline, RankTrace, StepReport, StepTrace
+from fullshard.program.train.setup.model import losses
+from fullshard.program.train.setup.optimizers import held_state_bytes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -65,18 +67,9 @@ def issue_step(
     fp16, if the loss is finite but the gradient is not, the step is skipped and the loss scale is halved, as long as
     it is at least 1.
 
-    Args:
-        model: The sharded model, in training mode.
-        optimizer: Over the model's local shards.
-        micro_batches: This rank's, on the CPU, at least one.
-        comm: The ranks the model is sharded over.
-        spec: Number, rate and limits of this step.
-        scaler: Scales the loss in fp16.
-        late: Update the weights before loss and norm are known, so that nothing waits for the device. Allowed only
-            if steps are never skipped.
-
-    Returns:
-        The step, whose report has the same loss, norm and counts on every rank.
+    ``micro_batches`` are on the CPU. ``late`` updates the weights before loss and norm are known, so that nothing waits
+    for the device; allowed only if steps are never skipped. The returned step's report has the same loss, norm and
+    counts on every rank.
 
     Raises:
         TrainingError: The loss or the gradient's norm is not finite; on every rank, before the weights change. With
@@ -105,30 +98,21 @@ def issue_step(
     return issued
 
 
+@dataclass(eq=False)
 class IssuedStep:
     """A step issued to the device. Reading any of its numbers waits until the device has computed them."""
 
-    def __init__(
-        self,
-        spec: StepSpec,
-        started: float,
-        loss_scale: float | None,
-        comm: Comm,
-        on_host: Tensor,
-        wait: Callable[[], None],
-    ) -> None:
-        """Store what the report needs; ``on_host`` may be read after ``wait()``."""
-        self._spec = spec
-        self._started = started
-        self._loss_scale = loss_scale
-        self._comm = comm
-        self._on_host = on_host
-        self._wait = wait
+    spec: StepSpec
+    started: float  # when, by the counter of this process
+    loss_scale: float | None
+    comm: Comm
+    on_host: Tensor  # the numbers, which may be read after ``wait()``
+    wait: Callable[[], None]
 
     @functools.cached_property
     def _numbers(self) -> list[float]:
-        self._wait()
-        return self._on_host.tolist()
+        self.wait()
+        return self.on_host.tolist()
 
     @property
     def loss_and_norm(self) -> tuple[float, float]:
@@ -144,9 +128,9 @@ class IssuedStep:
     @property
     def ends_run(self) -> bool:
         """True if loss or gradient is not finite, such steps are not skipped, and a smaller loss scale cannot help."""
-        scale = self._loss_scale
+        scale = self.loss_scale
         overflowed = scale is not None and scale >= 1 and math.isfinite(self.loss_and_norm[0])
-        return not self.finite and self._spec.on_nonfinite == "stop" and not overflowed
+        return not self.finite and self.spec.on_nonfinite == "stop" and not overflowed
 
     def report(self, since: float = 0.0) -> StepReport:
         """Return the report. ``since``: when the previous step was known to be done, if after this one's start.
@@ -154,9 +138,9 @@ class IssuedStep:
         Raises:
             TrainingError: Loss or norm is not finite, and the step was not skipped; on every rank.
         """
-        spec, (loss, norm) = self._spec, self.loss_and_norm
+        spec, (loss, norm) = self.spec, self.loss_and_norm
         tokens, stop, target_tokens, *memory = map(int, self._numbers[4:])
-        memory, reserved = memory[: self._comm.size], memory[self._comm.size :]
+        memory, reserved = memory[: self.comm.size], memory[self.comm.size :]
         if self.ends_run:
             raise TrainingError(
                 f"Step {spec.step}: the loss is {loss} and the gradient norm is {norm}; both must be finite. The "
@@ -172,13 +156,13 @@ class IssuedStep:
             learning_rate=spec.learning_rate,
             target_tokens=target_tokens,
             tokens=tokens,
-            seconds=time.perf_counter() - max(self._started, since),
-            memory_bytes=peak_memory_bytes(self._comm.device),
+            seconds=time.perf_counter() - max(self.started, since),
+            memory_bytes=peak_memory_bytes(self.comm.device),
             stop_requested=stop > 0,
             memory_bytes_per_rank=tuple(memory),
             reserved_bytes=max(reserved),
             skipped=not self.finite,
-            loss_scale=self._loss_scale,
+            loss_scale=self.loss_scale,
             router_loss=None if spec.router_loss is None else self._numbers[2],
         )
 
@@ -295,3 +279,106 @@ def _nonfinite_message(
 
 def _some(values: Sequence[object], most: int = 20) -> str:
     return ", ".join(str(value) for value in values[:most]) + (", …" if len(values) > most else "")
+
+
+TIMELINE_POINTS = 400
+"""Maximum number of moments in a memory timeline."""
+
+
+def traced_step(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, comm: Comm, take: Callable[[], StepReport]
+) -> tuple[StepReport, StepTrace]:
+    """Take a step and record it. Every rank calls it, and each rank must be a process.
+
+    On the CPU the allocator's events are recorded, which slows the step down. Returns the report of ``take``, and the
+    trace of all ranks, the same on every rank.
+    """
+    # Gradients of earlier steps that are freed while the meter runs would count as held until the end.
+    optimizer.zero_grad()
+    comm.barrier()
+    shards = [p.data.untyped_storage() for p in model.parameters() if p.device == comm.device]  # they include padding
+    parameters = sum({one.data_ptr(): one.nbytes() for one in shards}.values())
+    before = held_state_bytes(optimizer, comm.device)
+    meter = MemoryMeter(comm.device) if comm.device.type == "cpu" else None
+    with meter or nullcontext(), record(model) as recorder, _optimizer_recorded(optimizer, recorder):
+        report = take()
+    totals = _totals(recorder, meter)
+    held = _Held(parameters, before, held_state_bytes(optimizer, comm.device))
+    peak = torch.cuda.max_memory_allocated(comm.device) if meter is None else meter.peak_bytes
+    mine = RankTrace(comm.rank, recorder.seconds, peak, recorder.events, _timeline(recorder, totals, held))
+    names = tuple(row.unit for row in units(model).rows)
+    return report, StepTrace(report.step, comm.device.type, names, tuple(comm.all_gather_object(mine)))
+
+
+@dataclass(frozen=True)
+class _Held:
+    """Bytes of the parameters, and of the optimizer's state before and after the step."""
+
+    parameters: int
+    optimizer_before: int
+    optimizer_after: int
+
+
+@contextmanager
+def _optimizer_recorded(optimizer: torch.optim.Optimizer, recorder: Recorder) -> Iterator[None]:
+    """Record the optimizer's step as one event inside the context."""
+    handles = [
+        optimizer.register_step_pre_hook(lambda *_: recorder.begin("", "optimizer")),
+        optimizer.register_step_post_hook(lambda *_: recorder.end("", "optimizer")),
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _totals(recorder: Recorder, meter: MemoryMeter | None) -> list[tuple[float, int]]:
+    """Return when the allocator's count changed, in seconds since the start, and the new counts."""
+    if meter is None:
+        return [(sample.at_s, sample.allocated or 0) for sample in recorder.samples]
+    counts = [(at - recorder.started, count) for at, count in meter.timeline]
+    at_start = [meter.start_bytes, *(count for at, count in counts if at <= 0)][-1]
+    return [(0.0, at_start), *((at, count) for at, count in counts if at > 0)]
+
+
+def _timeline(recorder: Recorder, totals: Sequence[tuple[float, int]], held: _Held) -> MemoryTimeline:
+    """Split each moment's total by use; samples and totals are valid until the next one."""
+    sample_times = [sample.at_s for sample in recorder.samples]
+    total_times = [at for at, _ in totals]
+    span = next(((e.start_s, e.end_s) for e in recorder.events if e.kind == "optimizer"), None)
+    before_step = totals[max(0, bisect.bisect_right(total_times, span[0]) - 1)][1] if span else 0
+
+    def optimizer_at(at: float, total: int) -> int:
+        if span is None or at >= span[1]:
+            return held.optimizer_after
+        if at < span[0]:
+            return held.optimizer_before
+        return min(held.optimizer_after, held.optimizer_before + max(0, total - before_step))
+
+    first = recorder.samples[0]
+    known = held.parameters + held.optimizer_before + first.gradients + first.gradient_buffers + first.gathered
+    other = max(0, totals[0][1] - known)
+    rows: list[tuple[float, int, int, int, int, int, int]] = []
+    for at, total in _kept(sorted({*sample_times, *total_times}), totals, total_times, recorder.seconds):
+        sample = recorder.samples[max(0, bisect.bisect_right(sample_times, at) - 1)]
+        gradients, optimizer = sample.gradients + sample.gradient_buffers, optimizer_at(at, total)
+        rest = total - held.parameters - gradients - optimizer - sample.gathered - other
+        rows.append((at, held.parameters, gradients, optimizer, sample.gathered, max(0, rest), other))
+    return MemoryTimeline(*(tuple(column) for column in zip(*rows, strict=True)))
+
+
+def _kept(
+    times: Sequence[float], totals: Sequence[tuple[float, int]], total_times: Sequence[float], seconds: float
+) -> list[tuple[float, int]]:
+    """Return the indices to keep: the start, the end, and from each short stretch the moment with the most bytes."""
+    best: dict[int, tuple[float, int]] = {}
+    for at in times:
+        if not 0 <= at <= seconds:
+            continue
+        total = totals[max(0, bisect.bisect_right(total_times, at) - 1)][1]
+        # The start is a stretch of its own: in a long step, the first stretch also holds the first activations.
+        stretch = 1 + int(at / seconds * (TIMELINE_POINTS - 2)) if at else 0
+        if stretch not in best or total > best[stretch][1]:
+            best[stretch] = (at, total)
+    return [best[stretch] for stretch in sorted(best)]

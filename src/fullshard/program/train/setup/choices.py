@@ -1,15 +1,21 @@
-"""What a run chooses by itself, in one list: its values, and why."""
+"""What a run chooses by itself, and advice: a line for each setting that an expert would question."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from math import ceil
 
 from torch import nn
 
 from fullshard.core.engine.registry import runtime_of
 from fullshard.program.config import RunConfig
+from fullshard.program.config.training import NEW_MODEL_LEARNING_RATE
+from fullshard.program.data import BatchPlan, TokenizedSet
+from fullshard.program.train.reporting.scores import LOSS_METRICS
 from fullshard.program.train.setup.devices import Choice, Devices, precision_choice
 from fullshard.program.train.setup.model import loss_choice
+from fullshard.program.train.setup.prepare import Prepared
+from fullshard.program.train.setup.steps import Division
 
 
 def choices(
@@ -22,17 +28,14 @@ def choices(
 ) -> tuple[Choice, ...]:
     """Return what a run chooses by itself; any rank.
 
-    Args:
-        config: Its settings, with ``auto`` where the user did not choose.
-        devices: The devices of its ranks.
-        model: Its model, sharded.
-        memory_bytes: As for :func:`~fullshard.program.train.setup.model.prepare_model`.
-        before: What was chosen before; it stands for ``auto`` in ``config`` and comes first.
+    ``config`` says ``auto`` where the user did not choose; ``before`` is what was chosen for it before, and comes
+    first. ``model`` is sharded; ``memory_bytes``: see :func:`~fullshard.program.train.setup.model.prepare_model`.
     """
+    tf32 = "for matrix products of float32" if devices.gpu else "without effect: ranks compute on CPUs"
     found = (
         *before,
         precision_choice(config, devices),
-        _tf32(config, devices),
+        Choice("training.tf32", str(config.training.tf32).lower(), tf32),
         loss_choice(model, config, memory_bytes),
         _searched(config),
         _frozen(config, model),
@@ -40,12 +43,6 @@ def choices(
     )
     # Of two for one setting the first, which was chosen before.
     return tuple({one.setting: one for one in reversed(found) if one is not None}.values())[::-1]
-
-
-def _tf32(config: RunConfig, devices: Devices) -> Choice:
-    uses = config.training.tf32
-    why = "for matrix products of float32" if devices.gpu else "without effect: ranks compute on CPUs"
-    return Choice("training.tf32", str(uses).lower(), why)
 
 
 def _searched(config: RunConfig) -> Choice | None:
@@ -74,3 +71,112 @@ def _tables(config: RunConfig, devices: Devices) -> Choice | None:
     if devices.gpu:
         return Choice("sharding.tables", "gather", "ranks compute on GPUs")
     return Choice("sharding.tables", "home or gather", "on CPUs, whichever sends fewer bytes for a batch")
+
+
+_STEPS_AN_EPOCH = 10
+"""Fewest steps an epoch with a suggested batch."""
+
+_FAR = 4
+"""A limit is far above the longest target from this factor on."""
+
+_LOW = 10
+"""Factor by which a learning rate is too low for a new model."""
+
+_LEAST_SAVED = 32
+"""Tokens a row that a lower limit must save to be worth mentioning."""
+
+
+def advice(config: RunConfig, prepared: Prepared, plan: BatchPlan, world_size: int) -> tuple[str, ...]:
+    """Return lines of advice for a run's user, empty if nothing is unusual; any rank."""
+    return (
+        *_on_steps(config, plan.num_steps),
+        *_on_learning_rate(config),
+        *_on_batch(config, len(prepared.train_set), plan.num_steps, world_size),
+        *_on_shared_rows(prepared.train_set, prepared.held_out_set),
+        *_on_limit(config, prepared),
+        *_on_messages(config),
+    )
+
+
+def _on_steps(config: RunConfig, an_epoch: int) -> Iterator[str]:
+    steps, epochs = config.training.max_steps, config.training.num_train_epochs
+    if steps is not None and steps != ceil(an_epoch * epochs):
+        yield (
+            f"training.max_steps: {steps:,} steps, {steps / an_epoch:.2f} epochs; training.num_train_epochs={epochs:g} "
+            "does not count"
+        )
+
+
+def _on_learning_rate(config: RunConfig) -> Iterator[str]:
+    rate = config.training.learning_rate
+    if config.model.config is None or rate is None or rate * _LOW >= NEW_MODEL_LEARNING_RATE:
+        return
+    yield (
+        f"the model starts from random weights, and training.learning_rate={rate:g} is for pretrained ones: a new "
+        f"small model learns little with less than about training.learning_rate={NEW_MODEL_LEARNING_RATE:g}"
+    )
+
+
+def _on_messages(config: RunConfig) -> Iterator[str]:
+    messages = config.training.messages
+    if messages is None:
+        return
+    share = {"bf16": 0.5, "fp8": 0.26}[messages]
+    yield (
+        f"training.messages={messages} is inexact: ranks compute with weights rounded to {messages} and add gradients "
+        f"rounded to it, so losses differ from the unsharded run's. It sends {share} of fp32's bytes, which pays "
+        "between machines on a slow network, not where GPUs are linked by NVLink or ranks share a machine"
+    )
+    if config.model.adapter is not None:
+        yield f"training.messages={messages} rounds the adapter's messages alone: frozen weights travel as they are"
+
+
+def _on_batch(config: RunConfig, rows: int, steps: int, world_size: int) -> Iterator[str]:
+    settings = config.training
+    batch, accumulation = Division.of(config, world_size).global_batch, settings.gradient_accumulation_steps
+    if steps > 1:
+        return
+    if settings.per_device_train_batch_tokens is not None:
+        yield (
+            f"an epoch of {rows:,} rows is one step of up to {batch:,} tokens: lower "
+            f"training.per_device_train_batch_tokens (now {settings.per_device_train_batch_tokens:,}) for more steps"
+        )
+        return
+    better = max(1, rows // (world_size * accumulation * _STEPS_AN_EPOCH))
+    fewer = " with training.gradient_accumulation_steps=1" if better == 1 and accumulation > 1 else ""
+    what = "larger than all" if batch > rows else "as large as all"
+    remedy = f"training.per_device_train_batch_size={better}{fewer} gives more steps"
+    yield f"the batch of {batch:,} rows is {what} {rows:,} training rows, so an epoch is one step: {remedy}"
+
+
+def _on_shared_rows(train: TokenizedSet, held_out: TokenizedSet | None) -> Iterator[str]:
+    """Compare training and held-out rows by the token ids of source and target."""
+    if held_out is None or train.source is not None:  # streamed rows would all have to be tokenized
+        return
+    wanted = {_key(held_out, row) for row in range(len(held_out))}
+    found = {key for row in range(len(train)) if (key := _key(train, row)) in wanted}
+    shared = sum(_key(held_out, row) in found for row in range(len(held_out))) if found else 0
+    if shared:
+        yield (
+            f"{shared:,} of {len(held_out):,} held-out rows are training rows too, so the score is partly memory: "
+            "remove them from one side"
+        )
+
+
+def _key(rows: TokenizedSet, row: int) -> tuple[bytes, bytes]:
+    return rows.source_ids[row].tobytes(), rows.target_ids[row].tobytes()
+
+
+def _on_limit(config: RunConfig, prepared: Prepared) -> Iterator[str]:
+    settings = config.evaluation
+    if prepared.held_out_set is None or all(name in LOSS_METRICS for name in (settings.metric, *settings.metrics)):
+        return
+    limit = settings.max_new_tokens or config.data.max_target_length
+    longest = max(one.target_stats.longest for one in (prepared.train_set, prepared.held_out_set))
+    if limit == prepared.longest_target:
+        yield f"evaluations write up to {limit} tokens a row, as the longest target has (evaluation.max_new_tokens)"
+    if limit >= _FAR * longest and limit - longest >= _LEAST_SAVED:
+        yield (
+            f"evaluations write up to {limit} tokens a row and the longest target has {longest}: "
+            f"evaluation.max_new_tokens={-(-longest * 3 // 2 // 8) * 8} ends runaway texts sooner"
+        )

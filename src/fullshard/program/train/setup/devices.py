@@ -68,7 +68,6 @@ class Choice:
         return f"{self.setting}={self.value}"
 
     def __str__(self) -> str:
-        """Return a line."""
         return f"{self.setting}: {self.value} ({self.why})"
 
 

@@ -1,13 +1,14 @@
-"""The model of a run: built or loaded, changed for training, and sharded."""
+"""The model of a run: built or loaded, changed for training, sharded, and its forward on a batch."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn import functional
 
 from fullshard.core.comm import Comm, machine_axes, whole_memory_bytes
 from fullshard.core.engine import WeightSource, check_wrapped, fully_shard
@@ -25,9 +26,12 @@ from fullshard.core.policy import (
 )
 from fullshard.errors import ConfigError, ModelError, WrapError
 from fullshard.program.config import RunConfig, require_base
+from fullshard.program.data import IGNORED_LABEL, Batch
 from fullshard.program.models import (
+    PLAIN,
     AdaptedWeights,
     AdapterSpec,
+    Objective,
     RouterLoss,
     add_adapter,
     base_of,
@@ -37,11 +41,13 @@ from fullshard.program.models import (
     can_fuse,
     compile_blocks,
     converted_names,
+    decoder_inputs,
     enable_activation_checkpointing,
     fuse_head,
     fused_head_of,
     is_causal,
     load_model,
+    model_loss,
     require_fp16_fit,
     require_left_to_right,
     require_plain_loss,
@@ -49,7 +55,7 @@ from fullshard.program.models import (
     router_loss,
     set_attention_dropout,
 )
-from fullshard.program.models.packing import enable_packing
+from fullshard.program.models.packing import PackedRows, enable_packing, packed_inputs
 from fullshard.program.train.setup.activation_offload import ActivationOffload
 from fullshard.program.train.setup.devices import Choice, Devices, for_devices
 from fullshard.program.train.setup.quantization import (
@@ -94,14 +100,10 @@ def prepare_model(
 ) -> ReadyModel:
     """Build the model, or its skeleton on the meta device, and prepare it for training; any rank.
 
-    Args:
-        config: The run's settings.
-        tokenizer: The run's tokenizer.
-        directory: ``model.path`` resolved by ``resolve_model``; None: resolved here.
-        filled: True if a snapshot fills all trained parameters later. Then weights are neither made nor read, unless
-            some are frozen and therefore not in the snapshot.
-        memory_bytes: The smallest memory of all ranks' devices, which decides ``training.fused_cross_entropy: auto``
-            alike on every rank; None: this host's, or that of the planned device.
+    ``directory`` is ``model.path`` resolved by ``resolve_model``; None: resolved here. ``filled``: a snapshot fills all
+    trained parameters later; then weights are neither made nor read, unless some are frozen and so not in the snapshot.
+    ``memory_bytes`` is the smallest memory of all ranks' devices, which decides ``training.fused_cross_entropy: auto``
+    alike on every rank; None: this host's, or that of the planned device.
 
     Raises:
         UserError: The model cannot be built, or the settings do not match it.
@@ -259,11 +261,7 @@ def loss_choice(model: nn.Module, config: RunConfig, memory_bytes: int | None = 
 
 
 def own_loss(model: nn.Module, config: RunConfig) -> tuple[RouterLoss | None, tuple[str, ...]]:
-    """Return the routers' own loss to train, or None, and notes for the user; any rank.
-
-    Args:
-        model: The run's model, with its adapter if it has one.
-        config: The run's settings.
+    """Return the routers' own loss to train, or None, and notes for the user; any rank. ``model`` has its adapter.
 
     Raises:
         ConfigError: It cannot be trained.
@@ -286,7 +284,6 @@ def own_loss(model: nn.Module, config: RunConfig) -> tuple[RouterLoss | None, tu
 def _adapted(
     ready: ReadyModel, config: RunConfig, tokenizer: PreTrainedTokenizerBase, directory: Path, memory_bytes: int | None
 ) -> ReadyModel:
-    """Return the model with its adapter, if the settings have one."""
     settings = config.model.adapter
     if settings is None:
         return ready
@@ -344,13 +341,9 @@ def _check_adapter(config: RunConfig, *, causal: bool) -> None:
 
 
 def shard_model(model: nn.Module, config: RunConfig, comm: Comm, weights: WeightSource | None = None) -> None:
-    """Shard a model in place by the run's settings; every rank calls it.
+    """Shard a model on the CPU or the meta device in place by the run's settings; every rank calls it.
 
-    Args:
-        model: On the CPU or the meta device.
-        config: The run's settings.
-        comm: The ranks to shard over.
-        weights: Source of the weights; None: the model's own values, or initial ones for a meta model.
+    ``weights`` is None for the model's own values, or initial ones for a meta model.
 
     Raises:
         UserError: Wrapping, precision or weights do not match the model.
@@ -406,7 +399,6 @@ def _mixed_precision(model: nn.Module, config: RunConfig) -> MixedPrecision:
 
 
 def _wrap_policy(wrap: str | int | tuple[str, ...]) -> WrapPolicy:
-    """Return the engine's policy for ``sharding.wrap``."""
     if isinstance(wrap, tuple):
         return TransformerBlocks(wrap)
     if isinstance(wrap, int):
@@ -460,3 +452,77 @@ class UnreadWeights:
 
     def read(self, name: str, start: int, out: torch.Tensor) -> None:
         """See :meth:`WeightReader.read`: does nothing."""
+
+
+def model_inputs(model: PreTrainedModel, batch: Batch, *, causal: bool) -> dict[str, Any]:
+    """Return the keyword arguments of the model's forward for a packed or padded batch on its device; any rank.
+
+    The logits are for ``batch.labels_BT``; a causal model's logits at position t are for label t + 1.
+    """
+    if batch.packing is not None:
+        packing = batch.packing
+        rows = PackedRows(
+            input_ids_BS=batch.input_ids_BS,
+            labels_BT=batch.labels_BT,
+            segments_BS=packing.segments_BS,
+            target_segments_BT=packing.target_segments_BT,
+            positions_BS=packing.positions_BS,
+        )
+        return packed_inputs(model, rows)
+    inputs = {"input_ids": batch.input_ids_BS, "attention_mask": batch.attention_mask_BS, "use_cache": False}
+    if causal:
+        return inputs
+    return {**inputs, "decoder_input_ids": decoder_inputs(model, batch.labels_BT)}
+
+
+def loss_sum(
+    model: PreTrainedModel,
+    batch: Batch,
+    *,
+    causal: bool,
+    objective: Objective = PLAIN,
+    expected_gradient: float | Tensor = 1.0,
+) -> Tensor:
+    """Return the loss summed over the target tokens of one batch; every rank calls it, as it runs a forward.
+
+    0-d float32; zero for a batch of filler rows. ``expected_gradient`` is the factor that the loss is multiplied by
+    before backward; see ``model_loss``.
+    """
+    return losses(model, batch, None, causal=causal, objective=objective, expected_gradient=expected_gradient)[0]
+
+
+def losses(
+    model: PreTrainedModel,
+    batch: Batch,
+    router: RouterLoss | None,
+    *,
+    causal: bool,
+    objective: Objective = PLAIN,
+    expected_gradient: float | Tensor = 1.0,
+) -> tuple[Tensor, Tensor | None]:
+    """Return the loss of :func:`loss_sum`, and of the same forward the routers' own loss, 0-d, or None."""
+    inputs = model_inputs(model, batch, causal=causal)
+    own: list[Tensor] = []
+    labels_BT, weights_BT = batch.labels_BT, batch.weights_BT
+    if causal:
+        # Position t predicts label t + 1; the last position predicts nothing.
+        labels_BT = functional.pad(labels_BT[:, 1:], (0, 1), value=IGNORED_LABEL)
+        weights_BT = None if weights_BT is None else functional.pad(weights_BT[:, 1:], (0, 1), value=1.0)
+
+    def forward() -> Tensor:
+        if router is None:
+            return model(**inputs).logits
+        output = model(**inputs, output_router_logits=True)
+        own.append(router.of(output))
+        return output.logits
+
+    loss = model_loss(
+        model,
+        forward,
+        labels_BT,
+        objective,
+        expected_gradient=expected_gradient,
+        weights_BT=weights_BT,
+        targets=batch.target_tokens,
+    )
+    return loss, own[0] if own else None

@@ -38,8 +38,6 @@ _TABLES = 2 * 256 * _FP32
 
 @dataclass(frozen=True)
 class _Kind:
-    """One value of ``training.optimizer``."""
-
     title: str  # display name
     make: Callable[[Groups, RunConfig], Optimizer]  # makes the optimizer for the groups of ``_groups``
     state_bytes: Callable[[Groups], int]  # returns the bytes of state that this rank holds for these groups
@@ -117,14 +115,6 @@ def _adam_options(settings: TrainingConfig) -> dict[str, Any]:
     return {"lr": settings.learning_rate, "betas": betas, "eps": settings.adam_epsilon}
 
 
-def _adamw(groups: Groups, config: RunConfig) -> Optimizer:
-    return torch.optim.AdamW(groups, fused=True, **_adam_options(config.training))
-
-
-def _adamw_bytes(groups: Groups) -> int:
-    return sum(2 * _FP32 * numel + _FP32 for _, _, numel in _held(groups))
-
-
 def _adafactor(groups: Groups, config: RunConfig) -> Optimizer:
     rate = config.training.learning_rate
     # With a learning rate, as in Hugging Face's Trainer; without one, as T5 was trained.
@@ -153,14 +143,6 @@ def _muon(groups: Groups, config: RunConfig) -> Optimizer:
     )
 
 
-def _muon_bytes(groups: Groups) -> int:
-    return sum(_FP32 * numel if group["use_muon"] else 2 * _FP32 * numel + _FP32 for group, _, numel in _held(groups))
-
-
-def _adamw_8bit(groups: Groups, config: RunConfig) -> Optimizer:
-    return AdamW8bit(groups, **_adam_options(config.training))
-
-
 def _adamw_8bit_bytes(groups: Groups) -> int:
     narrow = [(meta, numel) for _, meta, numel in _held(groups) if meta.placement.numel >= SMALLEST]
     wide = [numel for _, meta, numel in _held(groups) if meta.placement.numel < SMALLEST]
@@ -168,19 +150,27 @@ def _adamw_8bit_bytes(groups: Groups) -> int:
     return codes + (_TABLES if narrow else 0) + 2 * _FP32 * sum(wide)
 
 
-def _adamw_bf16(groups: Groups, config: RunConfig) -> Optimizer:
-    return AdamWBF16(groups, seed=config.seed, **_adam_options(config.training))
-
-
-def _adamw_bf16_bytes(groups: Groups) -> int:
-    return sum(2 * 2 * numel + _FP32 for _, _, numel in _held(groups))
-
-
 _KINDS: Mapping[str, _Kind] = {
-    "adamw": _Kind("AdamW", _adamw, _adamw_bytes),
+    "adamw": _Kind(
+        "AdamW",
+        lambda groups, config: torch.optim.AdamW(groups, fused=True, **_adam_options(config.training)),
+        lambda groups: sum(2 * _FP32 * numel + _FP32 for _, _, numel in _held(groups)),
+    ),
     "adafactor": _Kind("Adafactor", _adafactor, _adafactor_bytes),
-    "muon": _Kind("Muon", _muon, _muon_bytes),
-    "adamw_8bit": _Kind("8-bit AdamW", _adamw_8bit, _adamw_8bit_bytes),
-    "adamw_bf16": _Kind("AdamW with bf16 state", _adamw_bf16, _adamw_bf16_bytes),
+    "muon": _Kind(
+        "Muon",
+        _muon,
+        lambda groups: sum(
+            _FP32 * numel if group["use_muon"] else 2 * _FP32 * numel + _FP32 for group, _, numel in _held(groups)
+        ),
+    ),
+    "adamw_8bit": _Kind(
+        "8-bit AdamW", lambda groups, config: AdamW8bit(groups, **_adam_options(config.training)), _adamw_8bit_bytes
+    ),
+    "adamw_bf16": _Kind(
+        "AdamW with bf16 state",
+        lambda groups, config: AdamWBF16(groups, seed=config.seed, **_adam_options(config.training)),
+        lambda groups: sum(2 * 2 * numel + _FP32 for _, _, numel in _held(groups)),
+    ),
 }
 """Optimizers by their value of ``training.optimizer``."""

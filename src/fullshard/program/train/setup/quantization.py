@@ -64,9 +64,7 @@ def require_quantizable(model: nn.Module, config: RunConfig) -> None:
 def quantises_head(model: PreTrainedModel, config: RunConfig) -> bool:
     """Return True if the output head is quantised: it can then neither compute the fused loss nor keep its rows home.
 
-    Args:
-        model: The run's model, before its adapter is added.
-        config: The run's settings.
+    ``model`` has no adapter yet.
 
     Raises:
         ConfigError: It is quantised, but ``fused_cross_entropy`` needs it.
@@ -112,13 +110,8 @@ def quantise_outline(model: nn.Module, config: RunConfig) -> None:
 def quantised_base(model: nn.Module, config: RunConfig, directory: Path | None, comm: Comm) -> Base | None:
     """Return the base that the run's checkpoints name instead of holding it; None if it is not quantised.
 
-    Every rank calls it.
-
-    Args:
-        model: The run's sharded model, with its adapter.
-        config: The run's settings.
-        directory: ``model.path`` resolved.
-        comm: The run's ranks; rank 0 reads the files for their digest.
+    Every rank calls it; rank 0 reads the files for their digest. ``model`` is sharded, with its adapter; ``directory``
+    is ``model.path`` resolved.
 
     Raises:
         ModelError: The files cannot be read.

@@ -1,4 +1,4 @@
-"""Where a run starts: from scratch or from a checkpoint, and whether its settings match the checkpoint's."""
+"""Where a run starts: from scratch or from a checkpoint, and whether its settings match what that saved."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import ceil, isfinite
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from fullshard.errors import CheckpointError, ConfigError, DataError
 from fullshard.program.config import RUN_NAME, RunConfig
 from fullshard.program.data import split_lists
 from fullshard.program.train.reporting.reports import EndedBy
-from fullshard.program.train.setup.division import Division, began_with
-from fullshard.program.train.setup.saved_values import Rules, read_values
-from fullshard.program.train.setup.set_rows import source_spec
+from fullshard.program.train.setup.prepare import source_spec
+from fullshard.program.train.setup.steps import Division, began_with
 from fullshard.state.resilience import OfOtherRanks, Snapshot
 from fullshard.state.storage import (
     FINISHED_NAME,
@@ -24,15 +24,109 @@ from fullshard.state.storage import (
     Survey,
     as_place,
     backend_of,
+    changed_small_files,
     content_of,
     find_checkpoints,
+    instead_of,
     is_url,
+    read_completion,
+    read_index,
     read_json,
     remove_checkpoint,
     set_aside,
     set_aside_text,
+    shown,
     survey,
 )
+
+EVALUATION_NAME = "evaluation.json"
+"""File that an evaluation after a checkpoint's step adds to the checkpoint: the run so far, with the evaluation."""
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What settings mean in a run: as in this version, or as in the earlier one that began it."""
+
+    # parameters with weight decay: by names, as in Hugging Face's Trainer, or those with two or more dimensions
+    weight_decay: Literal["names", "dimensions"] = "names"
+    # what limits the steps if ``training.max_steps`` is set: that alone, or the epochs too
+    steps: Literal["max_steps", "smaller"] = "max_steps"
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any] | None) -> Rules:
+        """Return the rules of a run that continues with these values of a checkpoint; None: it starts here."""
+        if values is None:
+            return cls()
+        return cls(**values["rules"]) if "rules" in values else _EARLIER
+
+    def settled(self, config: RunConfig, steps_per_epoch: int) -> RunConfig:
+        """Return the settings with the limit on steps that holds: without ``max_steps`` where epochs end earlier."""
+        training = config.training
+        epochs = ceil(steps_per_epoch * training.num_train_epochs)
+        if self.steps == "max_steps" or training.max_steps is None or training.max_steps <= epochs:
+            return config
+        return config.model_copy(update={"training": training.model_copy(update={"max_steps": None})})
+
+
+THIS_VERSION = Rules()
+"""The rules of runs that begin now."""
+
+_EARLIER = Rules(weight_decay="dimensions", steps="smaller")
+"""The rules of runs whose checkpoints record none."""
+
+
+def read_values(path: Place) -> tuple[int, Mapping[str, Any]]:
+    """Return step and values of a run's checkpoint.
+
+    Raises:
+        CheckpointError: It is damaged, or was not saved by a run.
+    """
+    index = read_index(path)
+    values = index.values
+    if "settings" not in values:
+        raise CheckpointError(f"{path} was not saved by fullshard train: it has no settings of a run.")
+    rows, scaler = values.get("group_rows"), values.get("scaler")
+    numbers = [value for value in scaler.values() if isinstance(value, float)] if isinstance(scaler, Mapping) else []
+    problems = {
+        "settings": not isinstance(values["settings"], Mapping),
+        "record": not isinstance(values.get("record"), Mapping),
+        "group_rows": type(rows) is not int or rows < 1,
+        "rules": "rules" in values and not _are_rules(values["rules"]),
+        "scaler": not isinstance(scaler, Mapping | None) or not all(isfinite(value) for value in numbers),
+    }
+    wrong = [name for name, is_wrong in problems.items() if is_wrong]
+    if wrong:
+        raise CheckpointError(
+            f"{path / 'index.json'} has values that no run saves: {wrong[0]} is {shown(values.get(wrong[0]))}. "
+            f"{instead_of(path)}"
+        )
+    # Checkpoints of older versions, which had only AdamW, tokenized first and knew quotes of CSV alone, do not name
+    # these. Whether files without such quotes give other rows now is seen by the rows' hash.
+    older = {"training.optimizer": "adamw", "training.tf32": True, "data.streaming": False, "data.quoting": "auto"}
+    settings = {**older, **values["settings"]}
+    return index.step, {**values, **_added_values(path), "settings": settings}
+
+
+def _added_values(path: Place) -> Mapping[str, Any]:
+    """Return what the evaluation after a complete checkpoint's step added to it."""
+    # A file that a killed run wrote but did not list is not part of the checkpoint.
+    done = read_completion(path)
+    if EVALUATION_NAME not in done.files:
+        return {}
+    try:
+        for name, text in changed_small_files(path, done):
+            if name == EVALUATION_NAME:
+                raise ValueError(text)
+        return {"record": read_json(path / EVALUATION_NAME)["record"]}
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise CheckpointError(f"{path / EVALUATION_NAME} cannot be read: {error}. {instead_of(path)}") from error
+
+
+def _are_rules(value: object) -> bool:
+    """Return whether a value is of the fields of :class:`Rules`."""
+    decay, steps = ("names", "dimensions"), ("max_steps", "smaller")
+    return value in [{"weight_decay": one, "steps": other} for one in decay for other in steps]
+
 
 CHECKPOINTS_NAME = "checkpoints"
 
@@ -169,14 +263,10 @@ def choose_starting_point(
 ) -> StartingPoint:
     """Decide where a run starts, without changing anything; on rank 0, under the lock on the checkpoints.
 
-    Args:
-        config: The run's settings.
-        world_size: Number of ranks.
-        begun: Number of ranks of the first attempt of the same launcher that has passed its start; 0: none has. After
-            that, all checkpoints are the run's own, whatever ``resume`` says, and damaged ones are passed over. If
-            there are none, the run starts again from the checkpoint that ``resume`` names.
-        in_memory: Whether there is a snapshot to continue from: then damaged checkpoints are passed over even if there
-            is no other one.
+    ``begun`` is the number of ranks of the first attempt of the same launcher that has passed its start; 0: none has.
+    After that, all checkpoints are the run's own, whatever ``resume`` says, and damaged ones are passed over. If there
+    are none, the run starts again from the checkpoint that ``resume`` names. With a snapshot ``in_memory``, damaged
+    checkpoints are passed over even if there is no other one.
 
     Raises:
         ConfigError: The settings differ from the checkpoint's.
@@ -252,7 +342,6 @@ def mark_finished(config: RunConfig, steps: int, ended_by: EndedBy) -> None:
 
 
 def _limit(config: RunConfig, steps: int, ended_by: EndedBy) -> str:
-    """Return the setting that ended a run."""
     if ended_by == "steps":
         return "training.max_steps" if steps == config.training.max_steps else "training.num_train_epochs"
     return {"time": "training.max_train_minutes", "early_stopping": "training.early_stopping_patience"}[ended_by]
@@ -261,9 +350,7 @@ def _limit(config: RunConfig, steps: int, ended_by: EndedBy) -> str:
 def _other_data(config: RunConfig, now: Mapping[str, Any]) -> str:
     """Return which data the run in ``output_dir`` was of if it is not that of the settings; otherwise nothing.
 
-    Args:
-        config: The settings.
-        now: Their deciding settings, in which a file is its content.
+    ``now`` are the deciding settings, in which a file is its content.
     """
     try:
         recorded = read_json(Path(config.output_dir, RUN_NAME))
@@ -363,10 +450,7 @@ def _restoring(different: Mapping[str, str], then: Mapping[str, Any], path: Plac
 def or_snapshot(start: StartingPoint, snapshot: Snapshot | None, others: OfOtherRanks | None = None) -> StartingPoint:
     """Return the start from a snapshot if its step is later, otherwise ``start``; any rank, with its own snapshot.
 
-    Args:
-        start: The start from a checkpoint, or from scratch.
-        snapshot: The newest one of these ranks.
-        others: The newest ones of another number of ranks.
+    ``others`` are the newest snapshots of another number of ranks.
 
     Raises:
         ConfigError: The run file was changed meanwhile.
@@ -461,7 +545,6 @@ def _value_text(value: Any) -> str:
 
 
 def _content(path: Path) -> str:
-    """Return a digest of the content of a file or a model directory."""
     try:
         return content_of(path)
     except OSError as error:

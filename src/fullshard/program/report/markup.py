@@ -1,17 +1,24 @@
-"""Tables, tiles and notes of the page as HTML; all data is escaped here."""
+"""The HTML of a page: tables, tiles and notes, in which all data is escaped, and the frame with plotly."""
 
 from __future__ import annotations
 
+import base64
+import importlib
+import json
+import zlib
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from html import escape
+from pathlib import Path
 from typing import Any
 
-from fullshard.program.report.figures import MEMORY_PARTS, WAITS
+from fullshard.errors import ConfigError
+from fullshard.program.report.figures import MEMORY_PARTS, WAITS, Figure, number, share
 from fullshard.program.report.files import Record
-from fullshard.program.report.numbers import number, share
+from fullshard.program.train.reporting.reports import RankTrace, spread
 from fullshard.program.train.reporting.scores import Confusion, format_metric
-from fullshard.program.train.reporting.trace import RankTrace
 from fullshard.sizes import format_bytes, format_duration
+from fullshard.version import __version__
 
 SHOWN_PREDICTIONS = 20
 SHOWN_MISTAKES = 15
@@ -117,14 +124,9 @@ def spent(rank: RankTrace, kind: str) -> float:
 
 
 def prediction_table(predictions: Sequence[Record], *, compared: bool) -> str:
-    """Return a table of predictions and references, evenly spaced over the rows, since files are often sorted.
-
-    With ``compared`` the predictions that equal a reference are marked.
-    """
-    count = min(SHOWN_PREDICTIONS, len(predictions))
-    rows = []
-    for place in range(count):
-        one = predictions[place * len(predictions) // count]
+    """Return a table of predictions and references; with ``compared``, those that equal a reference are marked."""
+    chosen, rows = spread(predictions, SHOWN_PREDICTIONS), []
+    for one in chosen:
         references = [str(text) for text in one.get("references", ())]
         texts = [_text(one.get("input", "")), _text(one.get("prediction", "")), "".join(map(_text, references))]
         cells = "".join(f"<td>{text}</td>" for text in texts)
@@ -135,7 +137,7 @@ def prediction_table(predictions: Sequence[Record], *, compared: bool) -> str:
         rows.append(f"<tr>{cells}</tr>")
     names = ("input", "prediction", "references", *(("compared",) if compared else ()))
     head = "".join(f'<th scope="col">{name}</th>' for name in names)
-    caption = f"{count:,} of {len(predictions):,} predictions on held-out rows, evenly spaced"
+    caption = f"{len(chosen):,} of {len(predictions):,} predictions on held-out rows, evenly spaced"
     return (
         f'<div class="scroll"><table class="texts"><caption>{caption}</caption>'
         f"<thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table></div>"
@@ -193,3 +195,77 @@ def settings_table(caption: str, values: Mapping[str, Any]) -> str:
     """Return a table of settings by dotted key, one per line."""
     rows = [(key, "not set" if value is None else str(value)) for key, value in values.items()]
     return table(caption, ["setting", "value"], rows, numbers_from=2)
+
+
+STYLE, SCRIPT = (Path(__file__).with_name(name).read_text(encoding="utf-8") for name in ("page.css", "page.js"))
+
+# Makes the browser block all network requests of the page.
+_POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
+
+
+@dataclass(frozen=True)
+class PageSection:
+    """One section of the page."""
+
+    name: str  # HTML id
+    title: str  # heading
+    body: str  # HTML
+    figures: tuple[Figure, ...] = ()  # the charts with a placeholder in ``body``
+
+
+def frame(title: str, heading: str, lead: str, sections: Sequence[PageSection]) -> str:
+    """Return a page as HTML; ``lead``, the line below the heading, is HTML, title and heading are text.
+
+    Raises:
+        ConfigError: plotly is missing.
+    """
+    drawn = {figure.name: list(figure.choices.values()) for section in sections for figure in section.figures}
+    # Escaped, because a "<" in the data could end the script element.
+    values = json.dumps(drawn, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
+    links = "".join(f'<li><a href="#{section.name}">{escape(section.title)}</a></li>' for section in sections)
+    body = "".join(
+        f'<section id="{section.name}"><h2>{escape(section.title)}</h2>{section.body}</section>' for section in sections
+    )
+    library = _plotly()
+    size = len(library) + len(values) + len(body)
+    return (
+        '<!DOCTYPE html><html lang="en"><head><meta charset="utf-8">'
+        f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f'<meta name="color-scheme" content="light dark"><title>{escape(title)}</title>'
+        f"<style>{STYLE}</style></head><body>"
+        f'<header><h1>{escape(heading)}</h1><p class="lead">{lead}</p>'
+        f'<nav aria-label="Sections"><ul>{links}</ul></nav></header>'
+        "<main><noscript><p>The charts need JavaScript; the tables do not.</p></noscript>"
+        '<p id="old" hidden>The charts need a browser of 2023 or newer; the tables do not.</p>'
+        f"{body}</main><footer>Written by fullshard {escape(__version__)}. This file is self-contained and makes no "
+        f"network requests. Its size is about {format_bytes(size)}, mostly plotly.js, compressed.</footer>"
+        f'<script type="application/json" id="figures">{values}</script>'
+        f'<script type="text/plain" id="plotly">{library}</script><script>{SCRIPT}</script></body></html>\n'
+    )
+
+
+def _plotly() -> str:
+    """Return the source of plotly.js, which is part of the package: compressed, in base64. It is 4.8 MB, so 2.0."""
+    try:
+        offline = importlib.import_module("plotly.offline")
+    except ImportError as error:
+        raise ConfigError("The report draws its charts with plotly: pip install plotly.") from error
+    return base64.b64encode(zlib.compress(offline.get_plotlyjs().encode(), 9)).decode()
+
+
+def placeholders(drawn: Sequence[Figure]) -> str:
+    """Return the elements in which the script draws the charts."""
+    places = []
+    for figure in drawn:
+        chooser = ""
+        if len(figure.choices) > 1:
+            options = "".join(f"<option>{escape(label)}</option>" for label in figure.choices)
+            label = f"{figure.title}: rank"
+            chooser = f'<select data-figure="{figure.name}" aria-label="{escape(label)}">{options}</select>'
+        places.append(
+            f'<figure{" class=wide" if figure.wide else ""}><div class="head"><h3>{escape(figure.title)}</h3>{chooser}'
+            f'</div><div id="{figure.name}" role="img" aria-label="{escape(figure.title)}" '
+            f'style="height:{figure.height}px"></div><figcaption>{escape(figure.text)}</figcaption></figure>'
+        )
+    return f'<div class="charts">{"".join(places)}</div>'

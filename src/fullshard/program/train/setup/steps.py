@@ -1,0 +1,232 @@
+"""The steps of a run: how many, which rows each has, how these are divided over ranks, and at which learning rate."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from math import ceil
+from typing import Any, Literal
+
+from fullshard.errors import ConfigError
+from fullshard.program.config import RunConfig
+from fullshard.program.config.training import TrainingConfig
+from fullshard.program.data import BatchPlan, EpochPlan, Mixture, TokenizedSet, TokenPlan
+from fullshard.program.train.reporting.reports import SetFacts
+from fullshard.program.train.setup.prepare import Prepared
+
+
+@dataclass(frozen=True)
+class Division:
+    """The division of one optimizer step."""
+
+    ranks: int  # number of ranks
+    each: int  # rows of a micro-batch on one rank; with a token budget, its tokens including padding
+    accumulation: int  # micro-batches of a rank
+    by_tokens: bool  # whether micro-batches are cut by tokens
+
+    @classmethod
+    def of(cls, config: RunConfig, ranks: int) -> Division:
+        """Return the division that the settings request on a number of ranks."""
+        settings = config.training
+        tokens = settings.per_device_train_batch_tokens
+        each = settings.per_device_train_batch_size if tokens is None else tokens
+        return cls(ranks, each, settings.gradient_accumulation_steps, tokens is not None)
+
+    @classmethod
+    def began(cls, values: Mapping[str, Any]) -> Division | None:
+        """Return the division at a run's start from the values of a checkpoint; None if an older version wrote it."""
+        try:
+            found = cls(**values["division"])
+        except (KeyError, TypeError):
+            return None
+        sizes = (found.ranks, found.each, found.accumulation)
+        return found if all(type(size) is int and size > 0 for size in sizes) else None
+
+    @property
+    def global_batch(self) -> int:
+        """Rows of one step; with a token budget, its tokens including padding."""
+        return self.ranks * self.each * self.accumulation
+
+    @property
+    def group(self) -> int:
+        """Rows of similar length that are together: those of a step; with a token budget, its micro-batches."""
+        return self.ranks * self.accumulation if self.by_tokens else self.global_batch
+
+    def on(self, ranks: int) -> Division:
+        """Return the division of the same rows over another number of ranks, in micro-batches that are not larger.
+
+        Raises:
+            ConfigError: They cannot be divided equally.
+        """
+        if ranks == self.ranks:
+            return self
+        parts = self.ranks * self.accumulation if self.by_tokens else self.global_batch
+        if parts % ranks:
+            what = "micro-batches" if self.by_tokens else "rows"
+            raise ConfigError(
+                f"The run began on {self.ranks} ranks with {parts} {what} a step, and {ranks} ranks cannot share them "
+                f"equally. Start it on a number of ranks that divides {parts}."
+            )
+        share = parts // ranks
+        if self.by_tokens:
+            return replace(self, ranks=ranks, accumulation=share)
+        each = next(rows for rows in range(self.each, 0, -1) if share % rows == 0)
+        return replace(self, ranks=ranks, each=each, accumulation=share // each)
+
+    def settings(self, config: RunConfig) -> RunConfig:
+        """Return the settings that request this division."""
+        each = "per_device_train_batch_tokens" if self.by_tokens else "per_device_train_batch_size"
+        changed = {each: self.each, "gradient_accumulation_steps": self.accumulation}
+        return config.model_copy(update={"training": config.training.model_copy(update=changed)})
+
+
+def began_with(asked: Division, began: Division | None) -> Division:
+    """Return the division that a run keeps: the one it ``began`` with, unless the settings now request another.
+
+    ``asked`` is for the current ranks, ``began`` for those that the run had then; None: not known.
+    """
+    if began is None or replace(asked, ranks=began.ranks) != began:
+        return asked
+    return began
+
+
+def make_plan(
+    config: RunConfig, train_set: TokenizedSet, world_size: int, *, causal: bool, group: int | None = None
+) -> BatchPlan:
+    """Return the plan of the first epoch, whose ``for_epoch`` returns the others; any rank, with the same result.
+
+    ``group`` is :attr:`Division.group` of the run's start; None: it starts here.
+
+    Raises:
+        DataError: A row is longer than the token budget.
+    """
+    settings = config.training
+    group = group or Division.of(config, world_size).group
+    if settings.per_device_train_batch_tokens is None:
+        return EpochPlan(
+            num_rows=len(train_set),
+            world_size=world_size,
+            batch_size=settings.per_device_train_batch_size,
+            seed=config.seed,
+            lengths=train_set.lengths if settings.train_sampling_strategy == "group_by_length" else None,
+            group_rows=group,
+            accumulation=settings.gradient_accumulation_steps,
+            mixture=make_mixture(config, train_set),
+        )
+    return TokenPlan(
+        source_lengths=train_set.source_ids.lengths,
+        target_lengths=train_set.target_ids.lengths,
+        causal=causal,
+        world_size=world_size,
+        batch_tokens=settings.per_device_train_batch_tokens,
+        accumulation=settings.gradient_accumulation_steps,
+        seed=config.seed,
+        group=group,
+    )
+
+
+def make_mixture(config: RunConfig, train_set: TokenizedSet) -> Mixture | None:
+    """Return the shares of the sets of a run in an epoch; None if they have no weights, so that each row comes once."""
+    weights = config.data.weights
+    # A mixture of one set is that set, whatever its weight.
+    return Mixture(train_set.set_rows, weights, config.seed) if weights and train_set.set_rows else None
+
+
+def mixture_notes(config: RunConfig, prepared: Prepared) -> list[str]:
+    """Return a line with the rows of each set in an epoch, for a mixture with weights; any rank."""
+    mixture = make_mixture(config, prepared.train_set)
+    if mixture is None:
+        return []
+    total = sum(mixture.rows)
+    parts = [
+        f"{one.name} {count:,} ({count / total:.1%}, {count / len(one.train_set):.2f} times its {len(one.train_set):,})"
+        for one, count in zip(prepared.sets, mixture.counts, strict=True)
+    ]
+    return [f"mixture: an epoch of {total:,} rows has {', '.join(parts)}"]
+
+
+def set_facts(config: RunConfig, prepared: Prepared) -> tuple[SetFacts, ...]:
+    """Return the recorded facts of each set of a mixture, empty if there is none; any rank."""
+    mixture = make_mixture(config, prepared.train_set)
+    counts = [len(one.train_set) for one in prepared.sets] if mixture is None else mixture.counts
+    return tuple(
+        SetFacts(
+            name=one.name,
+            weight=config.data.sets[one.name].weight,
+            train_rows=len(one.train_set),
+            epoch_rows=count,
+            validation_rows=len(one.held_out),
+            content=one.content,
+        )
+        for one, count in zip(prepared.sets, counts, strict=True)
+        if one.name
+    )
+
+
+@dataclass(frozen=True)
+class LearningRateSchedule:
+    """Factor on the learning rate of each optimizer step."""
+
+    # ``linear``: from 1 after warm-up down to 0 after the last step. ``cosine``: the same along half a cosine, as
+    # Hugging Face's ``get_cosine_schedule_with_warmup``. ``step``: multiplied by ``gamma`` every ``step_epochs``
+    # epochs, as torch's ``StepLR`` stepped once an epoch. ``constant``: 1
+    kind: Literal["linear", "cosine", "step", "constant"]
+    total_steps: int  # optimizer steps of the run
+    steps_per_epoch: int  # optimizer steps of one epoch
+    warmup_steps: int = 0  # steps over which the factor first rises linearly from 0
+    warmup_share: float | None = None  # the share of all steps that they are, if that was asked for
+    step_epochs: int = 1  # epochs between two decays of ``step``
+    gamma: float = 1.0  # factor of each decay of ``step``
+
+    def factor(self, step: int) -> float:
+        """Return the factor, from 0 to 1, of the step after ``step`` steps."""
+        if step < self.warmup_steps:
+            return step / self.warmup_steps
+        left = max(0.0, (self.total_steps - step) / max(1, self.total_steps - self.warmup_steps))
+        if self.kind == "linear":
+            return left
+        if self.kind == "cosine":
+            return 0.5 * (1.0 + math.cos(math.pi * (1.0 - left)))
+        if self.kind == "step":
+            return self.gamma ** (step // self.steps_per_epoch // self.step_epochs)
+        return 1.0
+
+    def within(self, limit_s: float, *, steps: int, seconds: float, pace_s: float) -> LearningRateSchedule:
+        """Return the schedule of as many steps as fit a time limit, so that a decay ends with the time.
+
+        ``steps`` were taken in ``seconds``, and ``pace_s`` are the seconds of a step from now on, with its share of
+        evaluations; 0: not measured, nothing changes.
+        """
+        if pace_s <= 0.0:
+            return self
+        total = min(self.total_steps, steps + max(1, ceil((limit_s - seconds) / pace_s)))
+        warmup = self.warmup_steps if self.warmup_share is None else ceil(self.warmup_share * total)
+        return replace(self, total_steps=total, warmup_steps=warmup)
+
+
+def learning_rate_schedule(config: RunConfig, steps_per_epoch: int) -> LearningRateSchedule:
+    """Return the learning rate schedule of a run, including its number of steps."""
+    settings = config.training
+    total_steps = settings.max_steps or ceil(steps_per_epoch * settings.num_train_epochs)
+    warmup = settings.warmup_steps
+    return LearningRateSchedule(
+        kind=settings.lr_scheduler_type,
+        total_steps=total_steps,
+        steps_per_epoch=steps_per_epoch,
+        warmup_steps=ceil(warmup * total_steps) if warmup < 1 else int(warmup),
+        warmup_share=warmup if 0 < warmup < 1 else None,
+        step_epochs=settings.lr_step_size,
+        gamma=settings.lr_gamma,
+    )
+
+
+def learning_rate(settings: TrainingConfig, schedule: LearningRateSchedule, step: int, skipped: int) -> float:
+    """Return the learning rate of the ``step``-th step, from 1, before which so many were ``skipped``.
+
+    With ``learning_rate: null`` Adafactor uses relative step sizes (arXiv:1804.04235, section 8), and this is the size
+    before it is scaled for each parameter; Adafactor does not count skipped steps.
+    """
+    if settings.learning_rate is None:
+        return min(1e-2, 1.0 / math.sqrt(step - skipped))
+    return settings.learning_rate * schedule.factor(step - 1)

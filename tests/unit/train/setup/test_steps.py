@@ -1,0 +1,171 @@
+"""The steps of a run: their rows, however they are divided, and the learning rate of the schedulers people know."""
+
+from dataclasses import asdict
+
+import pytest
+import torch
+from transformers import get_cosine_schedule_with_warmup, get_linear_schedule_with_warmup
+from transformers.optimization import Adafactor
+
+from fullshard.errors import ConfigError
+from fullshard.program.config import RunConfig, TrainingConfig
+from fullshard.program.data import padding_share, steps
+from fullshard.program.train.setup.prepare import collate_spec, prepare
+from fullshard.program.train.setup.steps import Division, LearningRateSchedule, began_with, learning_rate, make_plan
+from support.tiny_run import settings, write_rows
+
+
+@pytest.mark.parametrize(
+    ("ranks", "each", "accumulation"), [(8, 4, 2), (4, 4, 4), (2, 4, 8), (1, 4, 16), (16, 4, 1), (64, 1, 1)]
+)
+def test_other_ranks_take_the_same_rows_in_micro_batches_that_are_not_larger(ranks, each, accumulation):
+    assert Division(8, 4, 2, False).on(ranks) == Division(ranks, each, accumulation, False)
+
+
+@pytest.mark.parametrize(("ranks", "each", "accumulation"), [(1, 1, 6), (3, 1, 2), (2, 3, 1), (1, 6, 1)])
+def test_rows_are_grouped_by_the_global_batch(ranks, each, accumulation):
+    assert Division(ranks, each, accumulation, False).group == 6
+
+
+def test_micro_batches_become_smaller_where_they_must():
+    assert Division(3, 4, 1, False).on(2) == Division(2, 3, 2, False)
+
+
+def test_a_token_budget_stays_as_it_is():
+    assert Division(4, 1000, 1, True).on(2) == Division(2, 1000, 2, True)
+    assert Division(4, 1000, 1, True).on(2).group == Division(4, 1000, 1, True).group
+    assert Division(4, 1000, 2, True).group == 8
+    with pytest.raises(ConfigError, match="4 micro-batches a step, and 3 ranks"):
+        Division(4, 1000, 1, True).on(3)
+
+
+def test_settings_that_were_changed_hold():
+    began = Division(2, 4, 1, False)
+    assert began_with(Division(1, 4, 1, False), began) == began
+    changed = Division(1, 4, 2, False)
+    assert began_with(changed, began) == changed
+    assert began_with(changed, None) == changed
+
+
+@pytest.mark.parametrize("values", [{}, {"division": None}, {"division": {"ranks": 2}}, {"division": 3}])
+def test_values_of_older_versions_have_none(values):
+    assert Division.began(values) is None
+
+
+def test_it_is_read_from_what_it_wrote():
+    division = Division(2, 4, 3, True)
+    assert Division.began({"division": asdict(division)}) == division
+
+
+DIVISIONS = [(1, 1, 6), (3, 1, 2), (2, 3, 1), (6, 1, 1), (1, 6, 1), (1, 2, 3), (2, 1, 3)]
+MIXTURE = dict.fromkeys(("train_file", "validation_file", "source_column", "target_column"))
+KINDS = {
+    "plain": {},
+    "random": {"training__train_sampling_strategy": "random"},
+    "packing": {"training__packing": True},
+    "streaming": {"data__streaming": True},
+    "mixture": {f"data__{name}": None for name in MIXTURE},
+    "sample": {"data__max_train_samples": 17},
+    "tokens": {"training__per_device_train_batch_tokens": 40},
+}
+
+
+def rows_of_steps(directory, changes, division):
+    """For each of the steps of two epochs the rows, target tokens and tokens of all ranks."""
+    ranks, each, accumulation = division
+    sizes = {"training__per_device_train_batch_size": each, "training__gradient_accumulation_steps": accumulation}
+    if "training__per_device_train_batch_tokens" in changes:
+        # The budget is of a micro-batch: only ranks and accumulation divide it.
+        sizes = {"training__per_device_train_batch_size": 8, "training__gradient_accumulation_steps": 6 // ranks}
+    config = RunConfig.model_validate(settings(directory, **changes | sizes))
+    prepared = prepare(config)
+    first = make_plan(config, prepared.train_set, ranks, causal=False)
+    spec = collate_spec(prepared.tokenizer, causal=False)
+    found = []
+    for epoch in range(2):
+        plan = first.for_epoch(epoch)
+        for micro_batches in zip(*(steps(prepared.train_set, plan, rank, spec) for rank in range(ranks)), strict=True):
+            batches = [batch for some in micro_batches for batch in some]
+            pairs = (pair for batch in batches for pair in zip(batch.indices, batch.fillers, strict=True))
+            rows = sorted(index for index, filler in pairs if not filler)
+            found.append((rows, sum(one.target_tokens for one in batches), sum(one.tokens for one in batches)))
+    return found
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_fresh_run_has_the_same_rows_in_each_step(tmp_path, kind):
+    changes = dict(KINDS[kind])
+    if kind == "mixture":
+        write_rows(tmp_path / "few.csv", 9, start=50)
+        files = {"one": "train.csv", "two": "few.csv"}
+        of_set = {name: {"train_file": str(tmp_path / file), "weight": 1} for name, file in files.items()}
+        changes |= {"data__sets": of_set, "training__eval_strategy": "no"}
+    first = rows_of_steps(tmp_path, changes, DIVISIONS[0])
+    assert len({tokens for _, _, tokens in first}) > 1
+    for division in DIVISIONS[1:]:
+        assert rows_of_steps(tmp_path, changes, division) == first, division
+
+
+def test_grouping_by_step_still_saves_padding(tmp_path):
+    config = RunConfig.model_validate(settings(tmp_path, training__per_device_train_batch_size=2))
+    prepared = prepare(config)
+    shares = []
+    for how in ("group_by_length", "random"):
+        training = config.training.model_copy(update={"train_sampling_strategy": how})
+        plan = make_plan(config.model_copy(update={"training": training}), prepared.train_set, 2, causal=False)
+        shares.append(padding_share(plan, prepared.train_set, causal=False))
+    assert shares[0] < shares[1]
+
+
+def factors_of(make, steps):
+    """Factors that a torch scheduler applies to steps 0, 1, ..."""
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    scheduler = make(optimizer)
+    factors = []
+    for _ in range(steps):
+        factors.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        scheduler.step()
+    return factors
+
+
+@pytest.mark.parametrize("warmup", [0, 1, 4, 10, 12])
+def test_linear_equals_transformers(warmup):
+    schedule = LearningRateSchedule("linear", total_steps=10, steps_per_epoch=5, warmup_steps=warmup)
+    expected = factors_of(lambda o: get_linear_schedule_with_warmup(o, warmup, 10), 10)
+    assert [schedule.factor(step) for step in range(10)] == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("warmup", [0, 1, 4])
+def test_cosine_equals_transformers(warmup):
+    schedule = LearningRateSchedule("cosine", total_steps=10, steps_per_epoch=5, warmup_steps=warmup)
+    expected = factors_of(lambda o: get_cosine_schedule_with_warmup(o, warmup, 10), 10)
+    assert [schedule.factor(step) for step in range(10)] == pytest.approx(expected)
+
+
+def test_step_equals_torch_stepped_once_an_epoch():
+    schedule = LearningRateSchedule("step", total_steps=18, steps_per_epoch=3, step_epochs=2, gamma=0.7)
+    expected = factors_of(lambda o: torch.optim.lr_scheduler.StepLR(o, step_size=2, gamma=0.7), 6)
+    assert [schedule.factor(step) for step in range(18)] == pytest.approx([f for f in expected for _ in range(3)])
+
+
+def test_constant_after_warmup():
+    schedule = LearningRateSchedule("constant", total_steps=6, steps_per_epoch=3, warmup_steps=4)
+    assert [schedule.factor(step) for step in range(6)] == [0.0, 0.25, 0.5, 0.75, 1.0, 1.0]
+
+
+def test_the_rate_is_the_peak_times_the_factor_of_the_steps_before():
+    schedule = LearningRateSchedule("linear", total_steps=10, steps_per_epoch=5)
+    settings = TrainingConfig(learning_rate=2e-3)
+    assert [learning_rate(settings, schedule, step, 3) for step in (1, 6)] == pytest.approx([2e-3, 1e-3])
+
+
+@pytest.mark.parametrize("skipped", [0, 2])
+def test_adafactors_own_rate_equals_transformers_but_for_the_scale(skipped):
+    """Of a parameter whose root mean square is one; steps that were left out do not count."""
+    settings = TrainingConfig(optimizer="adafactor", learning_rate=None, lr_scheduler_type="constant")
+    schedule = LearningRateSchedule("constant", total_steps=20_000, steps_per_epoch=20_000)
+    (group,) = Adafactor([torch.nn.Parameter(torch.ones(1))]).param_groups
+    for step in (3, 100, 9_999, 10_001, 20_000):
+        expected = Adafactor._get_lr(group, {"step": step - skipped, "RMS": 1.0})
+        assert learning_rate(settings, schedule, step, skipped) == pytest.approx(expected)
