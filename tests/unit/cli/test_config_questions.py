@@ -16,7 +16,7 @@ import time
 import pytest
 
 from fullshard.compat.accelerate_config.file import read_accelerate_file
-from fullshard.program.cli import main as cli, questionnaire
+from fullshard.program.cli import config, main as cli
 from support.accelerate_files import VERSION_1
 
 SECONDS = 60
@@ -194,7 +194,7 @@ def answers(monkeypatch):
                 raise EOFError
             return line
 
-        monkeypatch.setattr(questionnaire.sys.stdin, "isatty", lambda: True, raising=False)
+        monkeypatch.setattr(config.sys.stdin, "isatty", lambda: True, raising=False)
         # Accelerate's menus read lines where there are no keys to read, as in a notebook.
         monkeypatch.setattr("accelerate.commands.menu.selection_menu.in_colab", True)
         monkeypatch.setattr("builtins.input", next_line)
@@ -263,7 +263,7 @@ def test_a_file_that_exists_is_overwritten_after_a_yes_only(tmp_path, capsys, an
 
 def test_without_a_terminal_nothing_is_asked(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(questionnaire.sys.stdin, "isatty", lambda: False, raising=False)
+    monkeypatch.setattr(config.sys.stdin, "isatty", lambda: False, raising=False)
     assert cli.main(["config"]) == 2
     assert "--default" in capsys.readouterr().err
     assert os.listdir(tmp_path) == []

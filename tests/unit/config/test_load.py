@@ -9,8 +9,7 @@ import pytest
 from pydantic import BaseModel
 
 from fullshard.errors import ConfigError
-from fullshard.program.config import RunConfig, load_run, read_run, require_output_dir
-from fullshard.program.config.evaluation import EvaluationConfig
+from fullshard.program.config import EvaluationConfig, RunConfig, load_run, read_run, require_output_dir
 from fullshard.program.config.schema import ShardingConfig
 
 

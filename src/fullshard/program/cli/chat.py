@@ -3,22 +3,14 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any
 
 from fullshard.errors import ConfigError
-from fullshard.program.cli.common import (
-    add_base,
-    add_json,
-    add_system,
-    add_verb,
-    amount,
-    load_program,
-    positive,
-    require_model,
-)
+from fullshard.program.cli.common import add_base, add_json, add_system, amount, load_program, positive, require_model
 from fullshard.program.launch import launched_elsewhere
 
 PROGRAM = "fullshard.program.launch.programs.chat"
+
+SUMMARY = "try a trained model in a terminal"
 
 DESCRIPTION = """\
 Try a trained model in a terminal: type a line, and the answer comes as it is written. Runs in one process, on a GPU if
@@ -42,9 +34,8 @@ examples:
 """
 
 
-def add_parser(verbs: Any) -> None:
-    """Add the verb's parser to those of ``fullshard``."""
-    parser = add_verb(verbs, "chat", run, "try a trained model in a terminal", DESCRIPTION, EPILOG)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the verb's arguments."""
     parser.add_argument("model", metavar="MODEL", help="output_dir of a run, directory or Hub id of a model")
     parser.add_argument("--num-beams", metavar="N", type=positive, help="width of the beam search (default: the run's)")
     parser.add_argument(

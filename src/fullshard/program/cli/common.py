@@ -25,20 +25,10 @@ Verb = Callable[[argparse.Namespace], Failure | int | None]
 """Runs a verb with its parsed command line; returns the exit code, or why a rank failed or the run stopped."""
 
 
-def add_verb(verbs: Any, name: str, run: Verb, summary: str, description: str, epilog: str, **more: Any) -> Any:
-    """Add a verb's parser and return it.
-
-    ``verbs`` is the object returned by ``add_subparsers``, ``summary`` the line in its list of verbs, ``more`` other
-    arguments of ``argparse.ArgumentParser``.
-    """
-    parser = verbs.add_parser(
-        name,
-        help=summary,
-        description=description,
-        epilog=epilog,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        **more,
-    )
+def add_verb(verbs: Any, name: str, run: Verb, summary: str, description: str, epilog: str) -> argparse.ArgumentParser:
+    """Add a verb's parser to those of ``add_subparsers`` and return it; ``summary`` is its line in the list."""
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = verbs.add_parser(name, help=summary, description=description, epilog=epilog, formatter_class=raw)
     parser.set_defaults(run=run)
     return parser
 

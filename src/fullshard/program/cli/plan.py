@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from fullshard.errors import ConfigError
-from fullshard.program.cli.common import ShareProgress, add_run_arguments, add_verb, amount, load_program, positive
+from fullshard.program.cli.common import ShareProgress, add_run_arguments, amount, load_program, positive
 from fullshard.program.config import load_run
 from fullshard.program.launch import choose_nproc
 from fullshard.program.launch.messages import say
@@ -30,6 +30,8 @@ DOES_NOT_FIT = 1
 
 RATES = Path("rates.json")
 """Default file of `fullshard bench`."""
+
+SUMMARY = "show the memory, traffic and time of a run, before it starts"
 
 DESCRIPTION = """\
 Show the most memory that a rank of a run holds, by use, and the bytes that it sends in a step. The run's own model,
@@ -62,11 +64,8 @@ _UNITS |= {f"{unit}B": size for unit, size in _UNITS.items() if len(unit) == 1 a
 _UNITS |= {f"{unit}IB": 1 << (10 * power) for power, unit in enumerate("KMGT", 1)}
 
 
-def add_parser(verbs: Any) -> None:
-    """Add the verb's parser to those of ``fullshard``."""
-    parser = add_verb(
-        verbs, "plan", run, "show the memory, traffic and time of a run, before it starts", DESCRIPTION, EPILOG
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the verb's arguments."""
     add_run_arguments(parser)
     parser.add_argument(
         "--world",

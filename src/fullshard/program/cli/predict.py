@@ -8,7 +8,6 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from fullshard.errors import ConfigError, DataError
 from fullshard.program.cli.common import (
@@ -16,7 +15,6 @@ from fullshard.program.cli.common import (
     add_encoding,
     add_json,
     add_system,
-    add_verb,
     join_other_launcher,
     positive,
     rank_flags,
@@ -27,6 +25,8 @@ from fullshard.program.launch.messages import say
 from fullshard.program.launch.programs.row_formats import require_suffix
 
 PROGRAM = "fullshard.program.launch.programs.predict"
+
+SUMMARY = "predict texts for new rows with a trained model"
 
 DESCRIPTION = """\
 Predict a text for each row of FILE with a trained model. Writes one JSON line per row, with all columns of FILE and
@@ -65,9 +65,8 @@ _VALUES = (
 )
 
 
-def add_parser(verbs: Any) -> None:
-    """Add the verb's parser to those of ``fullshard``."""
-    parser = add_verb(verbs, "predict", run, "predict texts for new rows with a trained model", DESCRIPTION, EPILOG)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the verb's arguments."""
     parser.add_argument("model", metavar="MODEL", help="output_dir of a run, directory or Hub id of a model")
     parser.add_argument("file", metavar="FILE", nargs="?", default="-", help="rows (default: -, standard input)")
     parser.add_argument("-o", "--output", metavar="FILE", type=Path, help="file to write (default: standard output)")

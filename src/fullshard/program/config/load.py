@@ -9,23 +9,19 @@ import os
 import re
 import shlex
 import types
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from functools import reduce
+from operator import getitem
 from pathlib import Path
-from typing import Any, Union, get_args, get_origin
+from typing import Any, get_args
 
 import yaml
 from pydantic import BaseModel, ValidationError
 
 from fullshard.errors import ConfigError
 from fullshard.program.config.aliases import other_name
-from fullshard.program.config.schema import RunConfig
-from fullshard.program.config.sets import SetConfig
-
-_FILE_KEYS = (("data", "train_file"), ("data", "validation_file"))
-"""Keys whose value is a file."""
-
-_NAME_KEYS = (("data", "dataset_name"), ("model", "path"))
-"""Keys whose value is a path or an id on the Hub."""
+from fullshard.program.config.schema import RunConfig, flat_settings, options
+from fullshard.program.config.section import fields_of, section_in
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 """An id as in huggingface_hub: a name, or an owner and a name."""
@@ -221,9 +217,8 @@ def _without_unset(values: Mapping[str, Any], section: type[BaseModel]) -> dict[
         key = field.alias or name
         if key not in kept:
             continue
-        kinds = (field.annotation, *get_args(field.annotation))
-        nested = next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)), None)
-        if kept[key] is None and types.NoneType not in kinds:
+        nested = section_in(field)
+        if kept[key] is None and types.NoneType not in get_args(field.annotation):
             del kept[key]
         elif nested is not None and isinstance(kept[key], Mapping):
             kept[key] = _without_unset(kept[key], nested)
@@ -238,25 +233,22 @@ def _as_text(key: str, typed: str) -> str:
 
 def _resolve_files(values: Mapping[str, Any], directory: Path, *, reads_data: bool) -> tuple[dict[str, Any], list[str]]:
     """Return the settings with absolute paths, and a problem for each path that does not exist and will be read."""
-    resolved = copy.deepcopy(dict(values))
+    resolved, known = copy.deepcopy(dict(values)), options()
     problems = []
-    data = resolved.get("data")
-    sets = data.get("sets") if isinstance(data, Mapping) else None
-    sections = [(section, key, section, resolved.get(section)) for section, key in _FILE_KEYS + _NAME_KEYS]
-    for name, one in sets.items() if isinstance(sets, Mapping) else ():
-        sections += [("data", key, f"data.sets.{name}", one) for section, key in _FILE_KEYS + _NAME_KEYS[:1]]
-    for section, key, shown, settings in sections:
-        if not isinstance(settings, dict) or not isinstance(settings.get(key), str):
+    for key, value in list(flat_settings(resolved)):
+        option = known.get(re.sub(r"^data\.sets\.[^.]+", "data.sets.*", key))
+        if option is None or option.names in (None, "place") or not isinstance(value, str):
             continue
-        candidates = list(dict.fromkeys(Path(base, settings[key]).absolute() for base in (directory, Path.cwd())))
+        candidates = list(dict.fromkeys(Path(base, value).absolute() for base in (directory, Path.cwd())))
         found = next((candidate for candidate in candidates if candidate.exists()), None)
         if found is not None:
-            settings[key] = str(found)
-        elif section == "data" and not reads_data:
+            *sections, name = key.split(".")
+            reduce(getitem, sections, resolved)[name] = str(found)
+        elif option.names != "model" and not reads_data:
             continue
-        elif (section, key) in _FILE_KEYS or not HUB_ID.fullmatch(settings[key]):
+        elif option.names == "file" or not HUB_ID.fullmatch(value):
             tried = " and ".join(str(candidate) for candidate in candidates)
-            problems.append(f"{shown}.{key}: {settings[key]!r} does not exist; tried {tried}")
+            problems.append(f"{key}: {value!r} does not exist; tried {tried}")
     return resolved, problems
 
 
@@ -285,10 +277,11 @@ def _explain_unknown(key: str, value: Any) -> str:
     """Describe an unknown key, with its name here or the most similar key."""
     if (answer := other_name(key, value)) is not None:
         return f"{key}: {answer}"
-    known = list(_known_keys(RunConfig))
     section, _, name = key.rpartition(".")
+    known = [other for other, _ in fields_of(RunConfig)]
     if of_set := re.match(r"data\.sets\.[^.]+", section):
-        known = list(_known_keys(SetConfig, f"{of_set.group()}."))
+        known = [other.replace("data.sets.*", of_set.group()) for other in known if "*" in other]
+    known = [other for other in known if "*" not in other]
     siblings = [other for other in known if other.rpartition(".")[0] == section]
     nearest = _nearest_leaf(name, siblings) or _nearest_leaf(name, known)
     if nearest is None:
@@ -301,14 +294,3 @@ def _nearest_leaf(name: str, known: Iterable[str]) -> str | None:
     by_leaf = {other.rpartition(".")[2]: other for other in known}
     close = difflib.get_close_matches(name.lower(), by_leaf, n=1)
     return by_leaf[close[0]] if close else None
-
-
-def _known_keys(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
-    """Yield the dotted names of all keys of a section and its nested sections."""
-    for name, field in model.model_fields.items():
-        key = prefix + (field.alias or name)
-        yield key
-        kinds = get_args(field.annotation) if get_origin(field.annotation) in (Union, types.UnionType) else ()
-        for kind in (field.annotation, *kinds):
-            if isinstance(kind, type) and issubclass(kind, BaseModel):
-                yield from _known_keys(kind, key + ".")

@@ -7,10 +7,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from fullshard.core.engine.step.recorder import Kind
+from fullshard.program.metrics import Confusion, higher_is_better
 from fullshard.program.report.files import Record, RunFiles
 from fullshard.program.report.numbers import FEW_STEPS, PERCENT, WHOLE, Points, memory_unit, series, shown, smooth, thin
-from fullshard.program.train.evaluation.metrics import higher_is_better
-from fullshard.program.train.reporting.scores import Confusion
 from fullshard.program.train.reporting.trace import RankTrace, StepTrace
 from fullshard.sizes import format_bytes, format_duration
 

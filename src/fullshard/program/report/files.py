@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from fullshard.errors import CheckpointError
-from fullshard.program.train.reporting.scores import Confusion
+from fullshard.program.metrics import Confusion
 from fullshard.program.train.reporting.sinks import METRICS_NAME, PREDICTIONS_NAME, RUN_NAME, SUMMARY_NAME
 from fullshard.program.train.reporting.trace import TRACE_NAME, StepTrace
 

@@ -6,10 +6,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from typing import Any
 
+from fullshard.program.metrics import Confusion, format_metric
 from fullshard.program.report.figures import MEMORY_PARTS, WAITS
 from fullshard.program.report.files import Record
 from fullshard.program.report.numbers import number, share
-from fullshard.program.train.reporting.scores import Confusion, format_metric
 from fullshard.program.train.reporting.trace import RankTrace
 from fullshard.sizes import format_bytes, format_duration
 

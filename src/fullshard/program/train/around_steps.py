@@ -15,10 +15,10 @@ from fullshard.core.torch_private import in_backward
 from fullshard.planner import Meter
 from fullshard.program.config import RunConfig
 from fullshard.program.data import Batch
+from fullshard.program.metrics import needs_text
 from fullshard.program.models import base_of
 from fullshard.program.train.evaluation.evaluate import evaluation_mode
 from fullshard.program.train.evaluation.generation import GenerationSpec, generate
-from fullshard.program.train.evaluation.metrics import needs_text
 from fullshard.program.train.forward import loss_sum
 from fullshard.program.train.run.timetable import saves_between_steps
 from fullshard.program.train.setup.prepare import Prepared

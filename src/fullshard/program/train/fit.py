@@ -6,18 +6,17 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
+from operator import attrgetter
 from typing import Any
 
 from fullshard.errors import ConfigError
 from fullshard.planner import Hardware
-from fullshard.program.config import RunConfig
+from fullshard.program.config import RunConfig, options
+from fullshard.program.config.section import Searched
 from fullshard.program.train.plan import RunPlan, plan_in, prepare_plan
 from fullshard.program.train.recompute import BLOCKS, fewest_blocks, override_of
 from fullshard.program.train.setup.prepare import Prepared
 from fullshard.sizes import format_bytes
-
-STRATEGIES = ("no_shard", "shard_grad_op", "full_shard")
-"""Strategies from the fewest sent bytes to the least memory."""
 
 ROWS = "training.per_device_train_batch_size"
 
@@ -58,13 +57,13 @@ def search(
 ) -> list[Tried]:
     """Return the settings that were tried: those that fit first, the fastest first; one process.
 
-    Open are, unless the run file or an override sets them, ``sharding.strategy``, ``training.gradient_checkpointing``,
-    ``training.fused_cross_entropy``, with an adapter ``sharding.frozen``; and micro-batches of fewer rows and more of
-    them, so that a step has the same rows. Of blocks to recompute, all are tried, and then the fewest with which it
-    fits. Slower settings of a strategy are left out once a faster one fits. Settings are compared by plans of one rank
-    with at most two micro-batches a step, whose gradients accumulate sharded; the fastest is then planned exactly, also
-    with ``training.accumulate`` as a run would choose it. Where nothing fits, all of them are tried once more with
-    ``sharding.cpu_offload``, if that is open, on a device that has a host: the copies between the two are not timed.
+    Open are, unless the run file or an override sets them, the options that are ``searched``; and micro-batches of
+    fewer rows and more of them, so that a step has the same rows. Of blocks to recompute, all are tried, and then the
+    fewest with which it fits. Slower settings of a strategy are left out once a faster one fits. Settings are compared
+    by plans of one rank with at most two micro-batches a step, whose gradients accumulate sharded; the fastest is then
+    planned exactly, also with ``training.accumulate`` as a run would choose it. Where nothing fits, all of them are
+    tried once more with the options of scope ``last`` (``sharding.cpu_offload``), on a device that has a host: the
+    copies between the two are not timed.
 
     Args:
         load: Reads the run file.
@@ -78,9 +77,9 @@ def search(
     """
     config = load(())
     made = Search(load, data or prepare_plan(config), world_size, device, tell)
-    for offload in _product(config, _OFFLOAD if device.has_host else {}):
-        for shared in _product(config, _SHARED):
-            for own in _product(config, _OF_RANK):
+    for offload in _product(config, "last") if device.has_host else ({},):
+        for shared in _product(config, "all"):
+            for own in _product(config, "rank"):
                 last = made.fit_rows({**offload, **shared, **own})
                 if not last.why and own.get(BLOCKS) is True:
                     made.fewer_blocks(last)
@@ -93,21 +92,17 @@ def search(
     return made.ordered()
 
 
-_OFFLOAD = {"sharding.cpu_offload": (False, True)}
-_SHARED = {"sharding.strategy": STRATEGIES, "sharding.frozen": ("replicate", "shard")}
-_OF_RANK = {"training.fused_cross_entropy": ("auto", True), BLOCKS: ("auto", True)}
-
-
-def _product(config: RunConfig, values: dict[str, tuple[Any, ...]]) -> Iterator[dict[str, Any]]:
-    """Yield all combinations of the open settings, fastest first."""
-    free = {name: options for name, options in values.items() if _is_open(config, name)}
+def _product(config: RunConfig, scope: str) -> Iterator[dict[str, Any]]:
+    """Yield all combinations of the open settings of a scope, fastest first."""
+    varied = {name: one.searched for name, one in options().items() if one.searched and one.searched.scope == scope}
+    free = {name: searched.values for name, searched in varied.items() if _is_open(config, name, searched)}
     for chosen in product(*free.values()):
         yield dict(zip(free, chosen, strict=True))
 
 
-def _is_open(config: RunConfig, setting: str) -> bool:
+def _is_open(config: RunConfig, setting: str, searched: Searched) -> bool:
     section, name = setting.split(".")
-    if setting == "sharding.frozen" and config.model.adapter is None:
+    if searched.needs is not None and attrgetter(searched.needs)(config) is None:
         return False
     settings = getattr(config, section)
     return name not in settings.model_fields_set or getattr(settings, name) == "auto"

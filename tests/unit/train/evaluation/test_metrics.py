@@ -8,17 +8,22 @@ from rouge_score.rouge_scorer import RougeScorer
 from sacrebleu import corpus_bleu, corpus_chrf
 
 from fullshard.errors import ConfigError
-from fullshard.program.train.evaluation.metrics import (
+from fullshard.program import metrics
+from fullshard.program.metrics import (
+    METRICS,
+    OTHER,
+    Metric,
     baselines,
+    counted_words,
+    format_metric,
     higher_is_better,
     is_better,
     lead,
     needs_text,
-    perplexity,
     require_packages,
+    row_scores,
     score,
 )
-from fullshard.program.train.reporting.scores import OTHER, format_metric
 
 TEXTS = ["the cat sat on the mat. it slept.", "a dog ran", "no rain today in the north of the country"]
 REFERENCES = [
@@ -118,8 +123,8 @@ def test_predictions_and_references_must_pair_up():
 def test_values_come_in_the_order_asked_for_and_perplexity_needs_the_loss():
     names = ["rougeL", "exact_match", "perplexity", "accuracy", "rouge1"]
     assert list(score(names, ["a"], [("a",)]).values) == ["rougeL", "exact_match", "accuracy", "rouge1"]
-    assert perplexity(math.log(7)) == pytest.approx(7)
-    assert perplexity(1e4) == math.inf
+    assert score(["perplexity"], [], [], loss=math.log(7)).values["perplexity"] == pytest.approx(7)
+    assert score(["perplexity"], [], [], loss=1e4).values["perplexity"] == math.inf
     assert needs_text(["perplexity", "bleu"])
     assert not needs_text(["perplexity"])
 
@@ -156,6 +161,25 @@ def test_lead_baseline_is_each_rows_first_sentences():
 
 def test_without_a_known_majority_there_is_no_such_baseline():
     assert baselines(["exact_match"], ["s"], [("a",)], majority=None) == {}
+
+
+def test_a_metric_is_one_entry(monkeypatch):
+    """Scores, baseline, direction, format and the record of how words are counted follow from it."""
+
+    def shorter(names, predictions, references):
+        return {name: [float(len(text)) for text in predictions] for name in names}
+
+    own = Metric("length", "mean length", shorter, higher_is_better=False, shown="{:.0f}", words=lambda rows: "letters")
+    monkeypatch.setattr(metrics, "METRICS", {**METRICS, "length": own})
+    names = ["length", "exact_match"]
+    assert score(names, ["abc", "a"], [("a",)] * 2).values == {"length": 2, "exact_match": 0.5}
+    assert row_scores(names, ["abc", "a"], [("a",)] * 2)["length"] == [3, 1]
+    found = baselines(names, ["ab. c"], [("a",)], majority="a")
+    assert (found["length"].name, found["length"].value) == ("first sentence", 3)
+    assert needs_text(["length"])
+    assert is_better("length", 1.0, than=2.0)
+    assert format_metric("length", 2.0) == "2"
+    assert counted_words(names, [("a",)]) == {"length": "letters"}
 
 
 @pytest.mark.parametrize(

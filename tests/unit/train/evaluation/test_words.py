@@ -11,8 +11,7 @@ import pytest
 from rouge_score.rouge_scorer import RougeScorer
 from sacrebleu import corpus_bleu
 
-from fullshard.program.train.evaluation.metrics import baselines, lead, score
-from fullshard.program.train.evaluation.words import bleu_words, counted_words, describe_words
+from fullshard.program.metrics import baselines, bleu_words, counted_words, describe_words, lead, score
 
 ROUGE = ("rouge1", "rouge2", "rougeL", "rougeLsum")
 METRICS = ("exact_match", "accuracy", *ROUGE, "bleu", "chrf")

@@ -6,8 +6,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, Seq2SeqTrainingArguments, Trainer
 
-from fullshard.program.config import RunConfig, TrainingConfig
-from fullshard.program.config.evaluation import EvaluationConfig
+from fullshard.program.config import EvaluationConfig, RunConfig, TrainingConfig
 from fullshard.program.train.setup.advice import advice
 from fullshard.program.train.setup.data_plan import make_plan
 from fullshard.program.train.setup.learning_rate import learning_rate_schedule

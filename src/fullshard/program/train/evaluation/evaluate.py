@@ -16,23 +16,22 @@ from fullshard.core.comm import Comm
 from fullshard.core.engine import has_tables_at_home, unsharded
 from fullshard.errors import ConfigError, InvariantError
 from fullshard.program.config import RunConfig
-from fullshard.program.config.evaluation import Metric
 from fullshard.program.data import CollateSpec, EpochPlan, TokenizedSet, batches
 from fullshard.program.data.examples import Example
-from fullshard.program.models import uncompiled
-from fullshard.program.train.evaluation.generation import GenerationSpec, generate, require_right_text
-from fullshard.program.train.evaluation.metrics import (
+from fullshard.program.metrics import (
+    METRICS,
     Baseline,
+    Scores,
     baselines,
+    counted_words,
     needs_text,
-    perplexity,
     require_packages,
     score,
 )
-from fullshard.program.train.evaluation.words import counted_words
+from fullshard.program.models import uncompiled
+from fullshard.program.train.evaluation.generation import GenerationSpec, generate, require_right_text
 from fullshard.program.train.forward import loss_sum
 from fullshard.program.train.reporting.reports import EvaluationReport, Prediction
-from fullshard.program.train.reporting.scores import Scores
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -63,7 +62,7 @@ class EvaluationSpec:
     rows: HeldOut  # the held-out rows
     batch_size: int  # rows of one rank's batch
     generation: GenerationSpec  # settings of text generation
-    metrics: tuple[Metric, ...]  # names of the metrics; the first decides which model is the best
+    metrics: tuple[str, ...]  # names of the metrics; the first decides which model is the best
     baselines: Mapping[str, Baseline]  # baseline of each metric that has one
     # how words of text beyond ASCII are counted, by metric; empty: as by the metrics' packages
     words: Mapping[str, str] = field(default_factory=dict)
@@ -72,7 +71,7 @@ class EvaluationSpec:
     )  # the baselines of each set of a mixture; empty: one set
 
     @property
-    def metric(self) -> Metric:
+    def metric(self) -> str:
         """The metric that decides which model is the best."""
         return self.metrics[0]
 
@@ -91,15 +90,17 @@ def evaluation_spec(config: RunConfig, rows: HeldOut) -> EvaluationSpec:
     settings = config.evaluation
     metrics = tuple(dict.fromkeys((settings.metric, *settings.metrics)))
     require_packages(metrics)
-    if "accuracy" in metrics and rows.labels is None:
+    needing = [name for name in metrics if METRICS[name].confusion]
+    if needing and rows.labels is None:
+        others = [name for name in METRICS if needs_text([name]) and not METRICS[name].confusion]
         raise ConfigError(
-            "evaluation.metric: accuracy needs a label set, but the training targets have too many different texts. "
-            "Use exact_match, rougeL, bleu or chrf."
+            f"evaluation.metric: {needing[0]} needs a label set, but the training targets have too many different "
+            f"texts. Use one of {', '.join(others)}."
         )
     return _spec_of(config, rows, metrics)
 
 
-def _spec_of(config: RunConfig, rows: HeldOut, metrics: tuple[Metric, ...]) -> EvaluationSpec:
+def _spec_of(config: RunConfig, rows: HeldOut, metrics: tuple[str, ...]) -> EvaluationSpec:
     """Return the evaluation of some rows, and of each set of a mixture among them."""
     settings = config.evaluation
     return EvaluationSpec(
@@ -200,11 +201,7 @@ def _set_values(spec: EvaluationSpec, found: _Measured) -> dict[str, Any]:
 
 def _score(spec: EvaluationSpec, loss: float, texts: Sequence[str]) -> Scores:
     """Return the values of all metrics, in their order."""
-    scores = Scores({})
-    if texts:
-        scores = score(spec.metrics, texts, spec.rows.references, labels=spec.rows.labels or ())
-    values = {name: perplexity(loss) if name == "perplexity" else scores.values[name] for name in spec.metrics}
-    return Scores(values, scores.confusion)
+    return score(spec.metrics, texts, spec.rows.references, labels=spec.rows.labels or (), loss=loss)
 
 
 @contextmanager

@@ -10,6 +10,7 @@ from typing import Any
 
 from huggingface_hub import EvalResult, EvalResultEntry, ModelCardData
 
+from fullshard.program.metrics import metric_of
 from fullshard.program.train.reporting.reports import RunStart, RunSummary
 
 
@@ -131,7 +132,7 @@ def metadata(run: Run) -> ModelCardData:
             dataset_type=hub_data if isinstance(hub_data, str) else of_files,
             dataset_name=run.held_out,
             dataset_args={"rows": run.start.validation_rows},
-            metric_type="rouge" if name.startswith("rouge") else name,
+            metric_type=metric_of(name).hub_type or name,
             metric_name=name,
             metric_value=value,
         )

@@ -9,9 +9,11 @@ from typing import Any
 
 import yaml
 
+from fullshard.program.config import option_of
+from fullshard.program.metrics import format_metric
 from fullshard.program.train.reporting.card_facts import Run, metadata
 from fullshard.program.train.reporting.reports import Prediction
-from fullshard.program.train.reporting.scores import LEAST_OTHERS, RESAMPLES, format_metric
+from fullshard.program.train.reporting.scores import LEAST_OTHERS, RESAMPLES
 from fullshard.sizes import format_bytes, format_duration
 
 WRONG_SAMPLES, RIGHT_SAMPLES = 5, 3
@@ -21,9 +23,6 @@ SAMPLE_CHARACTERS = 240
 """Most characters of a text among the samples."""
 
 _ENDED = {"steps": "", "time": "; ended by training.max_train_minutes", "early_stopping": "; ended by early stopping"}
-
-_PATHS = frozenset(("train_file", "validation_file", "dataset_name", "path", "cache_dir", "output_dir", "resume"))
-"""Settings that may be a path on this machine; the card shows only its last part."""
 
 
 def card_text(run: Run) -> str:
@@ -217,13 +216,14 @@ def _training(run: Run) -> list[str]:
     return [table, f"<details><summary>All settings</summary>\n\n```yaml\n{plain}```\n\n</details>"]
 
 
-def _without_paths(values: Mapping[str, Any]) -> dict[str, Any]:
+def _without_paths(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Return settings with only the last part of each absolute path, which may name the user."""
 
     def plain(key: str, value: Any) -> Any:
         if isinstance(value, Mapping):
-            return _without_paths(value)
-        return Path(value).name if key in _PATHS and value is not None and Path(str(value)).is_absolute() else value
+            return _without_paths(value, f"{prefix}{key}.")
+        is_path = option_of(f"{prefix}{key}").names is not None and Path(str(value)).is_absolute()
+        return Path(value).name if is_path else value
 
     return {key: plain(key, value) for key, value in values.items()}
 

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
+from fullshard.program.metrics import Confusion
 from fullshard.program.train.reporting.flops import Flops
-from fullshard.program.train.reporting.scores import Confusion
 
 EndedBy = Literal["steps", "time", "early_stopping"]
 

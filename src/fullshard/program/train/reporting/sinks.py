@@ -20,6 +20,7 @@ from rich.table import Table
 
 from fullshard.errors import CheckpointError
 from fullshard.program.config import RUN_NAME as RUN_NAME, SUMMARY_NAME
+from fullshard.program.metrics import format_metric
 from fullshard.program.train.reporting.flops import Flops
 from fullshard.program.train.reporting.reports import (
     CheckpointReport,
@@ -28,7 +29,6 @@ from fullshard.program.train.reporting.reports import (
     RunSummary,
     StepReport,
 )
-from fullshard.program.train.reporting.scores import format_metric
 from fullshard.program.train.reporting.trace import TRACE_NAME, StepTrace
 from fullshard.sizes import format_bytes
 from fullshard.state.storage import write_text

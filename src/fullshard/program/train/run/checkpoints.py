@@ -15,9 +15,8 @@ import torch
 
 from fullshard.core.comm import together, together_in_background
 from fullshard.errors import CheckpointError, ConfigError
-from fullshard.program.train.evaluation.metrics import higher_is_better
+from fullshard.program.metrics import higher_is_better, needs_text
 from fullshard.program.train.reporting.reports import CheckpointReport, EvaluationReport
-from fullshard.program.train.reporting.scores import LOSS_METRICS
 from fullshard.program.train.reporting.sinks import Sink
 from fullshard.program.train.run.assemble import Assembly
 from fullshard.program.train.run.best import BestModel
@@ -297,7 +296,7 @@ def _longest_text(settings: Mapping[str, Any]) -> Any:
 def _same_length(values: Mapping[str, Any] | None, parts: Assembly) -> bool:
     """Return whether evaluations may write as many tokens as those before the checkpoint with these values."""
     config = parts.config
-    if values is None or {config.evaluation.metric, *config.evaluation.metrics} <= set(LOSS_METRICS):
+    if values is None or not needs_text((config.evaluation.metric, *config.evaluation.metrics)):
         return True
     # Earlier versions did not record it: without the setting they wrote up to data.max_target_length.
     before = values.get("max_new_tokens") or _longest_text(values["settings"])

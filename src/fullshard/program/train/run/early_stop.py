@@ -6,7 +6,7 @@ import torch
 
 from fullshard.core.comm import Comm
 from fullshard.program.config import TrainingConfig
-from fullshard.program.train.evaluation.metrics import higher_is_better
+from fullshard.program.metrics import higher_is_better
 from fullshard.program.train.reporting.reports import EndedBy, EvaluationReport
 from fullshard.program.train.run.record import Record
 

@@ -8,7 +8,7 @@ from math import ceil
 from fullshard.program.config import RunConfig
 from fullshard.program.config.training import NEW_MODEL_LEARNING_RATE
 from fullshard.program.data import BatchPlan, TokenizedSet
-from fullshard.program.train.reporting.scores import LOSS_METRICS
+from fullshard.program.metrics import needs_text
 from fullshard.program.train.setup.division import Division
 from fullshard.program.train.setup.prepare import Prepared
 
@@ -108,7 +108,7 @@ def _key(rows: TokenizedSet, row: int) -> tuple[bytes, bytes]:
 
 def _on_limit(config: RunConfig, prepared: Prepared) -> Iterator[str]:
     settings = config.evaluation
-    if prepared.held_out_set is None or all(name in LOSS_METRICS for name in (settings.metric, *settings.metrics)):
+    if prepared.held_out_set is None or not needs_text((settings.metric, *settings.metrics)):
         return
     limit = settings.max_new_tokens or config.data.max_target_length
     longest = max(one.target_stats.longest for one in (prepared.train_set, prepared.held_out_set))

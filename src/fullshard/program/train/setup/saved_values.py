@@ -8,7 +8,7 @@ from math import ceil, isfinite
 from typing import Any, Literal
 
 from fullshard.errors import CheckpointError
-from fullshard.program.config import RunConfig
+from fullshard.program.config import RunConfig, options
 from fullshard.state.storage import (
     Place,
     changed_small_files,
@@ -86,7 +86,7 @@ def read_values(path: Place) -> tuple[int, Mapping[str, Any]]:
         )
     # Checkpoints of older versions, which had only AdamW, tokenized first and knew quotes of CSV alone, do not name
     # these. Whether files without such quotes give other rows now is seen by the rows' hash.
-    older = {"training.optimizer": "adamw", "training.tf32": True, "data.streaming": False, "data.quoting": "auto"}
+    older = {key: option.before for key, option in options().items() if option.before is not None}
     settings = {**older, **values["settings"]}
     return index.step, {**values, **_added_values(path), "settings": settings}
 
