@@ -120,14 +120,11 @@ def _plain(text: str) -> str:
     return " ".join(composed(text).split())
 
 
-def _hits(predictions: Sequence[str], references: References) -> list[float]:
+def _matches(names: Sequence[str], predictions: Sequence[str], references: References) -> Scored:
     """Return 1.0 for each row whose prediction equals one of its references, else 0.0."""
     pairs = zip(predictions, references, strict=True)
-    return [float(_plain(text) in {_plain(one) for one in right}) for text, right in pairs]
-
-
-def _matches(names: Sequence[str], predictions: Sequence[str], references: References) -> Scored:
-    return dict.fromkeys(names, _hits(predictions, references))
+    hits = [float(_plain(text) in {_plain(one) for one in right}) for text, right in pairs]
+    return dict.fromkeys(names, hits)
 
 
 def _rouge(names: Sequence[str], predictions: Sequence[str], references: References) -> Scored:
@@ -372,8 +369,7 @@ def score(
     if needs_text(metrics):
         if len(predictions) != len(references):
             raise ValueError(f"{len(predictions)} predictions for {len(references)} rows of references.")
-        found = _score_texts(metrics, predictions, references)
-        values = {name: one if isinstance(one, float) else sum(one) / len(one) for name, one in found.items()}
+        values = _text_values(metrics, predictions, references)
     for name in metrics:
         if (of_loss := METRICS[name].of_loss) is not None and loss is not None:
             values[name] = of_loss(loss)
@@ -401,6 +397,11 @@ def _score_texts(metrics: Sequence[str], predictions: Sequence[str], references:
     for of_text, names in together.items():
         found |= {} if of_text is None else of_text(names, predictions, references)
     return found
+
+
+def _text_values(metrics: Sequence[str], predictions: Sequence[str], references: References) -> dict[str, float]:
+    found = _score_texts(metrics, predictions, references)
+    return {name: one if isinstance(one, float) else sum(one) / len(one) for name, one in found.items()}
 
 
 def _confusion(predictions: Sequence[str], references: References, labels: Collection[str]) -> Confusion:
@@ -448,12 +449,11 @@ def baselines(
     if of_labels and majority is not None:
         always = [majority] * len(references) if isinstance(majority, str) else list(majority)
         what = f"always {always[0]!r}" if len(set(always)) == 1 else "always the most frequent target of a row's set"
-        share = sum(_hits(always, references)) / len(references)
-        found |= {name: Baseline(what, share) for name in of_labels}
+        found |= {name: Baseline(what, value) for name, value in _text_values(of_labels, always, references).items()}
     if of_texts:
         name = "first sentence" if lead_sentences == 1 else f"first {lead_sentences} sentences"
-        scores = score(of_texts, [lead(source, lead_sentences) for source in sources], references)
-        found |= {metric: Baseline(name, value) for metric, value in scores.values.items()}
+        leads = [lead(source, lead_sentences) for source in sources]
+        found |= {metric: Baseline(name, value) for metric, value in _text_values(of_texts, leads, references).items()}
     return found
 
 

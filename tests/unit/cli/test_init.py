@@ -46,11 +46,10 @@ def tickets(path):
 
 
 @pytest.mark.parametrize("write", [pairs, labels, tickets])
-def test_what_it_writes_trains_without_editing(write, tmp_path, monkeypatch, capsys):
+def test_what_it_writes_trains_without_editing(write, tmp_path, monkeypatch, done):
     monkeypatch.chdir(tmp_path)
     columns = write(tmp_path / "train.csv")
-    assert cli.main(["init", "train.csv", "--yes"]) == 0
-    printed = capsys.readouterr().out
+    printed = done("init", "train.csv", "--yes")
     assert f"source: {columns[0]}; target: {columns[1]}; model: new" in printed
     assert "  fullshard train run.yaml\n" in printed
     assert cli.main(["config", "check", "run.yaml"]) == 0
@@ -61,8 +60,7 @@ def test_what_it_writes_trains_without_editing(write, tmp_path, monkeypatch, cap
     summary = train(config, run_ranks(1, lambda comm: comm)[0], sinks)
     assert summary.metric == ("exact_match" if write is not tickets else "rougeL")
     AutoModelForSeq2SeqLM.from_pretrained("runs/train")
-    assert cli.main(["share", "runs/train", "--repo", "ada/mine", "--dry-run"]) == 0
-    printed = capsys.readouterr().out.partition("would upload to ada/mine")[2]
+    printed = done("share", "runs/train", "--repo", "ada/mine", "--dry-run").partition("would upload to ada/mine")[2]
     assert "  model.safetensors" in printed
     assert "  README.md" in printed
     assert ".csv" not in printed
@@ -85,13 +83,12 @@ def test_a_semicolon_and_unusable_rows_are_written_down(tmp_path, monkeypatch, c
     assert "(line 42)\n" in printed
 
 
-def test_unusable_rows_are_counted_by_reason(tmp_path, monkeypatch, capsys):
+def test_unusable_rows_are_counted_by_reason(tmp_path, monkeypatch, done):
     monkeypatch.chdir(tmp_path)
     rows = [f"what is {i},{'' if i % 4 == 3 else i % 3}" for i in range(40)]
     rows[0] += ",one cell more"
     (tmp_path / "train.csv").write_text("\n".join(["question,answer", *rows]) + "\n")
-    assert cli.main(["init", "train.csv", "--yes"]) == 0
-    printed = capsys.readouterr().out.partition("11 of 40 rows cannot be used")[2].splitlines()
+    printed = done("init", "train.csv", "--yes").partition("11 of 40 rows cannot be used")[2].splitlines()
     assert printed[1].startswith("  10: ")
     assert printed[1].endswith("(lines 5, 9, 13, ...)")
     assert printed[2] == "  1: the row has 3 cells, the header 2 (line 2)"
@@ -123,44 +120,42 @@ def test_tables_of_two_directories_with_a_usual_name_have_run_directories_of_the
     assert found == ["runs/train", "runs/news-train", "runs/bank-Train", "runs/letters"]
 
 
-def test_a_table_of_another_encoding_is_read_in_it_and_said(tmp_path, monkeypatch, capsys):
+def test_a_table_of_another_encoding_is_read_in_it_and_said(tmp_path, monkeypatch, done):
     monkeypatch.chdir(tmp_path)
     rows = [f"Frage {i} {'über' if i % 2 else 'zur'} Karte;Karte {i % 4}\n" for i in range(40)]
     (tmp_path / "train.csv").write_text("frage;antwort\n" + "".join(rows), encoding="latin-1")
-    assert cli.main(["init", "train.csv", "--yes"]) == 0
-    said = capsys.readouterr().out
+    said = done("init", "train.csv", "--yes")
     assert "not UTF-8: read as windows-1252 (data.encoding), with lines such as 'Frage 1 über Karte;Karte 1'" in said
     assert "cannot be used" not in said
     assert load_run("run.yaml").data.encoding == "windows-1252"
 
 
 @pytest.mark.parametrize(("name", "codec"), [("a.csv", "utf-16"), ("a.csv", "utf-16-le"), ("a.jsonl", "utf-16")])
-def test_utf_16_is_not_taken_for_windows_1252(name, codec, tmp_path, monkeypatch, capsys):
+def test_utf_16_is_not_taken_for_windows_1252(name, codec, tmp_path, monkeypatch, refused):
     monkeypatch.chdir(tmp_path)
     rows = [json.dumps({"frage": f"über {i}", "antwort": f"Karte {i}"}, ensure_ascii=False) for i in range(40)]
     table = rows if name == "a.jsonl" else ["frage,antwort", *(f"über {i},Karte {i}" for i in range(40))]
     (tmp_path / name).write_text("\n".join(table), encoding=codec)
-    assert cli.main(["init", name, "--yes"]) == 3
-    assert f"{name}: its first line has zero bytes, as text in UTF-16 has." in capsys.readouterr().err
+    assert f"{name}: its first line has zero bytes, as text in UTF-16 has." in refused(3, "init", name, "--yes")
     assert not (tmp_path / "run.yaml").exists()
 
 
-def test_a_table_that_says_it_is_utf_8_is_not_taken_for_windows_1252(tmp_path, monkeypatch, capsys):
+def test_a_table_that_says_it_is_utf_8_is_not_taken_for_windows_1252(tmp_path, monkeypatch, refused):
     """The mark would be the first letters of the first column."""
     monkeypatch.chdir(tmp_path)
     rows = "".join(f"über {i};Karte {i % 4}\n" for i in range(40))
     (tmp_path / "a.csv").write_bytes(codecs.BOM_UTF8 + f"frage;antwort\n{rows}".encode("windows-1252"))
-    assert cli.main(["init", "a.csv", "--yes"]) == 3
-    assert "40 of 41 lines cannot be read, the first of them line 2: byte 0xfc is not UTF-8." in capsys.readouterr().err
+    assert "40 of 41 lines cannot be read, the first of them line 2: byte 0xfc is not UTF-8." in refused(
+        3, "init", "a.csv", "--yes"
+    )
 
 
 @pytest.mark.parametrize("also", ["größer".encode(), b"\x81"])
-def test_a_table_of_two_encodings_is_refused_not_thinned_out(also, tmp_path, monkeypatch, capsys):
+def test_a_table_of_two_encodings_is_refused_not_thinned_out(also, tmp_path, monkeypatch, refused):
     monkeypatch.chdir(tmp_path)
     rows = b"".join(b"Frage %d \xfcber Karte;Karte %d\n" % (i, i % 4) for i in range(20))
     (tmp_path / "train.csv").write_bytes(b"frage;antwort\nist " + also + b";nein\n" + rows)
-    assert cli.main(["init", "train.csv", "--yes"]) == 3
-    error = capsys.readouterr().err
+    error = refused(3, "init", "train.csv", "--yes")
     broken, line, byte = (21, 2, "0x81") if also == b"\x81" else (20, 3, "0xfc")
     assert f"{broken} of 22 lines cannot be read, the first of them line {line}: byte {byte} is not UTF-8." in error
     assert "data.encoding" in error
@@ -168,7 +163,7 @@ def test_a_table_of_two_encodings_is_refused_not_thinned_out(also, tmp_path, mon
 
 
 @pytest.mark.parametrize("more", [{}, {"id": 1, "topic": "cards"}])
-def test_conversations_train_without_editing(more, tmp_path, monkeypatch, capsys):
+def test_conversations_train_without_editing(more, tmp_path, monkeypatch, done):
     monkeypatch.chdir(tmp_path)
     talks = [
         [
@@ -178,8 +173,7 @@ def test_conversations_train_without_editing(more, tmp_path, monkeypatch, capsys
         for i in range(40)
     ]
     (tmp_path / "talks.jsonl").write_text("".join(json.dumps({**more, "messages": talk}) + "\n" for talk in talks))
-    assert cli.main(["init", "talks.jsonl", "--yes"]) == 0
-    printed = capsys.readouterr().out
+    printed = done("init", "talks.jsonl", "--yes")
     assert "40 rows\n  messages: each row is a conversation\n" in printed
     assert "model: new" in printed
     text = (tmp_path / "run.yaml").read_text()
@@ -211,15 +205,13 @@ def test_rows_too_few_to_hold_out_are_not_evaluated(tmp_path, monkeypatch):
     assert load_run("run.yaml").training.eval_strategy == "no"
 
 
-def test_nothing_is_overwritten_and_a_pipe_is_not_asked(tmp_path, monkeypatch, capsys):
+def test_nothing_is_overwritten_and_a_pipe_is_not_asked(tmp_path, monkeypatch, refused):
     monkeypatch.chdir(tmp_path)
     pairs(tmp_path / "train.csv")
     (tmp_path / "run.yaml").write_text("mine")
-    assert cli.main(["init", "train.csv", "--yes"]) == 2
-    assert "--yes does not overwrite" in capsys.readouterr().err
+    assert "--yes does not overwrite" in refused(2, "init", "train.csv", "--yes")
     monkeypatch.setattr(sys.stdin, "isatty", lambda: False, raising=False)
-    assert cli.main(["init", "train.csv"]) == 2
-    assert "DATA --yes` to take every default" in capsys.readouterr().err
+    assert "DATA --yes` to take every default" in refused(2, "init", "train.csv")
     assert cli.main(["init", "gone.csv", "--yes", "--out", "other.yaml"]) == 3
     assert (tmp_path / "run.yaml").read_text() == "mine"
 
@@ -243,14 +235,13 @@ def test_it_asks_at_most_four_questions(tmp_path, monkeypatch, capsys):
     assert (config.data.source_column, config.data.target_column) == ("complaint", "our_reply")
 
 
-def test_no_keeps_the_file(tmp_path, monkeypatch, capsys):
+def test_no_keeps_the_file(tmp_path, monkeypatch, refused):
     monkeypatch.chdir(tmp_path)
     pairs(tmp_path / "train.csv")
     (tmp_path / "run.yaml").write_text("mine")
     monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)
     monkeypatch.setattr(builtins, "input", lambda text: "")
-    assert cli.main(["init", "train.csv"]) == 2
-    assert "run.yaml was left unchanged" in capsys.readouterr().err
+    assert "run.yaml was left unchanged" in refused(2, "init", "train.csv")
     assert (tmp_path / "run.yaml").read_text() == "mine"
 
 
@@ -276,18 +267,17 @@ def test_the_suggested_model_fits():
     }
 
 
-def test_quotes_that_are_text_are_told_and_no_row_is_lost(tmp_path, monkeypatch, capsys):
+def test_quotes_that_are_text_are_told_and_no_row_is_lost(tmp_path, monkeypatch, done):
     monkeypatch.chdir(tmp_path)
     rows = "".join(f'"so {i}\tx\nnice {i}\ty\nday {i}\ty\nreally "\tx\n' for i in range(10))
     (tmp_path / "train.tsv").write_text(f"text\tlabel\n{rows}")
-    assert cli.main(["init", "train.tsv", "--yes"]) == 0
-    printed = capsys.readouterr().out
+    printed = done("init", "train.tsv", "--yes")
     assert "train.tsv: tsv, 40 rows" in printed
     assert "(data.quoting: none)" in printed
     assert "lines 2 to 5 " in printed
 
 
-def test_objects_are_columns_by_the_names_inside(tmp_path, monkeypatch, capsys):
+def test_objects_are_columns_by_the_names_inside(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     rows = [{"translation": {"en": f"the card {i} is lost", "de": f"die Karte {i} ist weg"}} for i in range(40)]
     (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -40,12 +40,11 @@ TABLES = {
 
 
 @pytest.mark.parametrize("what", TABLES)
-def test_a_target_that_is_not_clear_is_asked_for_and_not_guessed(what, tmp_path, monkeypatch, capsys):
+def test_a_target_that_is_not_clear_is_asked_for_and_not_guessed(what, tmp_path, monkeypatch, refused):
     columns, answers = TABLES[what]
     text = (lambda name, i: f"{name[:3]} {i}") if "short" in what else sentence
     write(tmp_path / "train.jsonl", [{name: text(name, i) for name in columns} for i in range(40)])
-    assert cli.main(["init", "train.jsonl", "--yes"]) == 3
-    said = capsys.readouterr().err
+    said = refused(3, "init", "train.jsonl", "--yes")
     assert all(repr(name) in said for name in columns)
     assert not (tmp_path / "run.yaml").exists()
     given, asked = iter(["", answers[0], "", answers[1], "new"]), []
@@ -58,7 +57,7 @@ def test_a_target_that_is_not_clear_is_asked_for_and_not_guessed(what, tmp_path,
     assert cli.main(["config", "check", "run.yaml"]) == 0
 
 
-def test_squad_is_asked_about_with_the_texts_of_its_answers(tmp_path, monkeypatch, capsys):
+def test_squad_is_asked_about_with_the_texts_of_its_answers(tmp_path, monkeypatch, refused):
     write(
         tmp_path / "train.jsonl",
         [
@@ -72,8 +71,7 @@ def test_squad_is_asked_about_with_the_texts_of_its_answers(tmp_path, monkeypatc
             for i in range(40)
         ],
     )
-    assert cli.main(["init", "train.jsonl", "--yes"]) == 3
-    assert "'answers.text'" in capsys.readouterr().err
+    assert "'answers.text'" in refused(3, "init", "train.jsonl", "--yes")
     given = iter(["question", "answers.text", "new"])
     monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)
     monkeypatch.setattr(builtins, "input", lambda text: next(given))
@@ -119,22 +117,20 @@ def test_two_answers_alone_are_not_a_pair_for_training(tmp_path):
         ("label", {"text": "say {}", "label": "is {}", "Context": "at home"}, "'Context'"),
     ],
 )
-def test_known_columns_that_are_left_out_are_told(name, row, left, tmp_path, capsys):
+def test_known_columns_that_are_left_out_are_told(name, row, left, tmp_path, done):
     rows = [{key: cell.format(i) if isinstance(cell, str) else cell for key, cell in row.items()} for i in range(40)]
     write(tmp_path / "train.jsonl", rows)
-    assert cli.main(["init", "train.jsonl", "--yes"]) == 0
-    assert f"{left} {'are' if ' and ' in left else 'is'} not used" in capsys.readouterr().out
+    assert f"{left} {'are' if ' and ' in left else 'is'} not used" in done("init", "train.jsonl", "--yes")
     notes = read_split(SourceSpec(train_file=tmp_path / "train.jsonl"), "train").notes
     assert any(f"{left} " in note and "not used" in note for note in notes)
     assert "# not used: " in (tmp_path / "run.yaml").read_text()
 
 
-def test_columns_of_conversations_that_are_left_out_are_told(tmp_path, capsys):
+def test_columns_of_conversations_that_are_left_out_are_told(tmp_path, done):
     turns = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]
     rows = [{"messages": turns, "system": "be kind", "system_prompt": "be kind", "history": []} for _ in range(30)]
     write(tmp_path / "train.jsonl", rows)
-    assert cli.main(["init", "train.jsonl", "--yes"]) == 0
-    assert "'system_prompt' and 'history' are not used" in capsys.readouterr().out
+    assert "'system_prompt' and 'history' are not used" in done("init", "train.jsonl", "--yes")
 
 
 @pytest.mark.parametrize(
@@ -147,10 +143,9 @@ def test_columns_of_conversations_that_are_left_out_are_told(tmp_path, capsys):
         (("Question", "Answer"), False),
     ],
 )
-def test_a_header_that_looks_like_a_row_is_told(first, told, tmp_path, capsys):
+def test_a_header_that_looks_like_a_row_is_told(first, told, tmp_path, done):
     rows = "".join(f"{sentence('a', i)},kind {i % 3}\n".replace(", which", " which") for i in range(40))
     (tmp_path / "train.csv").write_text(f"{first[0]},{first[1]}\n{rows}")
-    assert cli.main(["init", "train.csv", "--yes"]) == 0
-    assert ("the header looks like a row" in capsys.readouterr().out) is told
+    assert ("the header looks like a row" in done("init", "train.csv", "--yes")) is told
     notes = read_split(SourceSpec(train_file=tmp_path / "train.csv"), "train").notes
     assert any("looks like a row" in note for note in notes) is (told and first[1] != "kind 1")

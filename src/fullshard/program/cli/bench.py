@@ -44,15 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> Failure | None:
-    """Measure, in the launching process or on every rank under torchrun.
-
-    Returns:
-        None on success, otherwise why the first failing rank failed.
-
-    Raises:
-        UserError: The settings are wrong.
-        SystemExit: Under torchrun, with the rank's exit code.
-    """
+    """Measure, in the launching process or on every rank under torchrun."""
     if not options.out.absolute().parent.is_dir():
         raise ConfigError(f"--out {options.out}: there is no directory {options.out.parent}. Make it, or name another.")
     arguments = [str(options.config), *options.overrides, *rank_flags(options, "out", "world", "json")]

@@ -218,11 +218,7 @@ def _defaults(path: Path) -> dict[str, Any]:
 
 
 def run_convert(options: argparse.Namespace) -> None:
-    """Convert Accelerate's file; one process.
-
-    Raises:
-        ConfigError: The file is wrong or uses an unsupported feature, or the run file exists or cannot be written.
-    """
+    """Convert Accelerate's file; one process."""
     _refuse_misplaced(options)
     file = read_accelerate_file(options.file)
     translation = translate(file)
@@ -258,11 +254,7 @@ def _refuse_misplaced(options: argparse.Namespace) -> None:
 
 
 def run_check(options: argparse.Namespace) -> None:
-    """Check a run file; one process.
-
-    Raises:
-        UserError: The settings are wrong; with ``--dry-run``, the data or the model cannot be used.
-    """
+    """Check a run file; one process."""
     _refuse_misplaced(options)
     for name, given in (("--world-size", options.world_size), ("--gpu", options.gpu)):
         if given and not options.dry_run:

@@ -69,15 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> Failure | None:
-    """Evaluate, in the launching process or on every rank under torchrun.
-
-    Returns:
-        None on success, otherwise why the first failing rank failed.
-
-    Raises:
-        UserError: The settings are wrong.
-        SystemExit: Under torchrun, with the rank's exit code.
-    """
+    """Evaluate, in the launching process or on every rank under torchrun."""
     if options.model is not None:
         require_model(options.model)
     if options.encoding is not None and options.data is None:

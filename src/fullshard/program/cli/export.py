@@ -76,11 +76,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Export; one process.
-
-    Raises:
-        UserError: The options do not fit the checkpoint, it is damaged, or the directory cannot be written.
-    """
+    """Export; one process."""
     program = load_program(PROGRAM)
     how = program.ExportOptions(options.dtype, options.max_shard_size, options.lora, options.base)
     checkpoint = program.choose_checkpoint(options.path, options.checkpoint)

@@ -46,13 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Inspect, ask and write; one process.
-
-    Raises:
-        ConfigError: Standard input is not a terminal or has ended, or the run file exists and is kept.
-        DataError: The table cannot be used, or with --yes its target is not clear.
-        CheckpointError: The run file cannot be written.
-    """
+    """Inspect, ask and write; one process."""
     asks, out = not options.yes, options.out
     if asks and not sys.stdin.isatty():
         raise ConfigError(

@@ -54,11 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Print the table; one process.
-
-    Raises:
-        UserError: The settings are wrong, the model cannot be built or wrapped, or the path cannot be read.
-    """
+    """Print the table; one process."""
     url = isinstance(options.path, str)
     weights = load_program("fullshard.state.storage").WEIGHT_SUFFIXES
     if url or options.path.is_dir() or options.path.name.endswith(weights):

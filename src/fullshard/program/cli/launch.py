@@ -172,15 +172,7 @@ def _count(text: str) -> int:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run the script's ranks on this machine.
-
-    Returns:
-        The exit code of the rank that failed first, 0 if none did.
-
-    Raises:
-        ConfigError: The settings are wrong, or there is no such script.
-        ProcessGroupError: Not all machines arrived in time.
-    """
+    """Run the script's ranks on this machine."""
     guard_streams(outlived=True)
     path = Path(options.script)
     if not options.module and path.is_dir():

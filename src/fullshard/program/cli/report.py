@@ -36,12 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Write the report; one process.
-
-    Raises:
-        CheckpointError: There is no run, or the page cannot be written.
-        ConfigError: plotly is missing, or the page's path is a directory.
-    """
+    """Write the report; one process."""
     if options.output is not None and options.output.is_dir():
         raise ConfigError(
             f"-o {options.output} is a directory; name a file, such as -o {options.output / 'report.html'}."

@@ -63,11 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Print what is uploaded, and upload it; one process.
-
-    Raises:
-        UserError: The run is not finished, the options do not fit it, or the Hub refuses or cannot be reached.
-    """
+    """Print what is uploaded, and upload it; one process."""
     program = load_program(PROGRAM)
     program.require_repo(options.repo)
     with _merged(program, options) as merged:

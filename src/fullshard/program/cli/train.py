@@ -82,15 +82,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> Failure | None:
-    """Train, in the launching process or on every rank under torchrun.
-
-    Returns:
-        None on success, otherwise why the first failing rank failed or that the run was stopped.
-
-    Raises:
-        UserError: The settings are wrong.
-        SystemExit: Under torchrun, with the rank's exit code.
-    """
+    """Train, in the launching process or on every rank under torchrun."""
     guard_streams(outlived=True)
     overrides = [*options.overrides, *file_overrides(options)]
     arguments = [str(options.config), *overrides, *rank_flags(options, "json", "no_plan", "stop_when_file")]

@@ -40,14 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Verify; one process.
-
-    Returns:
-        The exit code.
-
-    Raises:
-        CheckpointError: There is nothing to verify.
-    """
+    """Verify; one process."""
     with ByteProgress("verifying") as progress:
         found = load_program(PROGRAM).verify(options.path, progress)
     if options.json:

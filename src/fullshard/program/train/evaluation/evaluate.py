@@ -155,8 +155,11 @@ def evaluate(  # noqa: PLR0913 (of the run, and of this evaluation)
     started = time.perf_counter()
     with evaluation_mode(model):
         found = _run(model, tokenizer, spec, comm, progress, at_once=at_once and needs_text(spec.metrics))
-    loss, texts = _joined(found)
+    # of all sets together
+    loss = sum(one.loss for one in found) / sum(one.target_tokens for one in found)
+    texts = [text for one in found for text in one.texts]
     scores = _score(spec, loss, texts)
+    rows = zip(spec.rows.examples, texts, strict=bool(texts))
     return EvaluationReport(
         step=step,
         epoch=epoch,
@@ -168,23 +171,11 @@ def evaluate(  # noqa: PLR0913 (of the run, and of this evaluation)
         metrics=scores.values,
         baselines={name: one.value for name, one in spec.baselines.items()},
         confusion=scores.confusion,
-        predictions=_predictions(spec, texts),
+        predictions=tuple(Prediction(row.source, text, row.references) for row, text in rows),
         seconds=time.perf_counter() - started,
         words=spec.words,
         sets=dict(zip(spec.sets, map(_set_values, spec.sets.values(), found), strict=False)),
     )
-
-
-def _joined(found: Sequence[_Measured]) -> tuple[float, list[str]]:
-    """Return the mean loss per target token of all sets together, and their texts in order."""
-    loss = sum(one.loss for one in found) / sum(one.target_tokens for one in found)
-    return loss, [text for one in found for text in one.texts]
-
-
-def _predictions(spec: EvaluationSpec, texts: Sequence[str]) -> tuple[Prediction, ...]:
-    """Return a prediction for each row; none if no text was generated."""
-    rows = zip(spec.rows.examples, texts, strict=bool(texts))
-    return tuple(Prediction(row.source, text, row.references) for row, text in rows)
 
 
 def _set_values(spec: EvaluationSpec, found: _Measured) -> dict[str, Any]:
