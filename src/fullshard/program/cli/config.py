@@ -186,11 +186,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _ask(path: Path) -> dict[str, Any]:
-    """Ask Accelerate's questions and return the values of its file.
-
-    Raises:
-        ConfigError: Nobody can answer, the answers are refused, or the user keeps the file that exists.
-    """
+    """Ask Accelerate's questions and return the values of its file."""
     if not sys.stdin.isatty():
         raise ConfigError(
             "fullshard config asks questions in a terminal, and standard input is not one. Use `fullshard config "

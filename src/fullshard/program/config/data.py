@@ -158,12 +158,8 @@ class DataConfig(ConfigSection):
         return self
 
     def _fitting_sets(self) -> None:
-        """Check the sets, each completed by the options given here, and their weights.
-
-        Raises:
-            ValueError: A set is invalid, an option is given that each set must give itself, or only some have a weight.
-        """
-        if idle := [name for name in _OF_A_SET if getattr(self, name) != type(self).model_fields[name].default]:
+        """Check the sets, each completed by the options given here, and their weights."""
+        if idle := self.given(*_OF_A_SET):
             raise ValueError(f"with sets, {' and '.join(idle)} of each set is given inside sets; remove it here")
         without = [name for name, one in self.sets.items() if one.weight is None]
         if 0 < len(without) < len(self.sets):
@@ -202,11 +198,7 @@ class DataConfig(ConfigSection):
         return tuple(one.weight for one in self.sets.values() if one.weight is not None)
 
     def _fitting_cells(self) -> None:
-        """Check the delimiter, and that delimiter and quoting have a file to which they apply.
-
-        Raises:
-            ValueError: The delimiter is not one character that can separate cells, or no file is of CSV or TSV.
-        """
+        """Check the delimiter, and that delimiter and quoting have a file to which they apply."""
         one = self.delimiter
         if one is not None and (len(one) != 1 or one in ' "\r\n'):
             raise ValueError(
@@ -229,11 +221,7 @@ class DataConfig(ConfigSection):
             raise ValueError(f"{option} applies to {kinds} files; {given} is not one. Leave it out, or set format: csv")
 
     def _fitting_streaming(self) -> None:
-        """Check that the rows can be streamed.
-
-        Raises:
-            ValueError: The format cannot be read row by row.
-        """
+        """Check that the rows can be streamed."""
         name = "" if self.train_file is None else self.train_file.name.lower().removesuffix(".gz")
         if not self.streaming:
             return
@@ -245,25 +233,17 @@ class DataConfig(ConfigSection):
             )
 
     def _no_idle_options(self) -> None:
-        """Refuse options that would have no effect.
-
-        Raises:
-            ValueError: An option is given that does not apply to this data.
-        """
-
-        def given(*names: str) -> list[str]:
-            return [name for name in names if getattr(self, name) != type(self).model_fields[name].default]
-
-        if self.dataset_name is None and (idle := given("dataset_config_name", "train_split", "validation_split")):
+        """Refuse options that would have no effect."""
+        if self.dataset_name is None and (idle := self.given("dataset_config_name", "train_split", "validation_split")):
             raise ValueError(f"{' and '.join(idle)} need dataset_name, which is not given")
-        if self.validation_fraction and self.validation_split is not None and given("validation_split"):
+        if self.validation_fraction and self.validation_split is not None and self.given("validation_split"):
             raise ValueError("validation_fraction holds out training rows and cannot be combined with validation_split")
         if self.dataset_name is not None and (
-            idle := given("format", "encoding", "delimiter", "quoting", "validation_file")
+            idle := self.given("format", "encoding", "delimiter", "quoting", "validation_file")
         ):
             raise ValueError(f"{' and '.join(idle)} need train_file; dataset_name is given")
         own = ("source_column", "target_column", "template", "target_lists", "train_on", "weight_column")
-        if self.format == "wikihow" and (idle := given(*own)):
+        if self.format == "wikihow" and (idle := self.given(*own)):
             raise ValueError(f"format: wikihow has fixed columns; leave out {' and '.join(idle)}")
 
     @property

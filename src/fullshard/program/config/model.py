@@ -54,7 +54,7 @@ class AdapterConfig(ConfigSection):
             "num_virtual_tokens": ("prompt", "prefix"),
         }
         for name, types in kinds.items():
-            if self.type not in types and getattr(self, name) != type(self).model_fields[name].default:
+            if self.type not in types and self.given(name):
                 raise ValueError(f"{name} is an option of {' and '.join(types)}; got type: {self.type}")
         return self
 

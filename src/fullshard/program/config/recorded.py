@@ -17,7 +17,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, PositiveInt, Validat
 from fullshard.errors import ConfigError
 from fullshard.program.config.load import check_run, load_run
 from fullshard.program.config.schema import RunConfig, option_of
-from fullshard.program.metrics import METRICS
+from fullshard.program.metrics import metric_of
 
 SUMMARY_NAME = "summary.json"
 """File with the result of a finished run."""
@@ -99,16 +99,15 @@ def prompt_text(
     """
     plain = config.model_dump(mode="json", by_alias=True)
     kept: dict[str, Any] = {section: _kept_of(section, plain[section]) for section in _SECTIONS}
-    kept["data"]["format"] = _kept_format(plain["data"]["format"])
     kept["data"]["sets"] = {
         name: {key: value for key, value in _kept_of("data.sets.*", one).items() if value is not None}
         for name, one in plain["data"]["sets"].items()
     }
-    for one in kept["data"]["sets"].values():
-        if "format" in one:
-            one["format"] = _kept_format(one["format"])
+    for one in (kept["data"], *kept["data"]["sets"].values()):
+        if one.get("format", _CLEANED) != _CLEANED:
+            one["format"] = "auto"
     kept |= {"fullshard_prompt": _VERSION, "conversations": conversations, "system_turns": system_turns}
-    measured = any(METRICS[name].confusion for name in (config.evaluation.metric, *config.evaluation.metrics))
+    measured = any(metric_of(name).confusion for name in (config.evaluation.metric, *config.evaluation.metrics))
     if labels and measured and _is_label_set(labels):
         kept["labels"] = dict(labels)
     # Not sorted: of equally frequent labels the first one is the baseline's.
@@ -124,10 +123,6 @@ def _is_label_set(counts: Mapping[str, int]) -> bool:
     """Return True if targets are short, and each is repeated: the file is published, and texts of rows are not."""
     repeated = min(counts.values()) >= 2 and sum(counts.values()) >= _ROWS_A_LABEL * len(counts)
     return repeated and max(map(len, counts)) <= _LABEL_CHARACTERS
-
-
-def _kept_format(name: str) -> str:
-    return name if name == _CLEANED else "auto"
 
 
 def read_prompt(directory: Path) -> Mapping[str, Any] | None:

@@ -35,6 +35,10 @@ class ConfigSection(BaseModel):
         protected_namespaces=(),
     )
 
+    def given(self, *names: str) -> list[str]:
+        """Return those of some options that differ from their defaults."""
+        return [name for name in names if getattr(self, name) != type(self).model_fields[name].default]
+
 
 @dataclass(frozen=True)
 class Searched:

@@ -286,12 +286,7 @@ class TrainingConfig(ConfigSection):
 
     @model_validator(mode="after")
     def _no_idle_options(self) -> Self:
-        fields = type(self).model_fields
-
-        def idle(*names: str) -> list[str]:
-            return [name for name in names if getattr(self, name) != fields[name].default]
-
-        if self.lr_scheduler_type != "step" and (names := idle("lr_step_size", "lr_gamma")):
+        if self.lr_scheduler_type != "step" and (names := self.given("lr_step_size", "lr_gamma")):
             raise ValueError(f"{' and '.join(names)} need lr_scheduler_type: step; got {self.lr_scheduler_type}")
         for kind in ("eval", "save"):
             strategy, steps = getattr(self, f"{kind}_strategy"), getattr(self, f"{kind}_steps")
@@ -305,11 +300,11 @@ class TrainingConfig(ConfigSection):
                 "per_device_train_batch_tokens needs train_sampling_strategy: group_by_length; in random order the "
                 "number of steps would differ between epochs"
             )
-        if self.per_device_train_batch_tokens is not None and idle("per_device_train_batch_size"):
+        if self.per_device_train_batch_tokens is not None and self.given("per_device_train_batch_size"):
             raise ValueError(
                 "per_device_train_batch_size and per_device_train_batch_tokens both size a batch; give one"
             )
-        if self.early_stopping_patience is None and idle("early_stopping_threshold"):
+        if self.early_stopping_patience is None and self.given("early_stopping_threshold"):
             raise ValueError("early_stopping_threshold needs early_stopping_patience")
         if self.early_stopping_patience is not None and self.eval_strategy == "no":
             raise ValueError("early_stopping_patience needs evaluations; got eval_strategy: no")
