@@ -107,7 +107,7 @@ def prompt_text(
         if one.get("format", _CLEANED) != _CLEANED:
             one["format"] = "auto"
     kept |= {"fullshard_prompt": _VERSION, "conversations": conversations, "system_turns": system_turns}
-    measured = any(metric_of(name).confusion for name in (config.evaluation.metric, *config.evaluation.metrics))
+    measured = any(metric_of(name).confusion for name in config.evaluation.every_metric)
     if labels and measured and _is_label_set(labels):
         kept["labels"] = dict(labels)
     # Not sorted: of equally frequent labels the first one is the baseline's.

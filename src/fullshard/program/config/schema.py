@@ -116,6 +116,11 @@ class EvaluationConfig(ConfigSection):
     no_repeat_ngram_size: Annotated[NonNegativeInt, Option("evaluation", travels=True)] = 0
     """Length of token sequences that may not repeat within a prediction; 0: no limit."""
 
+    @property
+    def every_metric(self) -> tuple[str, ...]:
+        """The metric that selects the best model, and the additional ones."""
+        return tuple(dict.fromkeys((self.metric, *self.metrics)))
+
     @model_validator(mode="after")
     def _no_idle_options(self) -> Self:
         if self.length_penalty != 1.0 and self.num_beams == 1:

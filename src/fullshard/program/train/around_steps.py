@@ -92,7 +92,7 @@ class AroundSteps:
             read()
 
         settings = self._config.evaluation
-        writes = held_out is not None and needs_text((settings.metric, *settings.metrics))
+        writes = held_out is not None and needs_text(settings.every_metric)
         found = {"evaluation": evaluate} if held_out is not None else {}
         found |= {"generation": write} if writes else {}
         if writes:

@@ -87,8 +87,7 @@ def evaluation_spec(config: RunConfig, rows: HeldOut) -> EvaluationSpec:
     Raises:
         ConfigError: A metric's package is missing, or a metric is accuracy and the targets are not a label set.
     """
-    settings = config.evaluation
-    metrics = tuple(dict.fromkeys((settings.metric, *settings.metrics)))
+    metrics = config.evaluation.every_metric
     require_packages(metrics)
     needing = [name for name in metrics if METRICS[name].confusion]
     if needing and rows.labels is None:
@@ -239,7 +238,12 @@ def _run(
         losses = [_losses(model, one, comm, plan, tell) for one, plan in plans]
         if at_once and has_tables_at_home(model):
             gathered.enter_context(unsharded(model, write_back=False))
-        texts = [_texts(model, tokenizer, one, comm, plan, tell) if writes else [] for one, plan in plans]
+        texts = [
+            write_texts(model, tokenizer, one.rows.tokenized, plan, one.rows.collate, one.generation, comm, tell)
+            if writes
+            else []
+            for one, plan in plans
+        ]
     return [_Measured(*sums, written) for sums, written in zip(losses, texts, strict=True)]
 
 
@@ -267,33 +271,30 @@ def _losses(
     return loss, target_tokens
 
 
-def _texts(
+def write_texts(  # noqa: PLR0913 (of the model, of the rows, and the ranks)
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    spec: EvaluationSpec,
-    comm: Comm,
+    rows: TokenizedSet,
     plan: EpochPlan,
-    tell: Callable[[], None],
+    collate: CollateSpec,
+    generation: GenerationSpec,
+    comm: Comm,
+    tell: Callable[[], None] = lambda: None,
 ) -> list[str]:
-    """Return a text for every row of one set; the same on every rank."""
-    mine: list[tuple[int, str]] = []
-    for batch in batches(spec.rows.tokenized, plan, comm.rank, spec.rows.collate):
-        texts = generate(model, tokenizer, batch.to(comm.device), spec.generation)
-        written = zip(batch.indices, batch.fillers, texts, strict=True)
-        mine += [(index, text) for index, filler, text in written if not filler]
-        tell()
-    return gather_texts(mine, len(spec.rows.tokenized), comm)
+    """Return a text for every row, in their order. Every rank calls it, writes those of its batches and gets all.
 
-
-def gather_texts(mine: Sequence[tuple[int, str]], rows: int, comm: Comm) -> list[str]:
-    """Gather all ranks' texts in the order of the rows; every rank calls it and gets all of them.
-
-    ``mine`` are this rank's texts, each with the index of its row.
+    ``tell`` is called after each batch.
 
     Raises:
         InvariantError: A row has no text, or two.
     """
-    everyone = sorted(pair for share in comm.all_gather_object(list(mine)) for pair in share)
-    if [index for index, _ in everyone] != list(range(rows)):
-        raise InvariantError(f"{rows} rows have {len(everyone)} predictions, or a row has none or two.")
+    mine: list[tuple[int, str]] = []
+    for batch in batches(rows, plan, comm.rank, collate):
+        texts = generate(model, tokenizer, batch.to(comm.device), generation)
+        written = zip(batch.indices, batch.fillers, texts, strict=True)
+        mine += [(index, text) for index, filler, text in written if not filler]
+        tell()
+    everyone = sorted(pair for share in comm.all_gather_object(mine) for pair in share)
+    if [index for index, _ in everyone] != list(range(len(rows))):
+        raise InvariantError(f"{len(rows)} rows have {len(everyone)} predictions, or a row has none or two.")
     return [text for _, text in everyone]

@@ -12,10 +12,10 @@ from fullshard.core.comm import Comm, together
 from fullshard.core.engine import unsharded
 from fullshard.errors import ConfigError
 from fullshard.program.config import RunConfig, recorded_turns
-from fullshard.program.data import EpochPlan, Example, InputRow, Turn, asked_note, batches, tokenize
+from fullshard.program.data import EpochPlan, Example, InputRow, Turn, asked_note, tokenize
 from fullshard.program.models import is_causal
-from fullshard.program.train.evaluation.evaluate import gather_texts
-from fullshard.program.train.evaluation.generation import GenerationSpec, fits_at_once, generate, require_right_text
+from fullshard.program.train.evaluation.evaluate import write_texts
+from fullshard.program.train.evaluation.generation import GenerationSpec, fits_at_once, require_right_text
 from fullshard.program.train.setup.prepare import collate_spec, tokenize_spec
 
 if TYPE_CHECKING:
@@ -72,12 +72,8 @@ def predict(
         """Return the text for each example, and whether it was truncated."""
         tokenized = together(comm, lambda: tokenize(examples, tokenizer, tokens))
         plan = EpochPlan(len(examples), comm.size, batch_size, training=False, lengths=tokenized.lengths)
-        mine: list[tuple[int, str]] = []
-        for batch in batches(tokenized, plan, comm.rank, collate):
-            texts = generate(model, tokenizer, batch.to(comm.device), generation)
-            written = zip(batch.indices, batch.fillers, texts, strict=True)
-            mine += [(index, text) for index, filler, text in written if not filler]
-        return zip(gather_texts(mine, len(examples), comm), tokenized.cut, strict=True)
+        texts = write_texts(model, tokenizer, tokenized, plan, collate, generation, comm)
+        return zip(texts, tokenized.cut, strict=True)
 
     with unsharded(model, write_back=False) if fits_at_once(model, comm) else nullcontext():
         for start in range(0, len(rows), size):

@@ -296,7 +296,7 @@ def _longest_text(settings: Mapping[str, Any]) -> Any:
 def _same_length(values: Mapping[str, Any] | None, parts: Assembly) -> bool:
     """Return whether evaluations may write as many tokens as those before the checkpoint with these values."""
     config = parts.config
-    if values is None or not needs_text((config.evaluation.metric, *config.evaluation.metrics)):
+    if values is None or not needs_text(config.evaluation.every_metric):
         return True
     # Earlier versions did not record it: without the setting they wrote up to data.max_target_length.
     before = values.get("max_new_tokens") or _longest_text(values["settings"])

@@ -108,7 +108,7 @@ def _key(rows: TokenizedSet, row: int) -> tuple[bytes, bytes]:
 
 def _on_limit(config: RunConfig, prepared: Prepared) -> Iterator[str]:
     settings = config.evaluation
-    if prepared.held_out_set is None or not needs_text((settings.metric, *settings.metrics)):
+    if prepared.held_out_set is None or not needs_text(settings.every_metric):
         return
     limit = settings.max_new_tokens or config.data.max_target_length
     longest = max(one.target_stats.longest for one in (prepared.train_set, prepared.held_out_set))
