@@ -108,7 +108,7 @@ class ModelConfig(ConfigSection):
     """Quantise the frozen weights under the adapter; null: they keep the run's precision."""
 
     @model_validator(mode="after")
-    def _one_origin(self) -> Self:
+    def _fits_together(self) -> Self:
         if (self.path is None) == (self.config is None):
             given = "neither" if self.path is None else "both"
             raise ValueError(f"exactly one of path and config must be given; got {given}")
@@ -116,10 +116,6 @@ class ModelConfig(ConfigSection):
             raise ValueError("config needs a tokenizer section too, such as tokenizer: {vocab_size: 2000}")
         if self.path is not None and self.tokenizer is not None:
             raise ValueError("tokenizer needs config: a model loaded from path has its own tokenizer")
-        return self
-
-    @model_validator(mode="after")
-    def _frozen_quantization(self) -> Self:
         if self.quantization is None:
             return self
         if self.config is not None:

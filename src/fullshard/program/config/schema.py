@@ -181,30 +181,25 @@ class RunConfig(ConfigSection):
         raise ValueError(f"expected auto, previous, never or the path of a checkpoint; got {value!r}")
 
     @model_validator(mode="after")
-    def _has_rows_to_evaluate(self) -> Self:
+    def _fits_together(self) -> Self:
+        """Refuse options of different sections that contradict each other."""
         if self.training.eval_strategy != "no" and not self.data.holds_out:
             raise ValueError(
                 f"training.eval_strategy: {self.training.eval_strategy} needs held-out rows: give "
                 "data.validation_file or data.validation_fraction, or set training.eval_strategy: no"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _fitting_weights(self) -> Self:
         if self.data.weights and self.training.per_device_train_batch_tokens is not None:
             raise ValueError(
                 "training.per_device_train_batch_tokens makes steps of the same rows in every epoch, and a set with a "
                 "weight gives other rows to each: use training.per_device_train_batch_size, or remove the weights"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _has_messages_to_round(self) -> Self:
         if self.training.messages is not None and not ShardingStrategy(self.sharding.strategy).shards:
             raise ValueError(
                 f"training.messages: {self.training.messages} rounds what is gathered and reduce-scattered, but "
                 f"sharding.strategy: {self.sharding.strategy} does neither. Leave one of them out"
             )
+        if self.card.benchmark_task is not None and self.data.dataset_name is None:
+            raise ValueError("card.benchmark_task names a task of the benchmark data.dataset_name, which is not set")
         return self
 
     def of_set(self, name: str | None) -> RunConfig:
@@ -221,12 +216,6 @@ class RunConfig(ConfigSection):
             raise ConfigError(f"--set {name} names a set of a mixture, but the run has one set. Leave it out.")
         problem = "The rows could be of any set" if name is None else f"The mixture has no set {name}"
         raise ConfigError(f"{problem}: name the one whose columns and prefix apply, --set {' or '.join(parts)}.")
-
-    @model_validator(mode="after")
-    def _names_its_benchmark(self) -> Self:
-        if self.card.benchmark_task is not None and self.data.dataset_name is None:
-            raise ValueError("card.benchmark_task names a task of the benchmark data.dataset_name, which is not set")
-        return self
 
     def as_plain(self) -> Mapping[str, Any]:
         """Return the configuration with all defaults filled in, as values that JSON and YAML can represent."""
