@@ -20,7 +20,6 @@ from fullshard.state.saving.full import write_assets
 from support.forged import forge_completion
 from support.models import t5
 from support.parity import replicas
-from support.tiny_run import write_run_file
 
 
 @pytest.fixture(scope="module")
@@ -318,27 +317,6 @@ def test_inspect_of_a_torn_checkpoint_ends_with_9(run, refused):
 def test_what_is_for_run_files_is_refused_elsewhere(extra, run, refused):
     err = refused(2, "inspect", run, *extra)
     assert err.startswith(f"ConfigError: {run} is not a run file; {extra[0]} applies to")
-
-
-def test_inspect_of_a_run_file_is_as_before(tmp_path, done):
-    out = done("inspect", write_run_file(tmp_path), "seed=4", "--world-size", "4")
-    assert "units over 4 ranks" in out
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["export", "x"],
-        ["export", "x", "-o", "y", "seed=3"],
-        ["export", "x", "-o", "y", "--merge", "--adapter"],
-        ["export", "x", "-o", "y", "--dtype", "int8"],
-        ["verify", "x", "seed=3"],
-        ["verify"],
-        ["inspect"],
-    ],
-)
-def test_wrong_command_lines_end_with_2(arguments, refused):
-    assert "usage: fullshard" in refused(2, *arguments)
 
 
 class Terminal(io.StringIO):
