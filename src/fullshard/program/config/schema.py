@@ -19,6 +19,7 @@ from fullshard.program.config.model import ModelConfig
 from fullshard.program.config.section import (
     ASKED,
     FREE,
+    REPORTED,
     SAME,
     STATE,
     ConfigSection,
@@ -100,7 +101,7 @@ class EvaluationConfig(ConfigSection):
     """Additional metrics to report."""
     lead_sentences: Annotated[PositiveInt, ASKED] = 1
     """Number of leading source sentences that form the baseline of metrics of texts, such as rouge, bleu and chrf."""
-    num_samples_shown: Annotated[NonNegativeInt, FREE] = 5
+    num_samples_shown: Annotated[NonNegativeInt, REPORTED] = 5
     """Predictions printed next to their references at the end."""
     max_new_tokens: Annotated[PositiveInt | None, ASKED] = None
     """Maximum tokens generated per row; null: those of the longest target, or data.max_target_length where rows are
@@ -135,11 +136,11 @@ class EvaluationConfig(ConfigSection):
 class CardConfig(ConfigSection):
     """Facts for the model card that a run cannot know."""
 
-    data_license: Annotated[str | None, FREE] = None
+    data_license: Annotated[str | None, REPORTED] = None
     """Licence of the data, such as cc-by-4.0."""
-    language: Annotated[tuple[str, ...], FREE] = ()
+    language: Annotated[tuple[str, ...], REPORTED] = ()
     """Languages of the data as ISO 639-1 codes, such as [en, de]."""
-    benchmark_task: Annotated[str | None, FREE] = None
+    benchmark_task: Annotated[str | None, REPORTED] = None
     """The task's id in the eval.yaml of the benchmark data.dataset_name, if that is one on the Hub and the held-out
     rows are the benchmark's. The result is then written to .eval_results/ in the Hub's format."""
 
@@ -147,7 +148,7 @@ class CardConfig(ConfigSection):
 class RunConfig(ConfigSection):
     """All settings of a run."""
 
-    output_dir: Annotated[Path, Option("free", names="place")]
+    output_dir: Annotated[Path, Option("free", names="place", planned=False)]
     """Directory that the run writes to, relative to the working directory."""
     seed: Annotated[NonNegativeInt, SAME] = 42
     """Seed of new weights, the order of rows and dropout."""

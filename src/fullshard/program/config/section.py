@@ -74,6 +74,7 @@ class Option:
 
 FREE, SAME, STATE = Option("free"), Option("same"), Option("state")
 EVALUATION, ASKED = Option("evaluation"), Option("same", travels=True)
+REPORTED = Option("free", planned=False)  # of what a run reports, and where
 
 
 def section_in(field: FieldInfo) -> type[BaseModel] | None:

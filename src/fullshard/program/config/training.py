@@ -20,7 +20,7 @@ from pydantic import (
     model_validator,
 )
 
-from fullshard.program.config.section import ASKED, FREE, SAME, ConfigSection, Fraction, Option, Searched
+from fullshard.program.config.section import ASKED, FREE, REPORTED, SAME, ConfigSection, Fraction, Option, Searched
 
 Tracker = Literal["tensorboard", "wandb", "mlflow"]
 OptimizerName = Literal["adamw", "adafactor", "muon", "adamw_8bit", "adamw_bf16"]
@@ -48,11 +48,11 @@ def auto_precision(gpu: str | None, *, bf16: bool = False) -> tuple[str, str]:
 class PushConfig(ConfigSection):
     """Uploads to the Hugging Face Hub. `push_to_hub: owner/name` is short for `push_to_hub: {repo: owner/name}`."""
 
-    repo: Annotated[str, FREE]
+    repo: Annotated[str, REPORTED]
     """Repository: owner/name."""
-    private: Annotated[bool, FREE] = False
+    private: Annotated[bool, REPORTED] = False
     """Upload to a private repository only."""
-    checkpoints: Annotated[bool, FREE] = False
+    checkpoints: Annotated[bool, REPORTED] = False
     """Also upload each new best model, in the background while training continues."""
 
     @field_validator("repo")
@@ -172,7 +172,7 @@ class TrainingConfig(ConfigSection):
     early_stopping_threshold: Annotated[NonNegativeFloat, FREE] = 0.0
     """Minimum improvement of the metric for early stopping. Metrics are shares from 0 to 1, so 0.01 is one percentage
     point. It does not affect which model is kept as the best."""
-    logging_steps: Annotated[PositiveInt, FREE] = 1
+    logging_steps: Annotated[PositiveInt, REPORTED] = 1
     """Optimizer steps between records in the metrics file and in trackers. Hugging Face's default is 500."""
     save_strategy: Annotated[Literal["epoch", "steps", "no"], FREE] = "epoch"
     """When to save a checkpoint: after each epoch, every save_steps optimizer steps, or only when the run is stopped;
@@ -185,10 +185,10 @@ class TrainingConfig(ConfigSection):
     checkpoints_to: Annotated[str | None, FREE] = None
     """URL of a prefix in an object store (s3://bucket/run, opened by fsspec) for this run's checkpoints; null:
     output_dir/checkpoints. Everything else of the run stays in output_dir."""
-    report_to: Annotated[tuple[Tracker, ...], FREE] = ()
+    report_to: Annotated[tuple[Tracker, ...], REPORTED] = ()
     """Trackers to report to, if they are installed: tensorboard, wandb, mlflow. Empty or none, Hugging Face's word:
     none."""
-    run_name: Annotated[str | None, FREE] = None
+    run_name: Annotated[str | None, REPORTED] = None
     """Name of the run in trackers; null: the last component of output_dir."""
 
     @field_validator("checkpoints_to")
@@ -198,7 +198,7 @@ class TrainingConfig(ConfigSection):
             raise ValueError(f"expected a URL such as s3://bucket/run; got {value!r}")
         return value
 
-    push_to_hub: Annotated[PushConfig | None, FREE] = None
+    push_to_hub: Annotated[PushConfig | None, REPORTED] = None
     """Upload the finished run's model and card, without texts of rows, with the token from HF_TOKEN or of `hf auth
     login`: owner/name, or a mapping with repo, private, checkpoints. A failed upload is only reported. Hugging Face's
     true with hub_model_id is the repository's name here; null or false: no upload."""
