@@ -401,7 +401,7 @@ def _score_texts(metrics: Sequence[str], predictions: Sequence[str], references:
 
 def _text_values(metrics: Sequence[str], predictions: Sequence[str], references: References) -> dict[str, float]:
     found = _score_texts(metrics, predictions, references)
-    return {name: one if isinstance(one, float) else sum(one) / len(one) for name, one in found.items()}
+    return {name: sum(one) / len(one) if isinstance(one, list) else one for name, one in found.items()}
 
 
 def _confusion(predictions: Sequence[str], references: References, labels: Collection[str]) -> Confusion:
