@@ -1,47 +1,11 @@
-"""Names of options in other programs: Hugging Face's arguments, including removed ones, and scripts."""
+"""What to write for options of other programs: of Hugging Face's arguments, including removed ones, and of scripts."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-_RENAMED: Mapping[str, str] = {
-    "adapter": "model.adapter",
-    "batch_size": "training.per_device_train_batch_size",
-    "bnb_4bit_compute_dtype": "model.quantization.compute_dtype",
-    "bnb_4bit_quant_type": "model.quantization.type",
-    "bnb_4bit_use_double_quant": "model.quantization.double_quant",
-    "config_name": "model.config",
-    "epochs": "training.num_train_epochs",
-    "evaluation_strategy": "training.eval_strategy",
-    "generation_max_length": "evaluation.max_new_tokens",
-    "generation_num_beams": "evaluation.num_beams",
-    "label_smoothing": "training.label_smoothing_factor",
-    "llm_int8_skip_modules": "model.quantization.skip",
-    "lora_r": "model.adapter.r",
-    "lr": "training.learning_rate",
-    "max_input_length": "data.max_source_length",
-    "max_length": "data.max_source_length",
-    "max_seq_length": "data.max_source_length",
-    "metric_for_best_model": "evaluation.metric",
-    "model_name": "model.path",
-    "name_or_path": "model.path",
-    "model_name_or_path": "model.path",
-    "num_epochs": "training.num_train_epochs",
-    "output_max_length": "data.max_target_length",
-    "per_gpu_eval_batch_size": "training.per_device_eval_batch_size",
-    "per_gpu_train_batch_size": "training.per_device_train_batch_size",
-    "resume_from_checkpoint": "resume",
-    "scheduler": "training.lr_scheduler_type",
-    "summary_column": "data.target_column",
-    "test_file": "data.validation_file",
-    "text_column": "data.source_column",
-    "train_batch_size": "training.per_device_train_batch_size",
-    "val_batch_size": "training.per_device_eval_batch_size",
-    "val_max_target_length": "evaluation.max_new_tokens",
-    "warmup_ratio": "training.warmup_steps",
-}
-"""Other names of options that take the same values."""
+from fullshard.program.config.schema import options
 
 _REPLACED: Mapping[str, str] = {
     "bf16": "write training.precision: bf16",
@@ -106,10 +70,9 @@ def other_name(key: str, value: Any) -> str | None:
         return _optimizer_name(value)
     if name in _REPLACED:
         return f"is not an option here; {_REPLACED[name]}"
-    if name in _RENAMED and _RENAMED[name] != key:
-        shown = "" if isinstance(value, Mapping) else f": {value}"
-        return f"is called {_RENAMED[name]} here; write {_RENAMED[name]}{shown}"
-    return None
+    here = next((other for other, option in options().items() if name in option.also and other != key), None)
+    shown = "" if isinstance(value, Mapping) else f": {value}"
+    return None if here is None else f"is called {here} here; write {here}{shown}"
 
 
 def _optimizer_name(value: Any) -> str:

@@ -61,7 +61,9 @@ class DataConfig(ConfigSection):
     train_file: Annotated[Path | None, Option("same", names="file", own_machine=True)] = None
     """A .csv, .tsv, .jsonl, .json or .parquet file, or a file of the given format, relative to the run file's directory
     or the working directory. Set exactly one of train_file, dataset_name and sets."""
-    validation_file: Annotated[Path | None, Option("evaluation", names="file", own_machine=True)] = None
+    validation_file: Annotated[
+        Path | None, Option("evaluation", names="file", own_machine=True, also=("test_file",))
+    ] = None
     """Held-out rows for evaluation, in the same format."""
     dataset_name: Annotated[str | None, Option("same", names="dataset")] = None
     """A directory written by datasets' save_to_disk, or the id of a dataset on the Hub."""
@@ -91,11 +93,11 @@ class DataConfig(ConfigSection):
     """Double quotes in CSV and TSV files. csv: they enclose cells that hold delimiters, line breaks or doubled quotes;
     none: they are characters of the text, and each line is a row; auto: found by whether they pair up cell by cell, and
     reported if they do not."""
-    source_column: Annotated[str | None, ASKED] = None
+    source_column: Annotated[str | None, Option("same", travels=True, also=("text_column",))] = None
     """Column of the model's input text, or of conversations; null: chosen by its name, or the first of two columns.
     A name with dots, such as translation.en, reaches into objects; so do those of target_column, template and
     weight_column."""
-    target_column: Annotated[str | None, ASKED] = None
+    target_column: Annotated[str | None, Option("same", travels=True, also=("summary_column",))] = None
     """Column of the model's target text; null: chosen by its name, or the second of two columns."""
     target_lists: Annotated[Literal["references", "join"], ASKED] = "references"
     """Meaning of a list in the target column. references: several references, of which training uses the first; join:
@@ -119,10 +121,12 @@ class DataConfig(ConfigSection):
     """Conversations: the turns that are learned. assistant: all of the assistant's; last: its last one."""
     max_bad_rows: Annotated[NonNegativeInt, SAME] = 0
     """Maximum unusable rows per file that are skipped, counted and reported. One more is an error."""
-    max_source_length: Annotated[PositiveInt, ASKED] = 512
+    max_source_length: Annotated[
+        PositiveInt, Option("same", travels=True, also=("max_input_length", "max_length", "max_seq_length"))
+    ] = 512
     """Maximum tokens of a source; longer ones are truncated and counted. The history of a conversation loses its oldest
     turns."""
-    max_target_length: Annotated[PositiveInt, ASKED] = 128
+    max_target_length: Annotated[PositiveInt, Option("same", travels=True, also=("output_max_length",))] = 128
     """Maximum tokens of a target; longer ones are truncated and counted."""
     max_train_samples: Annotated[PositiveInt | None, Option("same", draws_rows=True)] = None
     """Number of rows to train on; null: all. A hash of each row and the seed decides which: they are a random sample,

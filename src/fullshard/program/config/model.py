@@ -22,7 +22,7 @@ class AdapterConfig(ConfigSection):
 
     type: Annotated[Literal["lora", "dora", "ia3", "prompt", "prefix"], STATE] = "lora"
     """lora, dora and ia3 change weights; prompt and prefix prepend trained vectors to the text."""
-    r: Annotated[PositiveInt, STATE] = 8
+    r: Annotated[PositiveInt, Option("state", also=("lora_r",))] = 8
     """Rank of lora and dora."""
     lora_alpha: Annotated[PositiveFloat, STATE] = 16.0
     """lora and dora are scaled by lora_alpha / r."""
@@ -62,13 +62,15 @@ class AdapterConfig(ConfigSection):
 class QuantizationConfig(ConfigSection):
     """Quantised weights of the linear layers under an adapter; the name of a type alone is a short form."""
 
-    type: Annotated[Literal["nf4", "fp4", "int8", "fp8"], STATE] = "nf4"
+    type: Annotated[Literal["nf4", "fp4", "int8", "fp8"], Option("state", also=("bnb_4bit_quant_type",))] = "nf4"
     """nf4 and fp4: 4 bits, in blocks of 64 weights; int8 and fp8: 8 bits, with a scale for each row."""
-    double_quant: Annotated[bool, STATE] = True
+    double_quant: Annotated[bool, Option("state", also=("bnb_4bit_use_double_quant",))] = True
     """Quantise the scales of nf4 and fp4 too: 4.13 bits a weight and not 4.5."""
-    compute_dtype: Annotated[Literal["bf16", "fp16", "fp32"] | None, STATE] = None
+    compute_dtype: Annotated[
+        Literal["bf16", "fp16", "fp32"] | None, Option("state", also=("bnb_4bit_compute_dtype",))
+    ] = None
     """Dtype that quantised layers compute in; null: that of training.precision."""
-    skip: Annotated[tuple[str, ...], STATE] = ("lm_head",)
+    skip: Annotated[tuple[str, ...], Option("state", also=("llm_int8_skip_modules",))] = ("lm_head",)
     """Modules that are not quantised: the last part of a name, or successive parts, such as decoder.block.0."""
 
     @model_validator(mode="before")
@@ -80,10 +82,13 @@ class QuantizationConfig(ConfigSection):
 class ModelConfig(ConfigSection):
     """The model: an existing one or a new one."""
 
-    path: Annotated[str | None, Option("state", names="model", own_machine=True)] = None
+    path: Annotated[
+        str | None,
+        Option("state", names="model", own_machine=True, also=("model_name", "name_or_path", "model_name_or_path")),
+    ] = None
     """Local Hugging Face directory with config.json, weights and tokenizer, or a model id on the Hub. Set exactly one
     of path and config."""
-    config: Annotated[FrozenMapping | None, STATE] = None
+    config: Annotated[FrozenMapping | None, Option("state", also=("config_name",))] = None
     """model_type and options of a Hugging Face configuration, for a new model with random weights. Set exactly one of
     path and config."""
     tokenizer: Annotated[TokenizerConfig | None, STATE] = None
@@ -102,7 +107,7 @@ class ModelConfig(ConfigSection):
     output_router_logits: Annotated[bool | None, STATE] = None
     """Mixtures of experts: whether to train the routers' own loss too, weighted by the coefficients in the model's
     configuration, as transformers does; null: the model's configuration decides."""
-    adapter: Annotated[AdapterConfig | None, STATE] = None
+    adapter: Annotated[AdapterConfig | None, Option("state", also=("adapter",))] = None
     """Train an adapter and freeze the model; null: train all parameters."""
     quantization: Annotated[QuantizationConfig | None, STATE] = None
     """Quantise the frozen weights under the adapter; null: they keep the run's precision."""

@@ -95,7 +95,7 @@ else:
 class EvaluationConfig(ConfigSection):
     """Metrics on the held-out rows, and text generation."""
 
-    metric: Annotated[MetricName, Option("evaluation", travels=True)] = "exact_match"
+    metric: Annotated[MetricName, Option("evaluation", travels=True, also=("metric_for_best_model",))] = "exact_match"
     """Metric that selects the best model, one of the [metrics](#metrics) below."""
     metrics: Annotated[tuple[MetricName, ...], ASKED] = ()
     """Additional metrics to report."""
@@ -103,13 +103,15 @@ class EvaluationConfig(ConfigSection):
     """Number of leading source sentences that form the baseline of metrics of texts, such as rouge, bleu and chrf."""
     num_samples_shown: Annotated[NonNegativeInt, REPORTED] = 5
     """Predictions printed next to their references at the end."""
-    max_new_tokens: Annotated[PositiveInt | None, ASKED] = None
+    max_new_tokens: Annotated[
+        PositiveInt | None, Option("same", travels=True, also=("generation_max_length", "val_max_target_length"))
+    ] = None
     """Maximum tokens generated per row; null: those of the longest target, or data.max_target_length where rows are
     streamed or there is no run."""
     min_new_tokens: Annotated[NonNegativeInt, Option("evaluation", travels=True)] = 0
     """Minimum tokens generated per row. This and the options below replace the model's own generation settings also
     where they are left out, unlike in Hugging Face's generate: a score then means the same for every model."""
-    num_beams: Annotated[PositiveInt, Option("evaluation", travels=True)] = 1
+    num_beams: Annotated[PositiveInt, Option("evaluation", travels=True, also=("generation_num_beams",))] = 1
     """Width of the beam search; 1: greedy."""
     length_penalty: Annotated[float, Option("evaluation", travels=True)] = 1.0
     """Exponent of the length that divides beam scores; the greater, the longer the texts. Needs num_beams of at least
@@ -155,7 +157,8 @@ class RunConfig(ConfigSection):
     nproc: Annotated[PositiveInt | None, Option("free", own_machine=True)] = None
     """Ranks on this machine; null: one per GPU, or 2 on the CPU. More ranks than GPUs share the GPUs, which is slow."""
     resume: Annotated[
-        Literal["auto", "previous", "never"] | Path | str, Option("free", names="place", planned=False)
+        Literal["auto", "previous", "never"] | Path | str,
+        Option("free", names="place", planned=False, also=("resume_from_checkpoint",)),
     ] = "auto"
     """auto: resume an unfinished run in output_dir; previous: the same, but if its newest checkpoint is damaged, from
     the one before it; never: start from scratch and delete its checkpoints; or the path or URL of a checkpoint to

@@ -69,6 +69,7 @@ class Option:
     travels: bool = False  # whether it decides how a model is asked: saved with the model, and published with it
     planned: bool = True  # whether a plan of the run may depend on it
     searched: Searched | None = None  # how the search for settings that fit varies it; None: it does not
+    also: tuple[str, ...] = ()  # names of other programs for it, with the same values: an unknown key's error tells it
     before: Any = None  # what runs did whose version did not have it, if their checkpoints are to be resumed
 
 

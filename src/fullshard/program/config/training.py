@@ -66,12 +66,16 @@ class PushConfig(ConfigSection):
 class TrainingConfig(ConfigSection):
     """The training loop and its optimizer."""
 
-    per_device_train_batch_size: Annotated[PositiveInt, FREE] = 8
+    per_device_train_batch_size: Annotated[
+        PositiveInt, Option("free", also=("batch_size", "per_gpu_train_batch_size", "train_batch_size"))
+    ] = 8
     """Rows per micro-batch on each rank."""
     per_device_train_batch_tokens: Annotated[PositiveInt | None, FREE] = None
     """Instead of a number of rows: maximum tokens per micro-batch on each rank, sources and targets together, including
     padding. A micro-batch has as many rows as fit."""
-    per_device_eval_batch_size: Annotated[PositiveInt, Option("free", travels=True)] = 8
+    per_device_eval_batch_size: Annotated[
+        PositiveInt, Option("free", travels=True, also=("per_gpu_eval_batch_size", "val_batch_size"))
+    ] = 8
     """Rows per evaluation batch on each rank."""
     gradient_accumulation_steps: Annotated[PositiveInt, FREE] = 1
     """Micro-batches per optimizer step."""
@@ -87,7 +91,7 @@ class TrainingConfig(ConfigSection):
     packing: Annotated[bool, SAME] = False
     """Concatenate the rows of a micro-batch into one sequence without padding. Attention stays within each row, so loss
     and gradients equal those of the padded batch. For the models listed in docs/concepts/training.md."""
-    num_train_epochs: Annotated[PositiveFloat, SAME] = 3
+    num_train_epochs: Annotated[PositiveFloat, Option("same", also=("epochs", "num_epochs"))] = 3
     """Passes over the training rows."""
     max_steps: Annotated[PositiveInt | None, SAME] = None
     """Train this many optimizer steps, over as many epochs as that takes, whatever num_train_epochs says; null or -1:
@@ -100,7 +104,7 @@ class TrainingConfig(ConfigSection):
     """adamw; adafactor: T5's optimizer, with one state element per row and column, as in Hugging Face's Trainer; muon:
     orthogonalized momentum for the matrices inside the model, AdamW for the rest, at AdamW's learning rate; adamw_8bit,
     adamw_bf16: AdamW with state of 8 or 16 bits per element."""
-    learning_rate: Annotated[PositiveFloat | None, SAME] = 5e-5
+    learning_rate: Annotated[PositiveFloat | None, Option("same", also=("lr",))] = 5e-5
     """Peak learning rate. null: adafactor's relative steps, min(0.01, 1 / sqrt(step)) times the root mean square of
     each parameter; needs lr_scheduler_type: constant and no warm-up."""
     weight_decay: Annotated[NonNegativeFloat, SAME] = 0.0
@@ -112,10 +116,12 @@ class TrainingConfig(ConfigSection):
     """AdamW's decay rate of the squared gradient's mean; not with adafactor."""
     adam_epsilon: Annotated[PositiveFloat, SAME] = 1e-8
     """AdamW's epsilon; not with adafactor."""
-    lr_scheduler_type: Annotated[Literal["linear", "cosine", "constant", "step"], SAME] = "linear"
+    lr_scheduler_type: Annotated[
+        Literal["linear", "cosine", "constant", "step"], Option("same", also=("scheduler",))
+    ] = "linear"
     """linear, cosine: decay to zero at the last step; constant, which warms up too, unlike Hugging Face's (there
     constant_with_warmup, accepted here as another name); step: times lr_gamma every lr_step_size epochs."""
-    warmup_steps: Annotated[NonNegativeFloat, SAME] = 0
+    warmup_steps: Annotated[NonNegativeFloat, Option("same", also=("warmup_ratio",))] = 0
     """Optimizer steps in which the learning rate rises from zero to its peak; below 1: share of all steps."""
     lr_step_size: Annotated[PositiveInt, SAME] = 1
     """Epochs between decays; needs lr_scheduler_type: step."""
@@ -123,7 +129,7 @@ class TrainingConfig(ConfigSection):
     """Factor of each decay; needs lr_scheduler_type: step."""
     max_grad_norm: Annotated[PositiveFloat | None, SAME] = 1.0
     """Clip gradients to this norm over all ranks; null or 0: no clipping."""
-    label_smoothing_factor: Annotated[Fraction, SAME] = 0.0
+    label_smoothing_factor: Annotated[Fraction, Option("same", also=("label_smoothing",))] = 0.0
     """Share of each target's probability that is distributed over the vocabulary in training."""
     z_loss: Annotated[NonNegativeFloat, SAME] = 0.0
     """Weight of the squared log of the softmax's normalizer in the training loss; keeps logits small."""
@@ -161,7 +167,7 @@ class TrainingConfig(ConfigSection):
     """Compile each block with torch.compile."""
     on_nonfinite: Annotated[Literal["stop", "skip"], SAME] = "stop"
     """On a non-finite loss or gradient: stop the run, or skip and count the step."""
-    eval_strategy: Annotated[Literal["epoch", "steps", "no"], FREE] = "epoch"
+    eval_strategy: Annotated[Literal["epoch", "steps", "no"], Option("free", also=("evaluation_strategy",))] = "epoch"
     """When to evaluate: after each epoch, every eval_steps optimizer steps, or never; unless never, also after the
     last step. Hugging Face's default is no."""
     eval_steps: Annotated[PositiveInt | None, FREE] = None
