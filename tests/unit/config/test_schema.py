@@ -112,6 +112,11 @@ def test_sets_that_cannot_be_a_mixture(sets, data, message):
         RunConfig.model_validate(mixture_of(sets, validation_fraction=0.1, **data))
 
 
+def test_a_set_that_yaml_reads_as_a_number_is_no_name(run_file):
+    with pytest.raises(ConfigError, match=r"data\.sets\.7"):
+        load_run(run_file, ["data={sets: {7: {train_file: rows/train.csv}}}"])
+
+
 def test_a_set_has_what_it_leaves_out_from_the_mixture_and_replaces_what_it_says_otherwise():
     sets = {
         "a": {"train_file": "a.csv"},

@@ -9,9 +9,7 @@ import os
 import re
 import shlex
 import types
-from collections.abc import Iterable, Mapping, Sequence
-from functools import reduce
-from operator import getitem
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
@@ -19,7 +17,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from fullshard.errors import ConfigError
-from fullshard.program.config.schema import RunConfig, flat_settings, options
+from fullshard.program.config.schema import RunConfig, options
 from fullshard.program.config.section import fields_of, section_in
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
@@ -234,21 +232,29 @@ def _resolve_files(values: Mapping[str, Any], directory: Path, *, reads_data: bo
     """Return the settings with absolute paths, and a problem for each path that does not exist and will be read."""
     resolved, known = copy.deepcopy(dict(values)), options()
     problems = []
-    for key, value in list(flat_settings(resolved)):
-        option = known.get(re.sub(r"^data\.sets\.[^.]+", "data.sets.*", key))
+    for key, settings, name in list(_leaves(resolved)):
+        option, value = known.get(re.sub(r"^data\.sets\.[^.]+", "data.sets.*", key)), settings[name]
         if option is None or option.names in (None, "place") or not isinstance(value, str):
             continue
         candidates = list(dict.fromkeys(Path(base, value).absolute() for base in (directory, Path.cwd())))
         found = next((candidate for candidate in candidates if candidate.exists()), None)
         if found is not None:
-            *sections, name = key.split(".")
-            reduce(getitem, sections, resolved)[name] = str(found)
+            settings[name] = str(found)
         elif option.names != "model" and not reads_data:
             continue
         elif option.names == "file" or not HUB_ID.fullmatch(value):
             tried = " and ".join(str(candidate) for candidate in candidates)
             problems.append(f"{key}: {value!r} does not exist; tried {tried}")
     return resolved, problems
+
+
+def _leaves(values: dict[Any, Any], prefix: str = "") -> Iterator[tuple[str, dict[Any, Any], Any]]:
+    """Yield the dotted key of each plain setting, the section that holds it, and its name there."""
+    for name, value in values.items():
+        if isinstance(value, dict):
+            yield from _leaves(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", values, name
 
 
 def _explain(details: Any, typed: Mapping[str, str]) -> str:
