@@ -95,9 +95,9 @@ def options_page() -> str:
 
 def _metrics() -> Iterator[str]:
     """Yield the table of the metrics."""
-    yield "## Metrics\n\n| `evaluation.metric` | what it is | baseline |\n|---|---|---|"
+    yield "## Metrics\n\n| `evaluation.metric` | what it is | by | baseline |\n|---|---|---|---|"
     for one in METRICS.values():
-        yield f"| {one.name} | {one.what} | {one.baseline} |"
+        yield f"| {one.name} | {one.what} | {one.package or 'fullshard'} | {one.baseline} |"
 
 
 def _known_columns() -> Iterator[str]:

@@ -207,7 +207,7 @@ class Metric:
 def _of_rouge(name: str, what: str) -> Metric:
     return Metric(
         name,
-        f"{what}, by `rouge-score`, words stemmed, against the best of a row's references",
+        f"{what}, words stemmed",
         _rouge,
         package="rouge-score",
         module="rouge_score.rouge_scorer",
@@ -230,25 +230,21 @@ METRICS: Mapping[str, Metric] = {
         _of_rouge("rouge1", "mean F-measure of words"),
         _of_rouge("rouge2", "mean F-measure of pairs of words"),
         _of_rouge("rougeL", "mean F-measure of the longest common subsequence"),
-        _of_rouge("rougeLsum", "the same over lines, of which each sentence becomes one"),
+        _of_rouge("rougeLsum", "the same over lines, one for each sentence"),
         Metric(
             "bleu",
-            "BLEU of all rows together, by `sacrebleu`, from 0 to 1",
+            "BLEU of all rows together, from 0 to 1",
             _bleu,
             package="sacrebleu",
             module="sacrebleu.metrics",
             words=_bleu_words,
         ),
         Metric(
-            "chrf",
-            "chrF of all rows together, by `sacrebleu`, from 0 to 1",
-            _chrf,
-            package="sacrebleu",
-            module="sacrebleu.metrics",
+            "chrf", "chrF of all rows together, from 0 to 1", _chrf, package="sacrebleu", module="sacrebleu.metrics"
         ),
         Metric(
             "perplexity",
-            "exponential of the mean loss of a target token of the references; nothing is generated; lower is better",
+            "exponential of the mean loss of a target token; lower is better; nothing is generated",
             of_loss=_perplexity,
             higher_is_better=False,
             shown="{:,.3f}",
