@@ -14,6 +14,7 @@ from fullshard.program.models import build_model
 from fullshard.program.train import FileSink, train
 from fullshard.program.train.dry_run import dry_run
 from fullshard.program.train.evaluation import evaluate
+from fullshard.program.train.evaluation.predict import predict
 from fullshard.program.train.evaluation.trained import find_trained, load_trained
 from fullshard.program.train.setup import prepare as preparing
 from fullshard.program.train.setup.prepare import prepare, tokenize_spec
@@ -79,7 +80,7 @@ def test_a_run_says_its_separator_records_it_and_predicts_with_it(tmp_path, base
     def work(comm):
         trained = find_trained(str(out), recorded_run(out))
         model, tokenizer, _ = load_trained(trained, comm)
-        return list(predicting.predict(model, tokenizer, [InputRow("i lost it", 1)], trained.config, comm))
+        return list(predict(model, tokenizer, [InputRow("i lost it", 1)], trained.config, comm))
 
     run_ranks(1, work)
     assert written == ["<s>i lost it\n"]
