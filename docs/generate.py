@@ -148,7 +148,7 @@ def _sections(model: type[BaseModel], prefix: str, more: str | None = "") -> Ite
             facts = [_values(field.annotation), "required" if field.is_required() else f"default: {_default(field)}"]
             option = own_option(field)
             facts += [_RESUMING[option.resume]] if option is not None and option.resume in _RESUMING else []
-            yield f"### `{key}`\n\n{'; '.join(facts)}\n\n{_one_line(field.description)}\n"
+            yield f"### `{key}`\n\n{'; '.join(facts)}\n\n{_one_line(field.description or f'As data.{name}.')}\n"
     for name, field in model.model_fields.items():
         section = _section_of(field)
         if section is not None:

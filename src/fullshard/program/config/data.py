@@ -20,39 +20,27 @@ SetName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_-]*$")]
 class SetConfig(ConfigSection):
     """One data set of a mixture, under a name of your choice; options left out are taken from `data`."""
 
+    # An option without words of its own is what it is in ``data``.
+
     weight: Annotated[Annotated[float, Field(gt=0)] | None, SAME] = None
     """This set's share of the rows of an epoch, relative to the sum of all weights. Set it for all sets or for none:
     without weights each row of each set comes once. An epoch has as many rows as all sets together."""
     train_file: Annotated[Path | None, Option("same", names="file", own_machine=True)] = None
     """As data.train_file. Set exactly one of train_file and dataset_name."""
     validation_file: Annotated[Path | None, Option("evaluation", names="file", own_machine=True)] = None
-    """As data.validation_file."""
     validation_fraction: Annotated[Fraction | None, EVALUATION] = None
-    """As data.validation_fraction."""
     dataset_name: Annotated[str | None, Option("same", names="dataset")] = None
-    """As data.dataset_name."""
     dataset_config_name: Annotated[str | None, SAME] = None
-    """As data.dataset_config_name."""
     train_split: Annotated[str | None, SAME] = None
-    """As data.train_split."""
     validation_split: Annotated[str | None, EVALUATION] = None
-    """As data.validation_split."""
     format: Annotated[str | None, ASKED] = None
-    """As data.format."""
     delimiter: Annotated[str | None, SAME] = None
-    """As data.delimiter."""
     quoting: Annotated[str | None, SAME] = None
-    """As data.quoting."""
     source_column: Annotated[str | None, ASKED] = None
-    """As data.source_column."""
     target_column: Annotated[str | None, ASKED] = None
-    """As data.target_column."""
     template: Annotated[str | None, ASKED] = None
-    """As data.template."""
     source_prefix: Annotated[str | None, ASKED] = None
-    """As data.source_prefix."""
     weight_column: Annotated[str | None, SAME] = None
-    """As data.weight_column."""
 
 
 class DataConfig(ConfigSection):
