@@ -27,7 +27,9 @@ from pydantic.fields import FieldInfo
 
 from fullshard.program.cli.main import main
 from fullshard.program.config.schema import RunConfig
+from fullshard.program.config.section import own_option
 from fullshard.program.data.reading.columns import KNOWN_SHAPES
+from fullshard.program.metrics import METRICS
 
 REFERENCE = Path(__file__).parent / "reference"
 VERBS = (
@@ -66,7 +68,14 @@ fullshard train run.yaml training.learning_rate=1e-4
 
 Every option, its values and its default. On the command line an option is `section.key=value`, the value in YAML.
 Text with a colon or braces needs YAML's quotes inside the shell's: `'data.source_prefix="summarize: "'`.
+
+A [resumed run](../guides/resume.md) needs the same settings, data files and models by their content. *Free* options
+may change. With `resume=PATH` all may but *fixed* ones; after a change of a *compared* one, evaluations before it are
+not compared with later ones.
 """
+
+_RESUMING = {"free": "*free*", "evaluation": "*compared*", "state": "*fixed*"}
+"""What a resumed run may do with an option, as the head of the page explains it."""
 
 
 COLUMNS_HEAD = """\
@@ -81,7 +90,14 @@ Each choice is printed; everything else is an error with the lines to paste.
 
 def options_page() -> str:
     """Return the page with every option of the run file, made from its schema."""
-    return "\n".join([OPTIONS_HEAD, *_sections(RunConfig, ""), *_known_columns()]).rstrip() + "\n"
+    return "\n".join([OPTIONS_HEAD, *_sections(RunConfig, ""), *_metrics(), "", *_known_columns()]).rstrip() + "\n"
+
+
+def _metrics() -> Iterator[str]:
+    """Yield the table of the metrics."""
+    yield "## Metrics\n\n| `evaluation.metric` | what it is | by | baseline |\n|---|---|---|---|"
+    for one in METRICS.values():
+        yield f"| {one.name} | {one.what} | {one.package or 'fullshard'} | {one.baseline} |"
 
 
 def _known_columns() -> Iterator[str]:
@@ -129,8 +145,10 @@ def _sections(model: type[BaseModel], prefix: str, more: str | None = "") -> Ite
     for name, field in model.model_fields.items():
         if _section_of(field) is None:
             key = f"{prefix}{field.alias or name}"
-            default = "required" if field.is_required() else f"default: {_default(field)}"
-            yield f"### `{key}`\n\n{_values(field.annotation)}; {default}\n\n{_one_line(field.description)}\n"
+            facts = [_values(field.annotation), "required" if field.is_required() else f"default: {_default(field)}"]
+            option = own_option(field)
+            facts += [_RESUMING[option.resume]] if option is not None and option.resume in _RESUMING else []
+            yield f"### `{key}`\n\n{'; '.join(facts)}\n\n{_one_line(field.description or f'As data.{name}.')}\n"
     for name, field in model.model_fields.items():
         section = _section_of(field)
         if section is not None:

@@ -42,10 +42,11 @@ def test_the_files_settings_are_the_runs(tmp_path, capsys):
     assert said == ""
 
 
-def test_options_of_a_dry_run_are_refused_without_it(tmp_path, capsys):
+def test_options_of_a_dry_run_are_refused_without_it(tmp_path, refused):
     for option, value in (("--gpu", "h100"), ("--world-size", "2")):
-        assert cli.main(["config", "check", str(write_run_file(tmp_path)), option, value]) == 2
-        assert f"{option} needs --dry-run" in capsys.readouterr().err
+        assert f"{option} needs --dry-run" in refused(
+            2, "config", "check", str(write_run_file(tmp_path)), option, value
+        )
 
 
 @pytest.mark.parametrize(
@@ -56,10 +57,9 @@ def test_options_of_a_dry_run_are_refused_without_it(tmp_path, capsys):
         (["--world-size", "8", "--gpu", "a10g"], "bf16 (a10g computes it in hardware)", "gather"),
     ],
 )
-def test_a_dry_run_prints_what_was_chosen_and_why(tmp_path, capsys, on, precision, tables):
+def test_a_dry_run_prints_what_was_chosen_and_why(tmp_path, on, precision, tables, done):
     run = str(write_run_file(tmp_path))
-    assert cli.main(["config", "check", run, "--dry-run", *on]) == 0
-    chosen = capsys.readouterr().out.partition("chosen:\n")[2].splitlines()
+    chosen = done("config", "check", run, "--dry-run", *on).partition("chosen:\n")[2].splitlines()
     found = dict(line.strip().split(": ", 1) for line in chosen if line.startswith("  "))
     assert found["training.precision"] == precision
     assert found["training.tf32"].startswith("true (")
@@ -69,10 +69,9 @@ def test_a_dry_run_prints_what_was_chosen_and_why(tmp_path, capsys, on, precisio
 
 
 @pytest.mark.parametrize("more", [(), ("--dry-run",)])
-def test_an_adapter_of_a_new_model_is_refused_as_train_refuses_it(tmp_path, capsys, more):
+def test_an_adapter_of_a_new_model_is_refused_as_train_refuses_it(tmp_path, more, refused):
     run = write_run_file(tmp_path, model__adapter={"type": "lora"})
-    assert cli.main(["config", "check", str(run), *more]) == 2
-    said = capsys.readouterr().err
+    said = refused(2, "config", "check", run, *more)
     assert "model.adapter needs model.path" in said
     assert "Remove model.adapter" in said
 
@@ -93,11 +92,10 @@ def test_what_both_say_alike_may_stand_in_both(tmp_path, capsys):
     assert settings["sharding"]["strategy"] == "shard_grad_op"
 
 
-def test_all_that_they_say_differently_is_one_error_that_names_both(tmp_path, capsys):
+def test_all_that_they_say_differently_is_one_error_that_names_both(tmp_path, refused):
     run = write_run_file(tmp_path, sharding__strategy="no_shard")
     arguments = [str(run), "training.precision=fp32", "--config_file", str(write_file(tmp_path))]
-    assert cli.main(["config", "check", *arguments]) == 2
-    error = capsys.readouterr().err
+    error = refused(2, "config", "check", *arguments)
     assert 'sharding.strategy: "no_shard" in the run file' in error
     assert "fsdp_sharding_strategy: 2 in " in error
     assert "line 5" in error
@@ -144,11 +142,10 @@ def test_gpus_that_the_file_leaves_out_are_hidden(tmp_path, monkeypatch, changes
     assert config_file.os.environ["CUDA_VISIBLE_DEVICES"] == visible
 
 
-def test_a_file_for_several_machines_is_told_how_to_start_them(tmp_path, capsys):
+def test_a_file_for_several_machines_is_told_how_to_start_them(tmp_path, refused):
     changes = {"num_machines": 2, "num_processes": 4, "main_process_ip": "10.0.0.1", "machine_rank": 1}
     run, file = write_run_file(tmp_path), write_file(tmp_path, **changes)
-    assert cli.main(["train", str(run), "--config_file", str(file)]) == 2
-    error = capsys.readouterr().err
+    error = refused(2, "train", run, "--config_file", file)
     assert "num_machines: 2 in " in error
     assert f"fullshard launch --config_file {file} -m fullshard.cli.main train {run} --config_file {file}" in error
 
@@ -166,7 +163,7 @@ def test_under_another_launcher_the_ranks_are_those_that_are_there(tmp_path, mon
     assert capsys.readouterr().err == ""
 
 
-def test_the_conversion_is_a_run_file_once_the_rest_is_filled_in(tmp_path, capsys):
+def test_the_conversion_is_a_run_file_once_the_rest_is_filled_in(tmp_path, capsys, refused):
     file, run = write_file(tmp_path, debug=True), tmp_path / "run.yaml"
     assert cli.main(["config", "convert", str(file), "-o", str(run)]) == 0
     said = capsys.readouterr()
@@ -185,50 +182,44 @@ def test_the_conversion_is_a_run_file_once_the_rest_is_filled_in(tmp_path, capsy
     config = load_run(run)
     assert config.nproc == 2
     assert (config.sharding.strategy, config.sharding.wrap) == ("shard_grad_op", 2000)
-    assert cli.main(["config", "convert", str(file), "-o", str(run)]) == 2
-    assert "exists" in capsys.readouterr().err
+    assert "exists" in refused(2, "config", "convert", file, "-o", run)
 
 
-def test_the_conversion_is_printed_or_json(tmp_path, capsys):
+def test_the_conversion_is_printed_or_json(tmp_path, capsys, done):
     file = write_file(tmp_path)
     assert cli.main(["config", "convert", str(file)]) == 0
     assert yaml.safe_load(capsys.readouterr().out)["sharding"]["strategy"] == "shard_grad_op"
-    assert cli.main(["config", "convert", str(file), "--json"]) == 0
-    result = json.loads(capsys.readouterr().out)
+    result = json.loads(done("config", "convert", file, "--json"))
     assert result["settings"]["sharding"] == {"strategy": "shard_grad_op", "wrap": 2000}
     assert result["left"] == ["output_dir", "model", "data"]
     assert result["warnings"] == []
 
 
-def test_a_wrong_file_is_one_message(tmp_path, capsys):
+def test_a_wrong_file_is_one_message(tmp_path, refused):
     file = write_file(tmp_path, {"fsdp_shard": 1})
-    assert cli.main(["train", str(write_run_file(tmp_path)), "--config_file", str(file)]) == 2
-    error = capsys.readouterr().err
+    error = refused(2, "train", write_run_file(tmp_path), "--config_file", file)
     assert "fsdp_config.fsdp_shard: unknown key" in error
     assert "Traceback" not in error
 
 
-def test_a_run_file_without_problems_is_said_so_in_few_lines(tmp_path, capsys):
+def test_a_run_file_without_problems_is_said_so_in_few_lines(tmp_path, capsys, done):
     run = str(write_run_file(tmp_path, training__weight_decay=0.25))
-    assert cli.main(["config", "check", run]) == 0
-    lines = capsys.readouterr().out.splitlines()
+    lines = done("config", "check", run).splitlines()
     assert lines[-1].startswith(f"no problem found in {run}")
     assert "  training.weight_decay: 0.25" in lines
     assert "training.precision: auto is fp32 on this machine: ranks compute on CPUs" in lines
     assert len(lines) < 40
     assert not any("max_grad_norm" in line for line in lines), "the default"
-    assert cli.main(["config", "check", run, "--all"]) == 0
-    every = capsys.readouterr().out
+    every = done("config", "check", run, "--all")
     assert every.endswith("# no problem found\n")
     assert RunConfig.model_validate(yaml.safe_load(every)) == load_run(Path(run), ())
     assert cli.main(["config", "check", run, "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == yaml.safe_load(every)
 
 
-def test_t5_in_fp16_is_refused_by_its_configuration_alone(tmp_path, capsys):
+def test_t5_in_fp16_is_refused_by_its_configuration_alone(tmp_path, refused):
     run = str(write_run_file(tmp_path, training__precision="fp16"))
-    assert cli.main(["config", "check", run]) == 4
-    assert "training.allow_fp16" in capsys.readouterr().err
+    assert "training.allow_fp16" in refused(4, "config", "check", run)
     assert cli.main(["config", "check", run, "training.allow_fp16=true"]) == 0
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text('{"model_type": "gpt2"}')

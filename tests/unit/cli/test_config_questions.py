@@ -16,7 +16,7 @@ import time
 import pytest
 
 from fullshard.compat.accelerate_config.file import read_accelerate_file
-from fullshard.program.cli import main as cli, questionnaire
+from fullshard.program.cli import config, main as cli
 from support.accelerate_files import VERSION_1
 
 SECONDS = 60
@@ -194,7 +194,7 @@ def answers(monkeypatch):
                 raise EOFError
             return line
 
-        monkeypatch.setattr(questionnaire.sys.stdin, "isatty", lambda: True, raising=False)
+        monkeypatch.setattr(config.sys.stdin, "isatty", lambda: True, raising=False)
         # Accelerate's menus read lines where there are no keys to read, as in a notebook.
         monkeypatch.setattr("accelerate.commands.menu.selection_menu.in_colab", True)
         monkeypatch.setattr("builtins.input", next_line)
@@ -221,17 +221,15 @@ def test_the_guides_answers_make_the_guides_file_which_starts_a_script(tmp_path,
     assert lines == [f"[rank {rank}] FULL_SHARD true T5Block 2" for rank in range(2)]
 
 
-def test_answers_that_fullshard_or_accelerate_refuses_are_told(tmp_path, monkeypatch, capsys, answers):
+def test_answers_that_fullshard_or_accelerate_refuses_are_told(tmp_path, monkeypatch, answers, refused):
     monkeypatch.chdir(tmp_path)
     answers("1", "0")  # Amazon SageMaker
     assert cli.main(["config"]) == 2
     assert os.listdir(tmp_path) == []
     answers("0", "10", *[""] * 6)  # a TPU
-    assert cli.main(["config"]) == 2
-    assert "not on TPUs" in capsys.readouterr().err
+    assert "not on TPUs" in refused(2, "config")
     answers("yes", "0", "4", "1", "", "", "yes")  # DeepSpeed, which is not installed
-    assert cli.main(["config"]) == 2
-    assert "Accelerate refuses these answers, and nothing was written: DeepSpeed" in capsys.readouterr().err
+    assert "Accelerate refuses these answers, and nothing was written: DeepSpeed" in refused(2, "config")
 
 
 def test_json_is_alone_on_standard_output(tmp_path, capsys, answers):
@@ -246,35 +244,30 @@ def test_json_is_alone_on_standard_output(tmp_path, capsys, answers):
     assert result["next"][0] == f"fullshard train run.yaml --config_file {path}"
 
 
-def test_a_file_that_exists_is_overwritten_after_a_yes_only(tmp_path, capsys, answers):
+def test_a_file_that_exists_is_overwritten_after_a_yes_only(tmp_path, answers, refused):
     path = tmp_path / "f.yaml"
     path.write_text("mine\n")
     for lines in (("",), ("no",), ("what", "n")):
         answers(*lines)
-        assert cli.main(["config", "--config_file", str(path)]) == 2
-        assert "was left unchanged" in capsys.readouterr().err
-    assert cli.main(["config", "--default", "--config_file", str(path)]) == 2
-    assert "does not overwrite" in capsys.readouterr().err
+        assert "was left unchanged" in refused(2, "config", "--config_file", path)
+    assert "does not overwrite" in refused(2, "config", "--default", "--config_file", path)
     assert path.read_text() == "mine\n"
     answers("yes", *GUIDES)
     assert cli.main(["config", "--config_file", str(path)]) == 0
     assert read_accelerate_file(path).is_sharded
 
 
-def test_without_a_terminal_nothing_is_asked(tmp_path, monkeypatch, capsys):
+def test_without_a_terminal_nothing_is_asked(tmp_path, monkeypatch, refused):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(questionnaire.sys.stdin, "isatty", lambda: False, raising=False)
-    assert cli.main(["config"]) == 2
-    assert "--default" in capsys.readouterr().err
+    monkeypatch.setattr(config.sys.stdin, "isatty", lambda: False, raising=False)
+    assert "--default" in refused(2, "config")
     assert os.listdir(tmp_path) == []
 
 
-def test_a_place_that_cannot_be_written_is_a_users_error(tmp_path, capsys):
-    assert cli.main(["config", "--default", "--config_file", str(tmp_path / "no" / "f.yaml")]) == 2
-    assert "f.yaml" in capsys.readouterr().err
+def test_a_place_that_cannot_be_written_is_a_users_error(tmp_path, refused):
+    assert "f.yaml" in refused(2, "config", "--default", "--config_file", str(tmp_path / "no" / "f.yaml"))
 
 
 @pytest.mark.parametrize("option", [["--default"], ["--json"], ["--config_file", "f.yaml"]])
-def test_options_of_the_questions_do_not_stand_before_an_action(option, capsys):
-    assert cli.main(["config", *option, "convert", "f.yaml"]) == 2
-    assert f"Put {option[0]} after the action" in capsys.readouterr().err
+def test_options_of_the_questions_do_not_stand_before_an_action(option, refused):
+    assert f"Put {option[0]} after the action" in refused(2, "config", *option, "convert", "f.yaml")

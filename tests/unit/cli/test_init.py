@@ -2,6 +2,7 @@
 
 import builtins
 import codecs
+import itertools
 import json
 import sys
 
@@ -9,18 +10,34 @@ import pytest
 import yaml
 from transformers import AutoModelForSeq2SeqLM
 
+from fullshard.core.testing import run_ranks
+from fullshard.errors import DataError
 from fullshard.program.cli import main as cli
 from fullshard.program.config import load_run
+from fullshard.program.data import SourceSpec, read_split
 from fullshard.program.starter import Machine, look_at, run_file
 from fullshard.program.train import FileSink, train
 from fullshard.program.train.reporting.card import CardSink
-from support.alone import alone
 from support.tiny_run import LABELS, WORDS
 
 
 @pytest.fixture(autouse=True)
-def _no_cached_model(monkeypatch):
+def _here(tmp_path, monkeypatch):
     monkeypatch.setattr(run_file, "is_cached", lambda name: False)
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """Types answers for the user, or Enter alone without any; returns the questions."""
+
+    def use(*answers):
+        questions, given = [], iter(answers) if answers else itertools.repeat("")
+        monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)
+        monkeypatch.setattr(builtins, "input", lambda text: questions.append(text) or next(given))
+        return questions
+
+    return use
 
 
 def pairs(path):
@@ -46,11 +63,9 @@ def tickets(path):
 
 
 @pytest.mark.parametrize("write", [pairs, labels, tickets])
-def test_what_it_writes_trains_without_editing(write, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
+def test_what_it_writes_trains_without_editing(write, tmp_path, done):
     columns = write(tmp_path / "train.csv")
-    assert cli.main(["init", "train.csv", "--yes"]) == 0
-    printed = capsys.readouterr().out
+    printed = done("init", "train.csv", "--yes")
     assert f"source: {columns[0]}; target: {columns[1]}; model: new" in printed
     assert "  fullshard train run.yaml\n" in printed
     assert cli.main(["config", "check", "run.yaml"]) == 0
@@ -58,18 +73,16 @@ def test_what_it_writes_trains_without_editing(write, tmp_path, monkeypatch, cap
     config = load_run("run.yaml", overrides)
     assert (config.data.source_column, config.data.target_column) == columns
     sinks = [CardSink(config.output_dir, print), FileSink(config.output_dir)]
-    summary = train(config, alone(), sinks)
+    summary = train(config, run_ranks(1, lambda comm: comm)[0], sinks)
     assert summary.metric == ("exact_match" if write is not tickets else "rougeL")
     AutoModelForSeq2SeqLM.from_pretrained("runs/train")
-    assert cli.main(["share", "runs/train", "--repo", "ada/mine", "--dry-run"]) == 0
-    printed = capsys.readouterr().out.partition("would upload to ada/mine")[2]
+    printed = done("share", "runs/train", "--repo", "ada/mine", "--dry-run").partition("would upload to ada/mine")[2]
     assert "  model.safetensors" in printed
     assert "  README.md" in printed
     assert ".csv" not in printed
 
 
-def test_a_semicolon_and_unusable_rows_are_written_down(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
+def test_a_semicolon_and_unusable_rows_are_written_down(tmp_path, capsys):
     labels(tmp_path / "train.csv")
     (tmp_path / "runs").mkdir()
     assert cli.main(["init", "train.csv", "--yes", "--out", "runs/first.yaml"]) == 0
@@ -85,21 +98,18 @@ def test_a_semicolon_and_unusable_rows_are_written_down(tmp_path, monkeypatch, c
     assert "(line 42)\n" in printed
 
 
-def test_unusable_rows_are_counted_by_reason(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
+def test_unusable_rows_are_counted_by_reason(tmp_path, done):
     rows = [f"what is {i},{'' if i % 4 == 3 else i % 3}" for i in range(40)]
     rows[0] += ",one cell more"
     (tmp_path / "train.csv").write_text("\n".join(["question,answer", *rows]) + "\n")
-    assert cli.main(["init", "train.csv", "--yes"]) == 0
-    printed = capsys.readouterr().out.partition("11 of 40 rows cannot be used")[2].splitlines()
+    printed = done("init", "train.csv", "--yes").partition("11 of 40 rows cannot be used")[2].splitlines()
     assert printed[1].startswith("  10: ")
     assert printed[1].endswith("(lines 5, 9, 13, ...)")
     assert printed[2] == "  1: the row has 3 cells, the header 2 (line 2)"
     assert load_run("run.yaml").data.max_bad_rows == 11
 
 
-def test_tables_of_one_name_have_run_directories_of_their_own(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
+def test_tables_of_one_name_have_run_directories_of_their_own(tmp_path, capsys):
     pairs(tmp_path / "a.csv")
     rows = "".join(json.dumps({"question": f"what is {i}", "answer": f"thing {i}"}) + "\n" for i in range(40))
     (tmp_path / "a.jsonl").write_text(rows)
@@ -112,8 +122,7 @@ def test_tables_of_one_name_have_run_directories_of_their_own(tmp_path, monkeypa
     assert "cannot be used" not in capsys.readouterr().out
 
 
-def test_tables_of_two_directories_with_a_usual_name_have_run_directories_of_their_own(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_tables_of_two_directories_with_a_usual_name_have_run_directories_of_their_own(tmp_path):
     found = []
     for name in ("train.csv", "news/train.csv", "bank/Train.csv", "bank/letters.csv"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
@@ -123,44 +132,38 @@ def test_tables_of_two_directories_with_a_usual_name_have_run_directories_of_the
     assert found == ["runs/train", "runs/news-train", "runs/bank-Train", "runs/letters"]
 
 
-def test_a_table_of_another_encoding_is_read_in_it_and_said(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
+def test_a_table_of_another_encoding_is_read_in_it_and_said(tmp_path, done):
     rows = [f"Frage {i} {'über' if i % 2 else 'zur'} Karte;Karte {i % 4}\n" for i in range(40)]
     (tmp_path / "train.csv").write_text("frage;antwort\n" + "".join(rows), encoding="latin-1")
-    assert cli.main(["init", "train.csv", "--yes"]) == 0
-    said = capsys.readouterr().out
+    said = done("init", "train.csv", "--yes")
     assert "not UTF-8: read as windows-1252 (data.encoding), with lines such as 'Frage 1 über Karte;Karte 1'" in said
     assert "cannot be used" not in said
     assert load_run("run.yaml").data.encoding == "windows-1252"
 
 
 @pytest.mark.parametrize(("name", "codec"), [("a.csv", "utf-16"), ("a.csv", "utf-16-le"), ("a.jsonl", "utf-16")])
-def test_utf_16_is_not_taken_for_windows_1252(name, codec, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
+def test_utf_16_is_not_taken_for_windows_1252(name, codec, tmp_path, refused):
     rows = [json.dumps({"frage": f"über {i}", "antwort": f"Karte {i}"}, ensure_ascii=False) for i in range(40)]
     table = rows if name == "a.jsonl" else ["frage,antwort", *(f"über {i},Karte {i}" for i in range(40))]
     (tmp_path / name).write_text("\n".join(table), encoding=codec)
-    assert cli.main(["init", name, "--yes"]) == 3
-    assert f"{name}: its first line has zero bytes, as text in UTF-16 has." in capsys.readouterr().err
+    assert f"{name}: its first line has zero bytes, as text in UTF-16 has." in refused(3, "init", name, "--yes")
     assert not (tmp_path / "run.yaml").exists()
 
 
-def test_a_table_that_says_it_is_utf_8_is_not_taken_for_windows_1252(tmp_path, monkeypatch, capsys):
+def test_a_table_that_says_it_is_utf_8_is_not_taken_for_windows_1252(tmp_path, refused):
     """The mark would be the first letters of the first column."""
-    monkeypatch.chdir(tmp_path)
     rows = "".join(f"über {i};Karte {i % 4}\n" for i in range(40))
     (tmp_path / "a.csv").write_bytes(codecs.BOM_UTF8 + f"frage;antwort\n{rows}".encode("windows-1252"))
-    assert cli.main(["init", "a.csv", "--yes"]) == 3
-    assert "40 of 41 lines cannot be read, the first of them line 2: byte 0xfc is not UTF-8." in capsys.readouterr().err
+    assert "40 of 41 lines cannot be read, the first of them line 2: byte 0xfc is not UTF-8." in refused(
+        3, "init", "a.csv", "--yes"
+    )
 
 
 @pytest.mark.parametrize("also", ["größer".encode(), b"\x81"])
-def test_a_table_of_two_encodings_is_refused_not_thinned_out(also, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
+def test_a_table_of_two_encodings_is_refused_not_thinned_out(also, tmp_path, refused):
     rows = b"".join(b"Frage %d \xfcber Karte;Karte %d\n" % (i, i % 4) for i in range(20))
     (tmp_path / "train.csv").write_bytes(b"frage;antwort\nist " + also + b";nein\n" + rows)
-    assert cli.main(["init", "train.csv", "--yes"]) == 3
-    error = capsys.readouterr().err
+    error = refused(3, "init", "train.csv", "--yes")
     broken, line, byte = (21, 2, "0x81") if also == b"\x81" else (20, 3, "0xfc")
     assert f"{broken} of 22 lines cannot be read, the first of them line {line}: byte {byte} is not UTF-8." in error
     assert "data.encoding" in error
@@ -168,8 +171,7 @@ def test_a_table_of_two_encodings_is_refused_not_thinned_out(also, tmp_path, mon
 
 
 @pytest.mark.parametrize("more", [{}, {"id": 1, "topic": "cards"}])
-def test_conversations_train_without_editing(more, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
+def test_conversations_train_without_editing(more, tmp_path, done):
     talks = [
         [
             {"role": role, "content": f"{text} {i}"}
@@ -178,8 +180,7 @@ def test_conversations_train_without_editing(more, tmp_path, monkeypatch, capsys
         for i in range(40)
     ]
     (tmp_path / "talks.jsonl").write_text("".join(json.dumps({**more, "messages": talk}) + "\n" for talk in talks))
-    assert cli.main(["init", "talks.jsonl", "--yes"]) == 0
-    printed = capsys.readouterr().out
+    printed = done("init", "talks.jsonl", "--yes")
     assert "40 rows\n  messages: each row is a conversation\n" in printed
     assert "model: new" in printed
     text = (tmp_path / "run.yaml").read_text()
@@ -189,52 +190,41 @@ def test_conversations_train_without_editing(more, tmp_path, monkeypatch, capsys
     assert f"about {(40 - held_out) * 2 // 2:,} steps an epoch" in text
     assert config.data.source_column is None
     assert config.data.max_target_length == 96  # of the longest answer, which is not the last
-    summary = train(config, alone(), [FileSink(config.output_dir)])
+    summary = train(config, run_ranks(1, lambda comm: comm)[0], [FileSink(config.output_dir)])
     assert summary.steps == 1
 
 
-def test_conversations_ask_for_the_model_alone(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_conversations_ask_for_the_model_alone(tmp_path, asked):
     turns = [{"from": "human", "value": "where?"}, {"from": "gpt", "value": "there"}]
     (tmp_path / "talks.jsonl").write_text(f"{json.dumps({'conversations': turns})}\n" * 20)
-    asked = []
-    monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)
-    monkeypatch.setattr(builtins, "input", lambda text: asked.append(text) or "")
+    questions = asked()
     assert cli.main(["init", "talks.jsonl"]) == 0
-    assert len(asked) == 1
+    assert len(questions) == 1
 
 
-def test_rows_too_few_to_hold_out_are_not_evaluated(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_rows_too_few_to_hold_out_are_not_evaluated(tmp_path):
     (tmp_path / "two.jsonl").write_text('{"prompt": "a", "completion": "b"}\n{"prompt": "a", "completion": "c"}\n')
     assert cli.main(["init", "two.jsonl", "--yes"]) == 0
     assert load_run("run.yaml").training.eval_strategy == "no"
 
 
-def test_nothing_is_overwritten_and_a_pipe_is_not_asked(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
+def test_nothing_is_overwritten_and_a_pipe_is_not_asked(tmp_path, monkeypatch, refused):
     pairs(tmp_path / "train.csv")
     (tmp_path / "run.yaml").write_text("mine")
-    assert cli.main(["init", "train.csv", "--yes"]) == 2
-    assert "--yes does not overwrite" in capsys.readouterr().err
+    assert "--yes does not overwrite" in refused(2, "init", "train.csv", "--yes")
     monkeypatch.setattr(sys.stdin, "isatty", lambda: False, raising=False)
-    assert cli.main(["init", "train.csv"]) == 2
-    assert "DATA --yes` to take every default" in capsys.readouterr().err
+    assert "DATA --yes` to take every default" in refused(2, "init", "train.csv")
     assert cli.main(["init", "gone.csv", "--yes", "--out", "other.yaml"]) == 3
     assert (tmp_path / "run.yaml").read_text() == "mine"
 
 
-def test_it_asks_at_most_four_questions(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
+def test_it_asks_at_most_four_questions(tmp_path, capsys, asked):
     tickets(tmp_path / "train.csv")
     (tmp_path / "run.yaml").write_text("mine")
     (tmp_path / "my-t5").mkdir()
-    answers = iter(["nothing", "complaint", "", "./nope", "my-t5", "maybe", "yes"])
-    asked = []
-    monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)
-    monkeypatch.setattr(builtins, "input", lambda text: asked.append(text) or next(answers))
+    questions = asked("nothing", "complaint", "", "./nope", "my-t5", "maybe", "yes")
     assert cli.main(["init", "train.csv"]) == 0
-    assert len(dict.fromkeys(asked)) == 4
+    assert len(dict.fromkeys(questions)) == 4
     said = capsys.readouterr().out
     assert "Expected one of the columns ticket_id, opened, complaint, urgency, our_reply; got 'nothing'." in said
     assert "There is no nope" in said
@@ -243,19 +233,15 @@ def test_it_asks_at_most_four_questions(tmp_path, monkeypatch, capsys):
     assert (config.data.source_column, config.data.target_column) == ("complaint", "our_reply")
 
 
-def test_no_keeps_the_file(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
+def test_no_keeps_the_file(tmp_path, refused, asked):
     pairs(tmp_path / "train.csv")
     (tmp_path / "run.yaml").write_text("mine")
-    monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)
-    monkeypatch.setattr(builtins, "input", lambda text: "")
-    assert cli.main(["init", "train.csv"]) == 2
-    assert "run.yaml was left unchanged" in capsys.readouterr().err
+    asked()
+    assert "run.yaml was left unchanged" in refused(2, "init", "train.csv")
     assert (tmp_path / "run.yaml").read_text() == "mine"
 
 
-def test_a_known_combination_of_columns_is_kept(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_a_known_combination_of_columns_is_kept(tmp_path):
     rows = [{"instruction": f"say {i}", "input": "", "output": f"this is {i}"} for i in range(30)]
     (tmp_path / "chat.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert look_at(tmp_path / "chat.jsonl").by_name == (("instruction", "input"), "output")
@@ -276,22 +262,147 @@ def test_the_suggested_model_fits():
     }
 
 
-def test_quotes_that_are_text_are_told_and_no_row_is_lost(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
+def test_quotes_that_are_text_are_told_and_no_row_is_lost(tmp_path, done):
     rows = "".join(f'"so {i}\tx\nnice {i}\ty\nday {i}\ty\nreally "\tx\n' for i in range(10))
     (tmp_path / "train.tsv").write_text(f"text\tlabel\n{rows}")
-    assert cli.main(["init", "train.tsv", "--yes"]) == 0
-    printed = capsys.readouterr().out
+    printed = done("init", "train.tsv", "--yes")
     assert "train.tsv: tsv, 40 rows" in printed
     assert "(data.quoting: none)" in printed
     assert "lines 2 to 5 " in printed
 
 
-def test_objects_are_columns_by_the_names_inside(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
+def test_objects_are_columns_by_the_names_inside(tmp_path):
     rows = [{"translation": {"en": f"the card {i} is lost", "de": f"die Karte {i} ist weg"}} for i in range(40)]
     (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert cli.main(["init", "train.jsonl", "--yes"]) == 0
     config = load_run("run.yaml")
     assert {config.data.source_column, config.data.target_column} == {"translation.en", "translation.de"}
     assert cli.main(["config", "check", "run.yaml"]) == 0
+
+
+def write(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def sentence(what, i):
+    return f"this is {what} number {i}, which is long enough to be a text"
+
+
+TABLES = {
+    # columns with their texts, the answers to the two questions
+    "preference": (("prompt", "chosen", "rejected"), ("prompt", "chosen")),
+    "preference of short texts": (("prompt", "response_chosen", "response_rejected"), ("prompt", "response_chosen")),
+    "annotations": (("text", "summary.suggestion", "summary.response"), ("text", "summary.response")),
+    "suggestion last": (("text", "response", "suggestion"), ("text", "response")),
+    "distractors": (("stem", "correct_one", "distractor1", "distractor2"), ("stem", "correct_one")),
+    "draft": (("brief", "final", "draft"), ("brief", "final")),
+    "answer before its question": (("reply", "prompt"), ("prompt", "reply")),
+}
+
+
+@pytest.mark.parametrize("what", TABLES)
+def test_a_target_that_is_not_clear_is_asked_for_and_not_guessed(what, tmp_path, refused, asked):
+    columns, answers = TABLES[what]
+    text = (lambda name, i: f"{name[:3]} {i}") if "short" in what else sentence
+    write(tmp_path / "train.jsonl", [{name: text(name, i) for name in columns} for i in range(40)])
+    said = refused(3, "init", "train.jsonl", "--yes")
+    assert all(repr(name) in said for name in columns)
+    assert not (tmp_path / "run.yaml").exists()
+    questions = asked("", answers[0], "", answers[1], "new")
+    assert cli.main(["init", "train.jsonl"]) == 0
+    assert not any("[" in question for question in questions[:4])
+    config = load_run("run.yaml")
+    assert (config.data.source_column, config.data.target_column) == answers
+    assert cli.main(["config", "check", "run.yaml"]) == 0
+
+
+def test_squad_is_asked_about_with_the_texts_of_its_answers(tmp_path, refused, asked):
+    write(
+        tmp_path / "train.jsonl",
+        [
+            {
+                "id": f"{i:x}",
+                "title": "Cards",
+                "context": sentence("a context", i) * 5,
+                "question": sentence("a question", i),
+                "answers": {"text": [f"answer {i}", "an answer"], "answer_start": [3, 4]},
+            }
+            for i in range(40)
+        ],
+    )
+    assert "'answers.text'" in refused(3, "init", "train.jsonl", "--yes")
+    asked("question", "answers.text", "new")
+    assert cli.main(["init", "train.jsonl"]) == 0
+    config = load_run("run.yaml")
+    spec = SourceSpec(
+        train_file=config.data.train_file,
+        source_column=config.data.source_column,
+        target_column=config.data.target_column,
+    )
+    assert read_split(spec, "train").examples[3].references == ("answer 3", "an answer")
+
+
+@pytest.mark.parametrize(
+    ("columns", "pair"),
+    [
+        (("context", "reply"), ("context", "reply")),
+        (("question", "context", "answer"), None),
+        (("prompt", "response", "rejected"), ("prompt", "response")),
+        (("complaint", "our_reply"), ("complaint", "our_reply")),
+        (("text", "label", "label_suggestion"), ("text", "label")),
+    ],
+)
+def test_a_clear_target_is_still_a_default(columns, pair, tmp_path):
+    write(tmp_path / "train.jsonl", [{name: sentence(name, i) for name in columns} for i in range(40)])
+    assert cli.main(["init", "train.jsonl", "--yes"]) == 0
+    config = load_run("run.yaml")
+    assert pair in (None, (config.data.source_column, config.data.target_column))
+
+
+def test_two_answers_alone_are_not_a_pair_for_training(tmp_path):
+    write(tmp_path / "train.jsonl", [{"chosen": sentence("a", i), "rejected": sentence("b", i)} for i in range(4)])
+    with pytest.raises(DataError, match="which columns are source and target"):
+        read_split(SourceSpec(train_file=tmp_path / "train.jsonl"), "train")
+
+
+@pytest.mark.parametrize(
+    ("name", "row", "left"),
+    [
+        ("history", {"instruction": "say {}", "input": "", "output": "is {}", "history": [["a", "b"]]}, "'history'"),
+        ("system", {"instruction": "say {}", "output": "is {}", "system": "be kind"}, "'system'"),
+        ("both", {"prompt": "say {}", "completion": "is {}", "system": "x", "history": []}, "'system' and 'history'"),
+        ("label", {"text": "say {}", "label": "is {}", "Context": "at home"}, "'Context'"),
+    ],
+)
+def test_known_columns_that_are_left_out_are_told(name, row, left, tmp_path, done):
+    rows = [{key: cell.format(i) if isinstance(cell, str) else cell for key, cell in row.items()} for i in range(40)]
+    write(tmp_path / "train.jsonl", rows)
+    assert f"{left} {'are' if ' and ' in left else 'is'} not used" in done("init", "train.jsonl", "--yes")
+    notes = read_split(SourceSpec(train_file=tmp_path / "train.jsonl"), "train").notes
+    assert any(f"{left} " in note and "not used" in note for note in notes)
+    assert "# not used: " in (tmp_path / "run.yaml").read_text()
+
+
+def test_columns_of_conversations_that_are_left_out_are_told(tmp_path, done):
+    turns = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]
+    rows = [{"messages": turns, "system": "be kind", "system_prompt": "be kind", "history": []} for _ in range(30)]
+    write(tmp_path / "train.jsonl", rows)
+    assert "'system_prompt' and 'history' are not used" in done("init", "train.jsonl", "--yes")
+
+
+@pytest.mark.parametrize(
+    ("first", "told"),
+    [
+        (("where is my card?", "card_arrival"), True),
+        (("1", "0.5"), True),
+        (("where is my card", "kind 1"), True),
+        (("text", "label"), False),
+        (("Question", "Answer"), False),
+    ],
+)
+def test_a_header_that_looks_like_a_row_is_told(first, told, tmp_path, done):
+    rows = "".join(f"{sentence('a', i)},kind {i % 3}\n".replace(", which", " which") for i in range(40))
+    (tmp_path / "train.csv").write_text(f"{first[0]},{first[1]}\n{rows}")
+    assert ("the header looks like a row" in done("init", "train.csv", "--yes")) is told
+    notes = read_split(SourceSpec(train_file=tmp_path / "train.csv"), "train").notes
+    assert any("looks like a row" in note for note in notes) is (told and first[1] != "kind 1")

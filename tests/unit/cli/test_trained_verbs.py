@@ -12,11 +12,6 @@ from fullshard.program.launch.streams import UnreadOutputError
 from support.tiny_run import write_run_file
 
 
-@pytest.fixture(autouse=True)
-def _not_a_rank(monkeypatch):
-    monkeypatch.delenv("RANK", raising=False)
-
-
 @pytest.fixture
 def started(monkeypatch):
     """The rank programs' arguments and numbers of ranks, and what a file of rows held meanwhile."""
@@ -41,27 +36,24 @@ def test_evaluate_starts_as_many_ranks_as_the_run(started, tmp_path, capsys):
     assert capsys.readouterr().err.startswith("fullshard: starting 3 ranks; ")
 
 
-def test_evaluate_says_what_is_not_there(started, tmp_path, capsys):
+def test_evaluate_says_what_is_not_there(started, tmp_path, capsys, refused):
     assert cli.main(["evaluate", str(tmp_path), "--json"]) == 2
     captured = capsys.readouterr()
     assert "no summary.json" in captured.err
     assert json.loads(captured.out)["error"]["exit_code"] == 2
-    assert cli.main(["evaluate", str(write_run_file(tmp_path)), "--data", "gone.csv"]) == 2
-    assert "there is no file gone.csv" in capsys.readouterr().err
-    assert cli.main(["evaluate", str(write_run_file(tmp_path)), "--encoding", "utf-16"]) == 2
-    assert "--encoding is that of the --data FILE" in capsys.readouterr().err
-    with pytest.raises(SystemExit):
-        cli.main(["predict", "m", "--encoding", "utf-9"])
-    assert "'utf-9' is not an encoding of Python" in capsys.readouterr().err
+    assert "there is no file gone.csv" in refused(2, "evaluate", write_run_file(tmp_path), "--data", "gone.csv")
+    assert "--encoding is that of the --data FILE" in refused(
+        2, "evaluate", str(write_run_file(tmp_path)), "--encoding", "utf-16"
+    )
+    assert "'utf-9' is not an encoding of Python" in refused(2, "predict", "m", "--encoding", "utf-9")
     assert started == []
 
 
 @pytest.mark.parametrize("name", ["runs/nope", "./nope", "/gone/nope", "a/b/c", "nope/"])
-def test_a_model_that_is_no_path_here_is_said_at_once(started, name, tmp_path, monkeypatch, capsys):
+def test_a_model_that_is_no_path_here_is_said_at_once(started, name, tmp_path, monkeypatch, refused):
     (tmp_path / "runs" / "mine").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
-    assert cli.main(["predict", name, "rows.csv"]) == 4
-    error = capsys.readouterr().err
+    error = refused(4, "predict", name, "rows.csv")
     assert f"There is no {Path(name)}: give" in error
     assert ("Directories in runs: mine." in error) == (name == "runs/nope")
     assert cli.main(["evaluate", str(write_run_file(tmp_path)), "--model", name]) == 4
@@ -117,17 +109,15 @@ def test_predict_reads_lines_from_standard_input(name, started, monkeypatch):
     assert (nproc, held) == (1, "eins\n\nzwölf\n")
 
 
-def test_predict_does_not_write_over_its_rows(started, tmp_path, capsys):
+def test_predict_does_not_write_over_its_rows(started, tmp_path, refused):
     file = tmp_path / "rows.csv"
     file.write_text("text\none\n")
-    assert cli.main(["predict", "m", str(file), "-o", str(file)]) == 2
-    assert "would replace" in capsys.readouterr().err
+    assert "would replace" in refused(2, "predict", "m", file, "-o", file)
     assert cli.main(["predict", "m", str(tmp_path / "gone.csv")]) == 3
     assert started == []
 
 
-def test_ranks_of_torchrun_cannot_share_standard_input(monkeypatch, capsys):
+def test_ranks_of_torchrun_cannot_share_standard_input(monkeypatch, refused):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "1")
-    assert cli.main(["predict", "m"]) == 2
-    assert "name a FILE" in capsys.readouterr().err
+    assert "name a FILE" in refused(2, "predict", "m")

@@ -8,8 +8,9 @@ import pytest
 from pydantic import BaseModel, ValidationError
 
 from fullshard.errors import ConfigError
-from fullshard.program.config import load_run
+from fullshard.program.config import changed_settings, load_run
 from fullshard.program.config.schema import RunConfig, TrainingConfig
+from support.tiny_run import settings
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "banking77_tiny.yaml"
 
@@ -111,6 +112,11 @@ def test_sets_that_cannot_be_a_mixture(sets, data, message):
         RunConfig.model_validate(mixture_of(sets, validation_fraction=0.1, **data))
 
 
+def test_a_set_that_yaml_reads_as_a_number_is_no_name(run_file):
+    with pytest.raises(ConfigError, match=r"data\.sets\.7"):
+        load_run(run_file, ["data={sets: {7: {train_file: rows/train.csv}}}"])
+
+
 def test_a_set_has_what_it_leaves_out_from_the_mixture_and_replaces_what_it_says_otherwise():
     sets = {
         "a": {"train_file": "a.csv"},
@@ -135,3 +141,20 @@ def test_rounded_messages_need_messages(run_file):
     assert load_run(run_file).training.messages is None
     with pytest.raises(ConfigError, match=r"sharding\.strategy: no_shard does neither"):
         load_run(run_file, ["training.messages=bf16", "sharding.strategy=no_shard"])
+
+
+def test_what_a_run_file_does_not_name_has_not_changed(tmp_path):
+    """Independent of the schema: the run file's own keys."""
+    values = settings(tmp_path, model={"path": "my-t5", "adapter": {"type": "lora", "r": 4}})
+    values["training"]["weight_decay"] = RunConfig.model_validate(values).training.weight_decay  # the default
+    found = changed_settings(RunConfig.model_validate(values).as_plain())
+    named = {"output_dir", "seed", "nproc", "model.path", "model.adapter.type", "model.adapter.r"}
+    named |= {f"{section}.{key}" for section in ("data", "training", "evaluation") for key in values[section]}
+    assert set(found) <= named - {"training.weight_decay"}
+    assert {"model.path", "model.adapter.r", "training.learning_rate", "data.max_source_length", "nproc"} <= set(found)
+
+
+def test_a_key_of_another_version_is_shown_unless_it_is_empty():
+    found = changed_settings({"training": {"bygone": 3, "empty": None, "learning_rate": 5e-5}})
+    assert found["training.bygone"] == 3
+    assert "training.empty" not in found

@@ -328,18 +328,18 @@ def test_without_plotly_it_names_the_package(finished, monkeypatch):
 
 def test_the_verb_prints_the_page_and_its_headline(finished, capsys):
     parser = page_parser()
-    verb.run(parser.parse_args(["report", str(finished), "--json"]))
+    verb.run(parser.parse_args([str(finished), "--json"]))
     values = json.loads(capsys.readouterr().out)
     assert values["report"] == str(finished / "report.html")
     assert (values["metric"], values["value"]) == ("accuracy", 0.75)
-    verb.run(parser.parse_args(["report", str(finished), "-o", str(finished / "other.html")]))
+    verb.run(parser.parse_args([str(finished), "-o", str(finished / "other.html")]))
     assert capsys.readouterr().out.startswith(f"{finished / 'other.html'} (")
     assert (finished / "other.html").read_text().startswith("<!DOCTYPE html>")
 
 
 def page_parser():
     parser = argparse.ArgumentParser()
-    verb.add_parser(parser.add_subparsers())
+    verb.add_arguments(parser)
     return parser
 
 

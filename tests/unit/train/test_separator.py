@@ -13,7 +13,8 @@ from fullshard.program.launch.programs.predict import changed, make_parser
 from fullshard.program.models import build_model
 from fullshard.program.train import FileSink, train
 from fullshard.program.train.dry_run import dry_run
-from fullshard.program.train.evaluation import evaluate as evaluating, predict as predicting
+from fullshard.program.train.evaluation import evaluate
+from fullshard.program.train.evaluation.predict import predict
 from fullshard.program.train.evaluation.trained import find_trained, load_trained
 from fullshard.program.train.setup import prepare as preparing
 from fullshard.program.train.setup.prepare import prepare, tokenize_spec
@@ -48,22 +49,22 @@ def run(config):
     return memory
 
 
-def prompts_of_generation(monkeypatch, module):
-    """The texts that a module's ``generate`` is given to continue."""
-    found, generate = [], module.generate
+def prompts_of_generation(monkeypatch):
+    """The texts that are to be continued, in evaluations and predictions."""
+    found, generate = [], evaluate.generate
 
     def seen(model, tokenizer, batch, spec):
         rows = zip(batch.prompt_ids_BP, batch.prompt_mask_BP, strict=True)
         found.extend("".join(tokenizer.convert_ids_to_tokens(ids[mask == 1].tolist())) for ids, mask in rows)
         return generate(model, tokenizer, batch, spec)
 
-    monkeypatch.setattr(module, "generate", seen)
+    monkeypatch.setattr(evaluate, "generate", seen)
     return found
 
 
 def test_a_run_says_its_separator_records_it_and_predicts_with_it(tmp_path, base, monkeypatch):
     config = config_of(tmp_path, base)
-    evaluated = prompts_of_generation(monkeypatch, evaluating)
+    evaluated = prompts_of_generation(monkeypatch)
     memory = run(config)
     assert NOTE in memory.begun[0].notes
     assert NOTE in dry_run(config, 2).notes
@@ -74,12 +75,12 @@ def test_a_run_says_its_separator_records_it_and_predicts_with_it(tmp_path, base
     monkeypatch.setattr(preparing, "choose_separator", lambda given, *_: "???" if given is None else given)
     out = tmp_path / "out"
     assert prepare(read_run(out)).separator == "\n", "so fullshard evaluate"
-    written = prompts_of_generation(monkeypatch, predicting)
+    written = prompts_of_generation(monkeypatch)
 
     def work(comm):
         trained = find_trained(str(out), recorded_run(out))
         model, tokenizer, _ = load_trained(trained, comm)
-        return list(predicting.predict(model, tokenizer, [InputRow("i lost it", 1)], trained.config, comm))
+        return list(predict(model, tokenizer, [InputRow("i lost it", 1)], trained.config, comm))
 
     run_ranks(1, work)
     assert written == ["<s>i lost it\n"]

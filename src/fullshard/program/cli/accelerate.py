@@ -83,11 +83,7 @@ def require_one_machine(options: argparse.Namespace) -> None:
 def _require_agreement(
     run_file: Path, overrides: Sequence[str], file: AccelerateFile, settings: dict[str, Setting]
 ) -> None:
-    """Refuse a run file and a configuration file that contradict each other.
-
-    Raises:
-        ConfigError: They contradict each other; one message lists all differences.
-    """
+    """Refuse a run file and a configuration file that contradict each other."""
     given = load_run(run_file, overrides, under=nested(settings)).as_flat()
     problems = [
         f"  {key}: {json.dumps(given[key])} in the run file or its overrides, and {setting.as_written} in "

@@ -4,22 +4,16 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import Any
 
 from fullshard.errors import ConfigError
-from fullshard.program.cli.common import (
-    add_run_arguments,
-    add_verb,
-    join_other_launcher,
-    positive,
-    rank_flags,
-    start_ranks,
-)
+from fullshard.program.cli.common import add_run_arguments, join_other_launcher, positive, rank_flags, start_ranks
 from fullshard.program.cli.plan import RATES
 from fullshard.program.config import load_run
 from fullshard.program.launch import Failure, choose_nproc
 
 PROGRAM = "fullshard.program.launch.programs.bench"
+
+SUMMARY = "measure this machine's rates for a plan's time"
 
 DESCRIPTION = """\
 Measure what the operators and collectives of a run's steps take on this machine, in about a minute, and write it to a
@@ -40,9 +34,8 @@ examples:
 """
 
 
-def add_parser(verbs: Any) -> None:
-    """Add the verb's parser to those of ``fullshard``."""
-    parser = add_verb(verbs, "bench", run, "measure this machine's rates for a plan's time", DESCRIPTION, EPILOG)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the verb's arguments."""
     add_run_arguments(parser)
     parser.add_argument(
         "--world", metavar="N", type=positive, help="ranks of the run (default: as many as train would start)"
@@ -51,15 +44,7 @@ def add_parser(verbs: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> Failure | None:
-    """Measure, in the launching process or on every rank under torchrun.
-
-    Returns:
-        None on success, otherwise why the first failing rank failed.
-
-    Raises:
-        UserError: The settings are wrong.
-        SystemExit: Under torchrun, with the rank's exit code.
-    """
+    """Measure, in the launching process or on every rank under torchrun."""
     if not options.out.absolute().parent.is_dir():
         raise ConfigError(f"--out {options.out}: there is no directory {options.out.parent}. Make it, or name another.")
     arguments = [str(options.config), *options.overrides, *rank_flags(options, "out", "world", "json")]

@@ -3,22 +3,14 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any
 
 from fullshard.errors import ConfigError
-from fullshard.program.cli.common import (
-    add_base,
-    add_json,
-    add_system,
-    add_verb,
-    amount,
-    load_program,
-    positive,
-    require_model,
-)
+from fullshard.program.cli.common import add_base, add_json, add_prompt, add_system, amount, load_program, require_model
 from fullshard.program.launch import launched_elsewhere
 
 PROGRAM = "fullshard.program.launch.programs.chat"
+
+SUMMARY = "try a trained model in a terminal"
 
 DESCRIPTION = """\
 Try a trained model in a terminal: type a line, and the answer comes as it is written. Runs in one process, on a GPU if
@@ -42,24 +34,16 @@ examples:
 """
 
 
-def add_parser(verbs: Any) -> None:
-    """Add the verb's parser to those of ``fullshard``."""
-    parser = add_verb(verbs, "chat", run, "try a trained model in a terminal", DESCRIPTION, EPILOG)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the verb's arguments."""
     parser.add_argument("model", metavar="MODEL", help="output_dir of a run, directory or Hub id of a model")
-    parser.add_argument("--num-beams", metavar="N", type=positive, help="width of the beam search (default: the run's)")
-    parser.add_argument(
-        "--max-new-tokens", metavar="N", type=positive, help="maximum tokens per answer (default: the run's)"
-    )
+    add_prompt(parser, "answer")
     parser.add_argument(
         "--temperature",
         metavar="T",
         type=amount,
         default=0.0,
         help="draw tokens with this temperature (default: 0, the most likely ones, as predict)",
-    )
-    parser.add_argument("--prefix", metavar="TEXT", help="text put before each source (default: the run's)")
-    parser.add_argument(
-        "--separator", metavar="TEXT", help="causal models: text put after each source (default: the run's, or none)"
     )
     add_system(parser)
     parser.add_argument("--set", metavar="NAME", help="of a mixture: the set whose prefix the lines get")
@@ -71,11 +55,7 @@ def add_parser(verbs: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Chat with the model in this process.
-
-    Raises:
-        UserError: The model cannot be loaded, or the settings are wrong.
-    """
+    """Chat with the model in this process."""
     if launched_elsewhere():
         raise ConfigError("fullshard chat runs in one process: start it without torchrun.")
     require_model(options.model)

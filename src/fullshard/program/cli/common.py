@@ -22,23 +22,17 @@ from fullshard.program.launch.progress import WorkProgress
 from fullshard.sizes import format_bytes
 
 Verb = Callable[[argparse.Namespace], Failure | int | None]
-"""Runs a verb with its parsed command line; returns the exit code, or why a rank failed or the run stopped."""
+"""Runs a verb with its parsed command line; returns the exit code, or why a rank failed or the run stopped.
+
+It raises UserError if settings, files, data or the model cannot be used. Under torchrun it is one of the ranks, and
+ends by SystemExit with the rank's exit code.
+"""
 
 
-def add_verb(verbs: Any, name: str, run: Verb, summary: str, description: str, epilog: str, **more: Any) -> Any:
-    """Add a verb's parser and return it.
-
-    ``verbs`` is the object returned by ``add_subparsers``, ``summary`` the line in its list of verbs, ``more`` other
-    arguments of ``argparse.ArgumentParser``.
-    """
-    parser = verbs.add_parser(
-        name,
-        help=summary,
-        description=description,
-        epilog=epilog,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        **more,
-    )
+def add_verb(verbs: Any, name: str, run: Verb, summary: str, description: str, epilog: str) -> argparse.ArgumentParser:
+    """Add a verb's parser to those of ``add_subparsers`` and return it; ``summary`` is its line in the list."""
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = verbs.add_parser(name, help=summary, description=description, epilog=epilog, formatter_class=raw)
     parser.set_defaults(run=run)
     return parser
 
@@ -77,6 +71,18 @@ def add_system(parser: argparse.ArgumentParser) -> None:
         metavar="TEXT",
         help="conversations: the system turn before plain text, '' for none (default: the one that at least 95 %% of "
         "the run's training rows have)",
+    )
+
+
+def add_prompt(parser: argparse.ArgumentParser, of: str) -> None:
+    """Add how a trained model is asked for texts, such as a prediction or an answer."""
+    parser.add_argument("--num-beams", metavar="N", type=positive, help="width of the beam search (default: the run's)")
+    parser.add_argument(
+        "--max-new-tokens", metavar="N", type=positive, help=f"maximum tokens per {of} (default: the run's)"
+    )
+    parser.add_argument("--prefix", metavar="TEXT", help="text put before each source (default: the run's)")
+    parser.add_argument(
+        "--separator", metavar="TEXT", help="causal models: text put after each source (default: the run's, or none)"
     )
 
 
@@ -217,11 +223,7 @@ def positive(text: str) -> int:
 
 
 def amount(text: str) -> float:
-    """Parse an argument that is a number of at least 0.
-
-    Raises:
-        argparse.ArgumentTypeError: The text is not one.
-    """
+    """Parse an argument that is a number of at least 0."""
     try:
         number = float(text)
     except ValueError:
@@ -232,11 +234,7 @@ def amount(text: str) -> float:
 
 
 def whole_number(text: str, *, least: int) -> int:
-    """Parse a whole number of at least ``least``.
-
-    Raises:
-        argparse.ArgumentTypeError: The text is not one.
-    """
+    """Parse a whole number of at least ``least``."""
     try:
         number = int(text)
     except ValueError:

@@ -3,19 +3,31 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from fullshard.compat.accelerate_config.explain import default_values, next_commands, summary
 from fullshard.compat.accelerate_config.file import read_accelerate_file
+from fullshard.compat.accelerate_config.options import launch_warnings
 from fullshard.compat.accelerate_config.translate import LEFT, nested, run_file_text, translate
-from fullshard.errors import ConfigError
+from fullshard.errors import CheckpointError, ConfigError
 from fullshard.program.cli.accelerate import add_config_file, file_overrides
-from fullshard.program.cli.common import add_json, add_run_arguments, add_verb, load_program, positive, set_own_parsers
-from fullshard.program.cli.questionnaire import DEFAULT_PATH, run_questions
+from fullshard.program.cli.common import (
+    add_json,
+    add_run_arguments,
+    add_verb,
+    ask,
+    load_program,
+    positive,
+    set_own_parsers,
+    yes_or_no,
+)
 from fullshard.program.config import RunConfig, changed_settings, load_run, require_base, require_output_dir
 from fullshard.program.config.training import auto_precision
 from fullshard.program.launch import choose_nproc, gpu_count
@@ -23,6 +35,15 @@ from fullshard.program.launch.messages import say
 
 PROGRAM = "fullshard.program.train.dry_run"
 DEVICES = "fullshard.program.train.setup.devices"
+
+QUESTIONS = "accelerate.commands.config.config"
+"""Accelerate's module that asks; its function is that of ``accelerate config``."""
+
+DEFAULT_PATH = Path("fsdp_config.yaml")
+"""Default path of the file: next to the user's script, not in Accelerate's cache."""
+
+
+SUMMARY = "write a configuration file interactively, convert one, or check a run file"
 
 DESCRIPTION = f"""\
 Without an action: ask the questions of `accelerate config`, write the configuration file that they make, check it and
@@ -73,16 +94,8 @@ examples:
 """
 
 
-def add_parser(verbs: Any) -> None:
-    """Add the verb's parser to those of ``fullshard``."""
-    parser = add_verb(
-        verbs,
-        "config",
-        run_ask,
-        "write a configuration file interactively, convert one, or check a run file",
-        DESCRIPTION,
-        EPILOG,
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the verb's arguments."""
     parser.add_argument(
         "--config_file",
         "--config-file",
@@ -140,22 +153,68 @@ def _add_check(actions: Any) -> None:
     )
 
 
-def run_ask(options: argparse.Namespace) -> None:
-    """Ask the questions and write the file; one process.
+def run(options: argparse.Namespace) -> None:
+    """Ask, write the file, check it, and print what it means; one process.
+
+    The file is JSON if its name ends in ``.json``, as Accelerate reads it, otherwise YAML. With ``--json`` the result
+    is printed on standard output, and the questions on standard error.
 
     Raises:
-        ConfigError: See :func:`~fullshard.program.cli.questionnaire.run_questions`.
+        ConfigError: Standard input is not a terminal, it ended, the user keeps the file that exists, or Accelerate
+            refuses the answers, or the file cannot be written: nothing is written. Or fullshard does not support what
+            was answered: the file is written.
+        KeyboardInterrupt: Ctrl-C; nothing is written.
     """
-    options.json = options.answers_json
-    run_questions(options.answers_file or DEFAULT_PATH, asks=not options.default, as_json=options.json)
+    path, options.json = options.answers_file or DEFAULT_PATH, options.answers_json
+    with contextlib.redirect_stdout(sys.stderr) if options.json else contextlib.nullcontext():
+        values = _ask(path) if not options.default else _defaults(path)
+    text = json.dumps(values, indent=2) if path.suffix == ".json" else yaml.safe_dump(values, sort_keys=False)
+    try:
+        load_program("fullshard.state.storage").write_text(path, text)
+    except CheckpointError as error:
+        raise ConfigError(f"{path} cannot be written. {error}") from error
+    file = read_accelerate_file(path)
+    warnings = [*file.warnings, *launch_warnings(file)]
+    for warning in warnings:
+        say(f"warning: {warning}")
+    if options.json:
+        found = {"path": str(path), "config": values, "meaning": summary(file)}
+        print(json.dumps({**found, "warnings": warnings, "next": next_commands(file)}))
+        return
+    print(f"\n{path}\n{text}\nWhat it means", *(f"- {sentence}" for sentence in summary(file)), sep="\n")
+    print("\nNext", *(f"  {command}" for command in next_commands(file)), sep="\n")
+
+
+def _ask(path: Path) -> dict[str, Any]:
+    """Ask Accelerate's questions and return the values of its file."""
+    if not sys.stdin.isatty():
+        raise ConfigError(
+            "fullshard config asks questions in a terminal, and standard input is not one. Use `fullshard config "
+            "--default` to write the defaults without asking."
+        )
+    try:
+        if path.exists() and not ask(f"{path} exists. Overwrite it, yes or no?", "no", yes_or_no):
+            raise ConfigError(f"{path} was left unchanged. Name another file with --config_file.")
+        print(f"Accelerate's questions; your answers are written to {path}. Ctrl-C exits without writing.")
+        return load_program(QUESTIONS).get_user_input().to_dict()
+    except EOFError:
+        raise ConfigError("The input ended before the last question; nothing was written.") from None
+    except (ValueError, RuntimeError, AssertionError) as error:  # what Accelerate raises of answers that do not fit
+        raise ConfigError(f"Accelerate refuses these answers, and nothing was written: {error}") from error
+
+
+def _defaults(path: Path) -> dict[str, Any]:
+    if path.exists():
+        raise ConfigError(
+            f"{path} exists, and --default does not overwrite files. Name another file with --config_file, or remove "
+            "it first."
+        )
+    gpus = gpu_count()
+    return default_values(gpus, bf16=gpus > 0 and load_program("torch").cuda.is_bf16_supported())
 
 
 def run_convert(options: argparse.Namespace) -> None:
-    """Convert Accelerate's file; one process.
-
-    Raises:
-        ConfigError: The file is wrong or uses an unsupported feature, or the run file exists or cannot be written.
-    """
+    """Convert Accelerate's file; one process."""
     _refuse_misplaced(options)
     file = read_accelerate_file(options.file)
     translation = translate(file)
@@ -191,11 +250,7 @@ def _refuse_misplaced(options: argparse.Namespace) -> None:
 
 
 def run_check(options: argparse.Namespace) -> None:
-    """Check a run file; one process.
-
-    Raises:
-        UserError: The settings are wrong; with ``--dry-run``, the data or the model cannot be used.
-    """
+    """Check a run file; one process."""
     _refuse_misplaced(options)
     for name, given in (("--world-size", options.world_size), ("--gpu", options.gpu)):
         if given and not options.dry_run:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
-from typing import Any
 
 from fullshard.errors import ConfigError
 from fullshard.program.cli.common import (
@@ -13,7 +12,6 @@ from fullshard.program.cli.common import (
     add_encoding,
     add_json,
     add_overrides,
-    add_verb,
     join_other_launcher,
     rank_flags,
     require_model,
@@ -24,6 +22,8 @@ from fullshard.program.config.recorded import read_evaluated
 from fullshard.program.launch import Failure, choose_nproc
 
 PROGRAM = "fullshard.program.launch.programs.evaluate"
+
+SUMMARY = "measure a trained model on held-out rows"
 
 DESCRIPTION = """\
 Measure a trained model on held-out rows, sharded over ranks as in training. Prints the metrics of the run's evaluation
@@ -42,9 +42,8 @@ examples:
 """
 
 
-def add_parser(verbs: Any) -> None:
-    """Add the verb's parser to those of ``fullshard``."""
-    parser = add_verb(verbs, "evaluate", run, "measure a trained model on held-out rows", DESCRIPTION, EPILOG)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the verb's arguments."""
     parser.add_argument("path", metavar="RUN", type=Path, help="output_dir of a finished run, a run file, or a model")
     add_overrides(parser, "override a setting of the run, such as evaluation.metric=bleu or nproc=4")
     parser.add_argument(
@@ -70,15 +69,7 @@ def add_parser(verbs: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> Failure | None:
-    """Evaluate, in the launching process or on every rank under torchrun.
-
-    Returns:
-        None on success, otherwise why the first failing rank failed.
-
-    Raises:
-        UserError: The settings are wrong.
-        SystemExit: Under torchrun, with the rank's exit code.
-    """
+    """Evaluate, in the launching process or on every rank under torchrun."""
     if options.model is not None:
         require_model(options.model)
     if options.encoding is not None and options.data is None:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
-from typing import Any
 
-from fullshard.program.cli.common import ByteProgress, add_base, add_json, add_verb, load_program, path_or_url
+from fullshard.program.cli.common import ByteProgress, add_base, add_json, load_program, path_or_url
 from fullshard.program.launch.messages import say
 from fullshard.sizes import format_bytes
 
 PROGRAM = "fullshard.state.saving.export"
+
+SUMMARY = "write a checkpoint's model for from_pretrained"
 
 DESCRIPTION = """\
 Write a checkpoint's model to a directory that from_pretrained loads.
@@ -34,9 +35,8 @@ examples:
 """
 
 
-def add_parser(verbs: Any) -> None:
-    """Add the verb's parser to those of ``fullshard``."""
-    parser = add_verb(verbs, "export", run, "write a checkpoint's model for from_pretrained", DESCRIPTION, EPILOG)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the verb's arguments."""
     parser.add_argument(
         "path", metavar="PATH", type=path_or_url, help="a run, its checkpoints, or one of them; or a URL"
     )
@@ -76,11 +76,7 @@ def add_parser(verbs: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Export; one process.
-
-    Raises:
-        UserError: The options do not fit the checkpoint, it is damaged, or the directory cannot be written.
-    """
+    """Export; one process."""
     program = load_program(PROGRAM)
     how = program.ExportOptions(options.dtype, options.max_shard_size, options.lora, options.base)
     checkpoint = program.choose_checkpoint(options.path, options.checkpoint)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from fullshard.errors import ConfigError, DataError, ModelError
-from fullshard.program.cli.common import add_verb, ask, load_program, require_model, yes_or_no
+from fullshard.program.cli.common import ask, load_program, require_model, yes_or_no
 from fullshard.program.config import load_run
 from fullshard.program.launch import gpu_count
 
@@ -17,6 +17,8 @@ PROGRAM = "fullshard.program.starter"
 _MOST_REASONS = 5
 _MOST_LINES = 3
 _MOST_CHARACTERS = 80
+
+SUMMARY = "write a first run file for a table"
 
 DESCRIPTION = """\
 Inspect a table and this machine, ask at most four questions, and write a run file with a comment for each choice. It
@@ -33,9 +35,8 @@ examples:
 """
 
 
-def add_parser(verbs: Any) -> None:
-    """Add the verb's parser to those of ``fullshard``."""
-    parser = add_verb(verbs, "init", run, "write a first run file for a table", DESCRIPTION, EPILOG)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the verb's arguments."""
     parser.add_argument("data", metavar="DATA", type=Path, help="the rows to train on")
     parser.add_argument(
         "-o", "--out", metavar="RUN", type=Path, default=Path("run.yaml"), help="run file to write (default: run.yaml)"
@@ -45,13 +46,7 @@ def add_parser(verbs: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Inspect, ask and write; one process.
-
-    Raises:
-        ConfigError: Standard input is not a terminal or has ended, or the run file exists and is kept.
-        DataError: The table cannot be used, or with --yes its target is not clear.
-        CheckpointError: The run file cannot be written.
-    """
+    """Inspect, ask and write; one process."""
     asks, out = not options.yes, options.out
     if asks and not sys.stdin.isatty():
         raise ConfigError(

@@ -12,21 +12,15 @@ from rich.table import Table
 from rich.text import Text
 
 from fullshard.errors import ConfigError
-from fullshard.program.cli.common import (
-    add_json,
-    add_overrides,
-    add_verb,
-    describe_base,
-    load_program,
-    path_or_url,
-    positive,
-)
+from fullshard.program.cli.common import add_json, add_overrides, describe_base, load_program, path_or_url, positive
 from fullshard.program.config import load_run
 from fullshard.program.launch import choose_nproc
 from fullshard.sizes import format_bytes
 
 UNITS_PROGRAM = "fullshard.program.train.dry_run"
 CONTENTS_PROGRAM = "fullshard.state.storage.contents"
+
+SUMMARY = "show how a run's model would be sharded, or the contents of a checkpoint"
 
 DESCRIPTION = """\
 For a run file: show how its model would be sharded (units, parameters, lanes, padding, bytes on each rank). Needs no
@@ -46,16 +40,8 @@ examples:
 """
 
 
-def add_parser(verbs: Any) -> None:
-    """Add the verb's parser to those of ``fullshard``."""
-    parser = add_verb(
-        verbs,
-        "inspect",
-        run,
-        "show how a run's model would be sharded, or the contents of a checkpoint",
-        DESCRIPTION,
-        EPILOG,
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the verb's arguments."""
     parser.add_argument("path", metavar="PATH", type=path_or_url, help="run file (YAML), directory or file of weights")
     add_overrides(parser, "with a run file: override a setting of the run file, such as training.learning_rate=1e-4")
     add_json(parser)
@@ -68,11 +54,7 @@ def add_parser(verbs: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Print the table; one process.
-
-    Raises:
-        UserError: The settings are wrong, the model cannot be built or wrapped, or the path cannot be read.
-    """
+    """Print the table; one process."""
     url = isinstance(options.path, str)
     weights = load_program("fullshard.state.storage").WEIGHT_SUFFIXES
     if url or options.path.is_dir() or options.path.name.endswith(weights):

@@ -20,7 +20,7 @@ from fullshard.compat.accelerate_config.options import (
     warnings_of,
 )
 from fullshard.errors import ConfigError
-from fullshard.program.cli.common import add_json, add_verb, load_program, positive, whole_number
+from fullshard.program.cli.common import add_json, load_program, positive, whole_number
 from fullshard.program.launch import choose_nproc, gpu_count
 from fullshard.program.launch.messages import say
 from fullshard.program.launch.script.machines import (
@@ -34,6 +34,8 @@ from fullshard.program.launch.script.machines import (
 from fullshard.program.launch.streams import guard_streams
 
 PROGRAM = "fullshard.program.launch.script.run"
+
+SUMMARY = "run your own script as ranks, on one machine or several"
 
 DESCRIPTION = """\
 Run a script as ranks, one per GPU (or 2 on the CPU), with torchrun's variables: RANK, LOCAL_RANK, WORLD_SIZE,
@@ -62,18 +64,10 @@ examples:
 """
 
 
-def add_parser(verbs: Any) -> None:
-    """Add the verb's parser to those of ``fullshard``."""
-    parser: argparse.ArgumentParser = add_verb(
-        verbs,
-        "launch",
-        run,
-        "run your own script as ranks, on one machine or several",
-        DESCRIPTION,
-        EPILOG,
-        usage="fullshard launch [options] SCRIPT [args ...]",
-        allow_abbrev=False,
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the verb's arguments."""
+    parser.usage = "fullshard launch [options] SCRIPT [args ...]"
+    parser.allow_abbrev = False
     parser.add_argument(
         "--config_file", "--config-file", metavar="F", type=Path, help="Accelerate's configuration file"
     )
@@ -178,15 +172,7 @@ def _count(text: str) -> int:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run the script's ranks on this machine.
-
-    Returns:
-        The exit code of the rank that failed first, 0 if none did.
-
-    Raises:
-        ConfigError: The settings are wrong, or there is no such script.
-        ProcessGroupError: Not all machines arrived in time.
-    """
+    """Run the script's ranks on this machine."""
     guard_streams(outlived=True)
     path = Path(options.script)
     if not options.module and path.is_dir():

@@ -27,12 +27,18 @@ from fullshard.program.cli import (
     train,
     verify,
 )
-from fullshard.program.cli.common import set_own_parsers
+from fullshard.program.cli.common import add_verb, set_own_parsers
 from fullshard.program.launch import INTERRUPTED_EXIT_CODE, UNREAD_EXIT_CODE, Failure
 from fullshard.program.launch.messages import say
 from fullshard.program.launch.script.peers import waits_for_store
 from fullshard.program.launch.streams import UnreadOutputError, guard_streams
 from fullshard.version import __version__
+
+VERBS = (
+    *(init, train, launch, evaluate, predict, chat, report_verb),
+    *(config, inspect, plan, bench, export, verify, share),
+)
+"""The verbs, in the order of the help: each a module with its texts, ``add_arguments`` and ``run``."""
 
 DESCRIPTION = "Train PyTorch models that do not fit on one GPU: shard them, fine-tune them on your data."
 
@@ -95,20 +101,9 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"fullshard {__version__}")
     verbs = parser.add_subparsers(title="verbs", metavar="VERB", required=True)
-    init.add_parser(verbs)
-    train.add_parser(verbs)
-    launch.add_parser(verbs)
-    evaluate.add_parser(verbs)
-    predict.add_parser(verbs)
-    chat.add_parser(verbs)
-    report_verb.add_parser(verbs)
-    config.add_parser(verbs)
-    inspect.add_parser(verbs)
-    plan.add_parser(verbs)
-    bench.add_parser(verbs)
-    export.add_parser(verbs)
-    verify.add_parser(verbs)
-    share.add_parser(verbs)
+    for verb in VERBS:
+        name = verb.__name__.rpartition(".")[2]
+        verb.add_arguments(add_verb(verbs, name, verb.run, verb.SUMMARY, verb.DESCRIPTION, verb.EPILOG))
     set_own_parsers(verbs)
     return parser
 

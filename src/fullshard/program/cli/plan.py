@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from fullshard.errors import ConfigError
-from fullshard.program.cli.common import ShareProgress, add_run_arguments, add_verb, amount, load_program, positive
+from fullshard.program.cli.common import ShareProgress, add_run_arguments, amount, load_program, positive
 from fullshard.program.config import load_run
 from fullshard.program.launch import choose_nproc
 from fullshard.program.launch.messages import say
@@ -29,6 +29,8 @@ DOES_NOT_FIT = 1
 
 RATES = Path("rates.json")
 """Default file of `fullshard bench`."""
+
+SUMMARY = "show the memory, traffic and time of a run, before it starts"
 
 DESCRIPTION = """\
 Show the most memory that a rank of a run holds, by use, and the bytes that it sends in a step. The run's own model,
@@ -61,11 +63,8 @@ _UNITS |= {f"{unit}B": size for unit, size in _UNITS.items() if len(unit) == 1 a
 _UNITS |= {f"{unit}IB": 1 << (10 * power) for power, unit in enumerate("KMGT", 1)}
 
 
-def add_parser(verbs: Any) -> None:
-    """Add the verb's parser to those of ``fullshard``."""
-    parser = add_verb(
-        verbs, "plan", run, "show the memory, traffic and time of a run, before it starts", DESCRIPTION, EPILOG
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the verb's arguments."""
     add_run_arguments(parser)
     parser.add_argument(
         "--world",
@@ -104,30 +103,18 @@ def add_parser(verbs: Any) -> None:
 
 
 def worlds(text: str) -> list[int]:
-    """Parse numbers of ranks, separated by commas.
-
-    Raises:
-        argparse.ArgumentTypeError: One is not a number of at least 1.
-    """
+    """Parse numbers of ranks, separated by commas."""
     return [positive(part) for part in text.split(",")]
 
 
 def lengths(text: str) -> tuple[int | None, int]:
-    """Parse the tokens of a source and a target, or of both together, whose source is None.
-
-    Raises:
-        argparse.ArgumentTypeError: The text is not one or two numbers of at least 1.
-    """
+    """Parse the tokens of a source and a target, or of both together, whose source is None."""
     source, slash, target = text.partition("/")
     return (positive(source), positive(target)) if slash else (None, positive(text))
 
 
 def memory(text: str) -> int:
-    """Parse a size: a number, and B, kB, MB, GB, TB (powers of 1,000) or KiB, MiB, GiB, TiB (of 1,024).
-
-    Raises:
-        argparse.ArgumentTypeError: The text is not one.
-    """
+    """Parse a size: a number, and B, kB, MB, GB, TB (powers of 1,000) or KiB, MiB, GiB, TiB (of 1,024)."""
     found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?) ?([a-zA-Z]*)", text.strip())
     size = _UNITS.get(found[2].upper()) if found else None
     if found is None or size is None or float(found[1]) * size < 1:
@@ -136,14 +123,7 @@ def memory(text: str) -> int:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the plan; one process.
-
-    Returns:
-        0, or 1 if the run fits on none of the numbers of ranks.
-
-    Raises:
-        UserError: The settings are wrong or cannot be planned, or data or model cannot be used.
-    """
+    """Print the plan; one process. The exit code is 1 if the run fits on none of the numbers of ranks."""
     config = load_run(options.config, options.overrides, reads_data=options.length is None)
     if options.price is not None and options.length is not None and config.training.max_steps is None:
         raise ConfigError("--price needs the number of steps, which --length does not know: set training.max_steps.")

@@ -8,15 +8,14 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from fullshard.errors import ConfigError, DataError
 from fullshard.program.cli.common import (
     add_base,
     add_encoding,
     add_json,
+    add_prompt,
     add_system,
-    add_verb,
     join_other_launcher,
     positive,
     rank_flags,
@@ -27,6 +26,8 @@ from fullshard.program.launch.messages import say
 from fullshard.program.launch.programs.row_formats import require_suffix
 
 PROGRAM = "fullshard.program.launch.programs.predict"
+
+SUMMARY = "predict texts for new rows with a trained model"
 
 DESCRIPTION = """\
 Predict a text for each row of FILE with a trained model. Writes one JSON line per row, with all columns of FILE and
@@ -65,21 +66,13 @@ _VALUES = (
 )
 
 
-def add_parser(verbs: Any) -> None:
-    """Add the verb's parser to those of ``fullshard``."""
-    parser = add_verb(verbs, "predict", run, "predict texts for new rows with a trained model", DESCRIPTION, EPILOG)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the verb's arguments."""
     parser.add_argument("model", metavar="MODEL", help="output_dir of a run, directory or Hub id of a model")
     parser.add_argument("file", metavar="FILE", nargs="?", default="-", help="rows (default: -, standard input)")
     parser.add_argument("-o", "--output", metavar="FILE", type=Path, help="file to write (default: standard output)")
-    parser.add_argument("--num-beams", metavar="N", type=positive, help="width of the beam search (default: the run's)")
-    parser.add_argument(
-        "--max-new-tokens", metavar="N", type=positive, help="maximum tokens per prediction (default: the run's)"
-    )
+    add_prompt(parser, "prediction")
     parser.add_argument("--batch-size", metavar="N", type=positive, help="rows per batch (default: the run's)")
-    parser.add_argument("--prefix", metavar="TEXT", help="text put before each source (default: the run's)")
-    parser.add_argument(
-        "--separator", metavar="TEXT", help="causal models: text put after each source (default: the run's, or none)"
-    )
     parser.add_argument(
         "--source-column", metavar="NAME", help="column of the source (default: the run's, or chosen by its name)"
     )
@@ -92,15 +85,7 @@ def add_parser(verbs: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> Failure | None:
-    """Predict, in the launching process or on every rank under torchrun.
-
-    Returns:
-        None on success, otherwise why the first failing rank failed.
-
-    Raises:
-        UserError: The settings are wrong, or standard input is not text.
-        SystemExit: Under torchrun, with the rank's exit code.
-    """
+    """Predict, in the launching process or on every rank under torchrun."""
     if options.output is not None and options.file != "-" and options.output.resolve() == Path(options.file).resolve():
         raise ConfigError(f"{options.output} would replace the rows it is made from: give -o another file.")
     if options.output is not None:

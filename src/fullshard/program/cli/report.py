@@ -5,13 +5,14 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
-from typing import Any
 
 from fullshard.errors import ConfigError
-from fullshard.program.cli.common import add_json, add_verb, load_program
+from fullshard.program.cli.common import add_json, load_program
 from fullshard.sizes import format_bytes
 
 PROGRAM = "fullshard.program.report"
+
+SUMMARY = "write an HTML page about a run"
 
 DESCRIPTION = """\
 Write one self-contained HTML page about a run: its result next to the baselines, curves, the memory of each rank, the
@@ -27,21 +28,15 @@ examples:
 """
 
 
-def add_parser(verbs: Any) -> None:
-    """Add the verb's parser to those of ``fullshard``."""
-    parser = add_verb(verbs, "report", run, "write an HTML page about a run", DESCRIPTION, EPILOG)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the verb's arguments."""
     parser.add_argument("directory", metavar="RUN", type=Path, help="output_dir of the run")
     parser.add_argument("-o", "--output", metavar="FILE", type=Path, help="file to write (default: RUN/report.html)")
     add_json(parser, help="print path and headline as JSON on standard output")
 
 
 def run(options: argparse.Namespace) -> None:
-    """Write the report; one process.
-
-    Raises:
-        CheckpointError: There is no run, or the page cannot be written.
-        ConfigError: plotly is missing, or the page's path is a directory.
-    """
+    """Write the report; one process."""
     if options.output is not None and options.output.is_dir():
         raise ConfigError(
             f"-o {options.output} is a directory; name a file, such as -o {options.output / 'report.html'}."

@@ -13,7 +13,7 @@ from types import ModuleType
 from typing import Any
 
 from fullshard.errors import ConfigError
-from fullshard.program.cli.common import ByteProgress, add_base, add_json, add_verb, load_program
+from fullshard.program.cli.common import ByteProgress, add_base, add_json, load_program
 from fullshard.program.launch.messages import say
 from fullshard.sizes import format_bytes
 
@@ -22,6 +22,8 @@ EXPORT = "fullshard.state.saving.export"
 
 MERGED_NAME = "merged.tmp"
 """Directory inside the run's for the model that --merge writes; deleted afterwards."""
+
+SUMMARY = "upload a finished run to the Hugging Face Hub"
 
 DESCRIPTION = """\
 Upload a finished run's model and its card to the Hugging Face Hub.
@@ -43,9 +45,8 @@ training.push_to_hub: ada/my-t5 in the run file does it at the end of training.
 """
 
 
-def add_parser(verbs: Any) -> None:
-    """Add the verb's parser to those of ``fullshard``."""
-    parser = add_verb(verbs, "share", run, "upload a finished run to the Hugging Face Hub", DESCRIPTION, EPILOG)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the verb's arguments."""
     parser.add_argument("run_directory", metavar="RUN", type=Path, help="output_dir of a finished run")
     parser.add_argument("--repo", metavar="OWNER/NAME", required=True, help="repository on the Hub")
     parser.add_argument("--private", action="store_true", help="create the repository as private; refuse a public one")
@@ -62,11 +63,7 @@ def add_parser(verbs: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Print what is uploaded, and upload it; one process.
-
-    Raises:
-        UserError: The run is not finished, the options do not fit it, or the Hub refuses or cannot be reached.
-    """
+    """Print what is uploaded, and upload it; one process."""
     program = load_program(PROGRAM)
     program.require_repo(options.repo)
     with _merged(program, options) as merged:

@@ -5,13 +5,11 @@ from __future__ import annotations
 import argparse
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from fullshard.errors import ConfigError
 from fullshard.program.cli.accelerate import add_config_file, file_overrides, require_one_machine
 from fullshard.program.cli.common import (
     add_run_arguments,
-    add_verb,
     amount,
     join_other_launcher,
     rank_flags,
@@ -23,6 +21,8 @@ from fullshard.program.launch import Failure, Notice, choose_nproc
 from fullshard.program.launch.streams import guard_streams
 
 PROGRAM = "fullshard.program.launch.programs.train"
+
+SUMMARY = "fine-tune a model as set in a run file"
 
 DESCRIPTION = """\
 Fine-tune a model on your data, sharded over the GPUs of this machine, or over CPU processes if it has none.
@@ -58,9 +58,8 @@ examples:
 """
 
 
-def add_parser(verbs: Any) -> None:
-    """Add the verb's parser to those of ``fullshard``."""
-    parser = add_verb(verbs, "train", run, "fine-tune a model as set in a run file", DESCRIPTION, EPILOG)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the verb's arguments."""
     add_run_arguments(parser)
     add_config_file(parser)
     parser.add_argument(
@@ -83,15 +82,7 @@ def add_parser(verbs: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> Failure | None:
-    """Train, in the launching process or on every rank under torchrun.
-
-    Returns:
-        None on success, otherwise why the first failing rank failed or that the run was stopped.
-
-    Raises:
-        UserError: The settings are wrong.
-        SystemExit: Under torchrun, with the rank's exit code.
-    """
+    """Train, in the launching process or on every rank under torchrun."""
     guard_streams(outlived=True)
     overrides = [*options.overrides, *file_overrides(options)]
     arguments = [str(options.config), *overrides, *rank_flags(options, "json", "no_plan", "stop_when_file")]

@@ -8,10 +8,12 @@ import sys
 from typing import Any
 
 from fullshard.errors import CheckpointError
-from fullshard.program.cli.common import ByteProgress, add_json, add_verb, describe_base, load_program, path_or_url
+from fullshard.program.cli.common import ByteProgress, add_json, describe_base, load_program, path_or_url
 from fullshard.sizes import format_bytes
 
 PROGRAM = "fullshard.state.storage.verify"
+
+SUMMARY = "check that checkpoints and models are complete"
 
 DESCRIPTION = """\
 Read everything in PATH and report what is damaged or missing, and in which file.
@@ -30,23 +32,15 @@ examples:
 """
 
 
-def add_parser(verbs: Any) -> None:
-    """Add the verb's parser to those of ``fullshard``."""
-    parser = add_verb(verbs, "verify", run, "check that checkpoints and models are complete", DESCRIPTION, EPILOG)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the verb's arguments."""
     help_text = "a run, its checkpoints, one checkpoint, a model or a file of weights; or a URL of checkpoints"
     parser.add_argument("path", metavar="PATH", type=path_or_url, help=help_text)
     add_json(parser)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Verify; one process.
-
-    Returns:
-        The exit code.
-
-    Raises:
-        CheckpointError: There is nothing to verify.
-    """
+    """Verify; one process."""
     with ByteProgress("verifying") as progress:
         found = load_program(PROGRAM).verify(options.path, progress)
     if options.json:

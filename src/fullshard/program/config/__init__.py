@@ -1,8 +1,6 @@
 """Configuration: the schema of the run file, and reading it."""
 
-from fullshard.program.config.changed import changed_settings as changed_settings, flat_settings as flat_settings
 from fullshard.program.config.data import DataConfig as DataConfig
-from fullshard.program.config.evaluation import EvaluationConfig as EvaluationConfig
 from fullshard.program.config.load import (
     check_run as check_run,
     load_run as load_run,
@@ -15,16 +13,14 @@ from fullshard.program.config.model import (
     TokenizerConfig as TokenizerConfig,
     require_base as require_base,
 )
-from fullshard.program.config.prompt import (
-    PROMPT_NAME as PROMPT_NAME,
-    prompt_settings as prompt_settings,
-    prompt_text as prompt_text,
-    read_prompt as read_prompt,
-)
 from fullshard.program.config.recorded import (
+    PROMPT_NAME as PROMPT_NAME,
     RUN_NAME as RUN_NAME,
     SUMMARY_NAME as SUMMARY_NAME,
+    prompt_settings as prompt_settings,
+    prompt_text as prompt_text,
     read_evaluated as read_evaluated,
+    read_prompt as read_prompt,
     read_run as read_run,
     recorded_base as recorded_base,
     recorded_prompt as recorded_prompt,
@@ -32,5 +28,13 @@ from fullshard.program.config.recorded import (
     recorded_turns as recorded_turns,
     run_of as run_of,
 )
-from fullshard.program.config.schema import RunConfig as RunConfig, ShardingConfig as ShardingConfig
+from fullshard.program.config.schema import (
+    EvaluationConfig as EvaluationConfig,
+    RunConfig as RunConfig,
+    ShardingConfig as ShardingConfig,
+    changed_settings as changed_settings,
+    flat_settings as flat_settings,
+    option_of as option_of,
+    options as options,
+)
 from fullshard.program.config.training import TrainingConfig as TrainingConfig

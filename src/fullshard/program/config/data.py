@@ -4,97 +4,131 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
-from pydantic import NonNegativeInt, PositiveInt, ValidationError, model_validator
+from pydantic import Field, NonNegativeInt, PositiveInt, ValidationError, model_validator
 
-from fullshard.program.config.section import ConfigSection, Fraction
-from fullshard.program.config.sets import SetConfig, SetName
+from fullshard.program.config.section import ASKED, EVALUATION, SAME, ConfigSection, Fraction, Option
 
 _OF_A_SET = ("train_file", "validation_file", "dataset_name", "dataset_config_name", "train_split", "validation_split")
 """Options that each set of a mixture gives itself."""
+
+SetName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_-]*$")]
+"""Name of a set: part of keys and of file names."""
+
+
+class SetConfig(ConfigSection):
+    """One data set of a mixture, under a name of your choice; options left out are taken from `data`."""
+
+    # An option without words of its own is what it is in ``data``.
+
+    weight: Annotated[Annotated[float, Field(gt=0)] | None, SAME] = None
+    """This set's share of the rows of an epoch, relative to the sum of all weights. Set it for all sets or for none:
+    without weights each row of each set comes once. An epoch has as many rows as all sets together."""
+    train_file: Annotated[Path | None, Option("same", names="file", own_machine=True)] = None
+    """As data.train_file. Set exactly one of train_file and dataset_name."""
+    validation_file: Annotated[Path | None, Option("evaluation", names="file", own_machine=True)] = None
+    validation_fraction: Annotated[Fraction | None, EVALUATION] = None
+    dataset_name: Annotated[str | None, Option("same", names="dataset")] = None
+    dataset_config_name: Annotated[str | None, SAME] = None
+    train_split: Annotated[str | None, SAME] = None
+    validation_split: Annotated[str | None, EVALUATION] = None
+    format: Annotated[str | None, ASKED] = None
+    delimiter: Annotated[str | None, SAME] = None
+    quoting: Annotated[str | None, SAME] = None
+    source_column: Annotated[str | None, ASKED] = None
+    target_column: Annotated[str | None, ASKED] = None
+    template: Annotated[str | None, ASKED] = None
+    source_prefix: Annotated[str | None, ASKED] = None
+    weight_column: Annotated[str | None, SAME] = None
 
 
 class DataConfig(ConfigSection):
     """The rows for training and evaluation."""
 
-    train_file: Path | None = None
+    train_file: Annotated[Path | None, Option("same", names="file", own_machine=True)] = None
     """A .csv, .tsv, .jsonl, .json or .parquet file, or a file of the given format, relative to the run file's directory
     or the working directory. Set exactly one of train_file, dataset_name and sets."""
-    validation_file: Path | None = None
+    validation_file: Annotated[
+        Path | None, Option("evaluation", names="file", own_machine=True, also=("test_file",))
+    ] = None
     """Held-out rows for evaluation, in the same format."""
-    dataset_name: str | None = None
+    dataset_name: Annotated[str | None, Option("same", names="dataset")] = None
     """A directory written by datasets' save_to_disk, or the id of a dataset on the Hub."""
-    dataset_config_name: str | None = None
+    dataset_config_name: Annotated[str | None, SAME] = None
     """Configuration of the dataset on the Hub."""
-    train_split: str = "train"
+    train_split: Annotated[str, SAME] = "train"
     """Split of dataset_name to train on."""
-    validation_split: str | None = "validation"
+    validation_split: Annotated[str | None, EVALUATION] = "validation"
     """Split of dataset_name for evaluation; null: none."""
-    validation_fraction: Fraction = 0.0
+    validation_fraction: Annotated[Fraction, EVALUATION] = 0.0
     """Approximate share of the training rows to hold out, for data without held-out rows. The side of a row depends on
     a hash of its source only: it is the same in every run, also when rows are added, and rows with the same source
     stay together. With a few hundred rows the share may be off by half; the run prints the actual share. For a
     conversation, the turns before the first answer are hashed."""
-    format: Literal["auto", "csv", "tsv", "jsonl", "json", "parquet", "wikihow", "phrasebank"] = "auto"
+    format: Annotated[Literal["auto", "csv", "tsv", "jsonl", "json", "parquet", "wikihow", "phrasebank"], ASKED] = (
+        "auto"
+    )
     """Format of the files; auto: by their suffix, or by the content where that is plainly another. wikihow: the
     authors' wikihowAll.csv or wikihowSep.csv; phrasebank: FinancialPhraseBank's Sentences_*Agree.txt or its JSON Lines
     form."""
-    encoding: str = "utf-8"
+    encoding: Annotated[str, ASKED] = "utf-8"
     """Encoding of text files; a byte-order mark is removed. phrasebank is read as ISO-8859-1 if it is not UTF-8."""
-    delimiter: str | None = None
+    delimiter: Annotated[str | None, SAME] = None
     """Character between the cells of CSV files; null: comma, semicolon, tab or |, found in the header and the first
     rows."""
-    quoting: Literal["auto", "none", "csv"] = "auto"
+    quoting: Annotated[Literal["auto", "none", "csv"], Option("same", before="auto")] = "auto"
     """Double quotes in CSV and TSV files. csv: they enclose cells that hold delimiters, line breaks or doubled quotes;
     none: they are characters of the text, and each line is a row; auto: found by whether they pair up cell by cell, and
     reported if they do not."""
-    source_column: str | None = None
+    source_column: Annotated[str | None, Option("same", travels=True, also=("text_column",))] = None
     """Column of the model's input text, or of conversations; null: chosen by its name, or the first of two columns.
     A name with dots, such as translation.en, reaches into objects; so do those of target_column, template and
     weight_column."""
-    target_column: str | None = None
+    target_column: Annotated[str | None, Option("same", travels=True, also=("summary_column",))] = None
     """Column of the model's target text; null: chosen by its name, or the second of two columns."""
-    target_lists: Literal["references", "join"] = "references"
+    target_lists: Annotated[Literal["references", "join"], ASKED] = "references"
     """Meaning of a list in the target column. references: several references, of which training uses the first; join:
     one text in pieces."""
-    source_prefix: str = ""
+    source_prefix: Annotated[str, ASKED] = ""
     """Text put before every source, such as "summarize: "."""
-    template: str | None = None
+    template: Annotated[str | None, ASKED] = None
     """Source composed of several columns, such as "question: {question} context: {context}"; instead of
     source_column."""
-    chat_template: bool | None = None
+    chat_template: Annotated[bool | None, ASKED] = None
     """Causal models: whether to apply the tokenizer's chat template to the source; null: if it has one. Conversations
     need one: a tokenizer without one gets a plain template, which is reported and saved with the model."""
-    separator: str | None = None
+    separator: Annotated[str | None, ASKED] = None
     """Causal models without a chat template: text between source and target; null: a line break, unless the tokenizer
     ends every text with a special token or the template ends with text of its own. Recorded with the run."""
-    weight_column: str | None = None
+    weight_column: Annotated[str | None, SAME] = None
     """Column with a positive number for each training row, by which the loss of its tokens is multiplied; null: all
     rows have weight 1. A step's loss is divided by the sum of the weights of its target tokens. Held-out rows need no
     weights."""
-    train_on: Literal["assistant", "last"] = "assistant"
+    train_on: Annotated[Literal["assistant", "last"], ASKED] = "assistant"
     """Conversations: the turns that are learned. assistant: all of the assistant's; last: its last one."""
-    max_bad_rows: NonNegativeInt = 0
+    max_bad_rows: Annotated[NonNegativeInt, SAME] = 0
     """Maximum unusable rows per file that are skipped, counted and reported. One more is an error."""
-    max_source_length: PositiveInt = 512
+    max_source_length: Annotated[
+        PositiveInt, Option("same", travels=True, also=("max_input_length", "max_length", "max_seq_length"))
+    ] = 512
     """Maximum tokens of a source; longer ones are truncated and counted. The history of a conversation loses its oldest
     turns."""
-    max_target_length: PositiveInt = 128
+    max_target_length: Annotated[PositiveInt, Option("same", travels=True, also=("output_max_length",))] = 128
     """Maximum tokens of a target; longer ones are truncated and counted."""
-    max_train_samples: PositiveInt | None = None
+    max_train_samples: Annotated[PositiveInt | None, Option("same", draws_rows=True)] = None
     """Number of rows to train on; null: all. A hash of each row and the seed decides which: they are a random sample,
     the same on every rank and in every run, in whatever order the rows are. In a mixture, of each set."""
-    max_eval_samples: PositiveInt | None = None
+    max_eval_samples: Annotated[PositiveInt | None, Option("evaluation", draws_rows=True)] = None
     """Number of held-out rows to evaluate on, drawn as for max_train_samples; null: all. In a mixture, of each set."""
-    cache_dir: Path | None = None
+    cache_dir: Annotated[Path | None, Option("free", names="place", own_machine=True)] = None
     """Cache directory of token ids; null: fullshard/ in the user's cache directory."""
-    streaming: bool = False
+    streaming: Annotated[bool, Option("same", before=False)] = False
     """Read and tokenize training rows while training, for data too large to tokenize first. An index takes 32 to 48
     bytes a row in memory. Steps have the same rows as without it, except that group_by_length estimates lengths.
     Held-out rows are tokenized first, and so are training rows with per_device_train_batch_tokens, for their lengths
     only."""
-    sets: Mapping[SetName, SetConfig] = {}
+    sets: Annotated[Mapping[SetName, SetConfig], SAME] = {}
     """The data sets of a mixture by name, instead of train_file and dataset_name. Metrics are evaluated on all sets'
     held-out rows together, which decides which model is kept, and on each set."""
 
@@ -116,12 +150,8 @@ class DataConfig(ConfigSection):
         return self
 
     def _fitting_sets(self) -> None:
-        """Check the sets, each completed by the options given here, and their weights.
-
-        Raises:
-            ValueError: A set is invalid, an option is given that each set must give itself, or only some have a weight.
-        """
-        if idle := [name for name in _OF_A_SET if getattr(self, name) != type(self).model_fields[name].default]:
+        """Check the sets, each completed by the options given here, and their weights."""
+        if idle := self.given(*_OF_A_SET):
             raise ValueError(f"with sets, {' and '.join(idle)} of each set is given inside sets; remove it here")
         without = [name for name, one in self.sets.items() if one.weight is None]
         if 0 < len(without) < len(self.sets):
@@ -160,11 +190,7 @@ class DataConfig(ConfigSection):
         return tuple(one.weight for one in self.sets.values() if one.weight is not None)
 
     def _fitting_cells(self) -> None:
-        """Check the delimiter, and that delimiter and quoting have a file to which they apply.
-
-        Raises:
-            ValueError: The delimiter is not one character that can separate cells, or no file is of CSV or TSV.
-        """
+        """Check the delimiter, and that delimiter and quoting have a file to which they apply."""
         one = self.delimiter
         if one is not None and (len(one) != 1 or one in ' "\r\n'):
             raise ValueError(
@@ -187,11 +213,7 @@ class DataConfig(ConfigSection):
             raise ValueError(f"{option} applies to {kinds} files; {given} is not one. Leave it out, or set format: csv")
 
     def _fitting_streaming(self) -> None:
-        """Check that the rows can be streamed.
-
-        Raises:
-            ValueError: The format cannot be read row by row.
-        """
+        """Check that the rows can be streamed."""
         name = "" if self.train_file is None else self.train_file.name.lower().removesuffix(".gz")
         if not self.streaming:
             return
@@ -203,25 +225,17 @@ class DataConfig(ConfigSection):
             )
 
     def _no_idle_options(self) -> None:
-        """Refuse options that would have no effect.
-
-        Raises:
-            ValueError: An option is given that does not apply to this data.
-        """
-
-        def given(*names: str) -> list[str]:
-            return [name for name in names if getattr(self, name) != type(self).model_fields[name].default]
-
-        if self.dataset_name is None and (idle := given("dataset_config_name", "train_split", "validation_split")):
+        """Refuse options that would have no effect."""
+        if self.dataset_name is None and (idle := self.given("dataset_config_name", "train_split", "validation_split")):
             raise ValueError(f"{' and '.join(idle)} need dataset_name, which is not given")
-        if self.validation_fraction and self.validation_split is not None and given("validation_split"):
+        if self.validation_fraction and self.validation_split is not None and self.given("validation_split"):
             raise ValueError("validation_fraction holds out training rows and cannot be combined with validation_split")
         if self.dataset_name is not None and (
-            idle := given("format", "encoding", "delimiter", "quoting", "validation_file")
+            idle := self.given("format", "encoding", "delimiter", "quoting", "validation_file")
         ):
             raise ValueError(f"{' and '.join(idle)} need train_file; dataset_name is given")
         own = ("source_column", "target_column", "template", "target_lists", "train_on", "weight_column")
-        if self.format == "wikihow" and (idle := given(*own)):
+        if self.format == "wikihow" and (idle := self.given(*own)):
             raise ValueError(f"format: wikihow has fixed columns; leave out {' and '.join(idle)}")
 
     @property

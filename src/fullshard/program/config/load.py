@@ -11,21 +11,14 @@ import shlex
 import types
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Union, get_args, get_origin
+from typing import Any, get_args
 
 import yaml
 from pydantic import BaseModel, ValidationError
 
 from fullshard.errors import ConfigError
-from fullshard.program.config.aliases import other_name
-from fullshard.program.config.schema import RunConfig
-from fullshard.program.config.sets import SetConfig
-
-_FILE_KEYS = (("data", "train_file"), ("data", "validation_file"))
-"""Keys whose value is a file."""
-
-_NAME_KEYS = (("data", "dataset_name"), ("model", "path"))
-"""Keys whose value is a path or an id on the Hub."""
+from fullshard.program.config.schema import RunConfig, options
+from fullshard.program.config.section import fields_of, section_in
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 """An id as in huggingface_hub: a name, or an owner and a name."""
@@ -221,9 +214,8 @@ def _without_unset(values: Mapping[str, Any], section: type[BaseModel]) -> dict[
         key = field.alias or name
         if key not in kept:
             continue
-        kinds = (field.annotation, *get_args(field.annotation))
-        nested = next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)), None)
-        if kept[key] is None and types.NoneType not in kinds:
+        nested = section_in(field)
+        if kept[key] is None and types.NoneType not in get_args(field.annotation):
             del kept[key]
         elif nested is not None and isinstance(kept[key], Mapping):
             kept[key] = _without_unset(kept[key], nested)
@@ -238,26 +230,31 @@ def _as_text(key: str, typed: str) -> str:
 
 def _resolve_files(values: Mapping[str, Any], directory: Path, *, reads_data: bool) -> tuple[dict[str, Any], list[str]]:
     """Return the settings with absolute paths, and a problem for each path that does not exist and will be read."""
-    resolved = copy.deepcopy(dict(values))
+    resolved, known = copy.deepcopy(dict(values)), options()
     problems = []
-    data = resolved.get("data")
-    sets = data.get("sets") if isinstance(data, Mapping) else None
-    sections = [(section, key, section, resolved.get(section)) for section, key in _FILE_KEYS + _NAME_KEYS]
-    for name, one in sets.items() if isinstance(sets, Mapping) else ():
-        sections += [("data", key, f"data.sets.{name}", one) for section, key in _FILE_KEYS + _NAME_KEYS[:1]]
-    for section, key, shown, settings in sections:
-        if not isinstance(settings, dict) or not isinstance(settings.get(key), str):
+    for key, settings, name in list(_leaves(resolved)):
+        option, value = known.get(re.sub(r"^data\.sets\.[^.]+", "data.sets.*", key)), settings[name]
+        if option is None or option.names in (None, "place") or not isinstance(value, str):
             continue
-        candidates = list(dict.fromkeys(Path(base, settings[key]).absolute() for base in (directory, Path.cwd())))
+        candidates = list(dict.fromkeys(Path(base, value).absolute() for base in (directory, Path.cwd())))
         found = next((candidate for candidate in candidates if candidate.exists()), None)
         if found is not None:
-            settings[key] = str(found)
-        elif section == "data" and not reads_data:
+            settings[name] = str(found)
+        elif option.names != "model" and not reads_data:
             continue
-        elif (section, key) in _FILE_KEYS or not HUB_ID.fullmatch(settings[key]):
+        elif option.names == "file" or not HUB_ID.fullmatch(value):
             tried = " and ".join(str(candidate) for candidate in candidates)
-            problems.append(f"{shown}.{key}: {settings[key]!r} does not exist; tried {tried}")
+            problems.append(f"{key}: {value!r} does not exist; tried {tried}")
     return resolved, problems
+
+
+def _leaves(values: dict[Any, Any], prefix: str = "") -> Iterator[tuple[str, dict[Any, Any], Any]]:
+    """Yield the dotted key of each plain setting, the section that holds it, and its name there."""
+    for name, value in values.items():
+        if isinstance(value, dict):
+            yield from _leaves(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", values, name
 
 
 def _explain(details: Any, typed: Mapping[str, str]) -> str:
@@ -283,12 +280,13 @@ def _explain(details: Any, typed: Mapping[str, str]) -> str:
 
 def _explain_unknown(key: str, value: Any) -> str:
     """Describe an unknown key, with its name here or the most similar key."""
-    if (answer := other_name(key, value)) is not None:
+    if (answer := _other_name(key, value)) is not None:
         return f"{key}: {answer}"
-    known = list(_known_keys(RunConfig))
     section, _, name = key.rpartition(".")
+    known = [other for other, _ in fields_of(RunConfig)]
     if of_set := re.match(r"data\.sets\.[^.]+", section):
-        known = list(_known_keys(SetConfig, f"{of_set.group()}."))
+        known = [other.replace("data.sets.*", of_set.group()) for other in known if "*" in other]
+    known = [other for other in known if "*" not in other]
     siblings = [other for other in known if other.rpartition(".")[0] == section]
     nearest = _nearest_leaf(name, siblings) or _nearest_leaf(name, known)
     if nearest is None:
@@ -303,12 +301,78 @@ def _nearest_leaf(name: str, known: Iterable[str]) -> str | None:
     return by_leaf[close[0]] if close else None
 
 
-def _known_keys(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
-    """Yield the dotted names of all keys of a section and its nested sections."""
-    for name, field in model.model_fields.items():
-        key = prefix + (field.alias or name)
-        yield key
-        kinds = get_args(field.annotation) if get_origin(field.annotation) in (Union, types.UnionType) else ()
-        for kind in (field.annotation, *kinds):
-            if isinstance(kind, type) and issubclass(kind, BaseModel):
-                yield from _known_keys(kind, key + ".")
+_REPLACED: Mapping[str, str] = {
+    "bf16": "write training.precision: bf16",
+    "dataloader_num_workers": "leave it out: batches are made from token ids in memory-mapped files",
+    "deepspeed": "leave it out: the sharding section sets how the model is sharded",
+    "do_eval": "leave it out: training.eval_strategy sets when to evaluate; fullshard evaluate only evaluates",
+    "do_predict": "leave it out: fullshard predict writes predictions for a file",
+    "do_train": "leave it out: fullshard train trains",
+    "dtype": "write training.precision: fp32, bf16 or fp16",
+    "fp16": "write training.precision: fp16, or bf16, which T5 needs",
+    "fsdp": "leave it out: the sharding section sets how the model is sharded",
+    "fsdp_config": "pass Accelerate's file as --config_file, or convert it to a run file with fullshard config convert",
+    "greater_is_better": "leave it out: it follows from the metric",
+    "group_by_length": "write training.train_sampling_strategy: group_by_length, which is the default, or random",
+    "ignore_pad_token_for_loss": "leave it out: padding never counts in the loss",
+    "length_column_name": "leave it out: lengths are counted when the data is tokenized",
+    "hub_model_id": "write training.push_to_hub: owner/name",
+    "hub_private_repo": "write training.push_to_hub: {repo: owner/name, private: true}",
+    "hub_token": "leave it out: the token is taken from HF_TOKEN or from hf auth login",
+    "load_best_model_at_end": "leave it out: the best model by evaluation.metric is always kept",
+    "load_in_4bit": "write model.quantization: nf4",
+    "load_in_8bit": "write model.quantization: int8",
+    "logging_dir": "leave it out: everything is written to output_dir",
+    "no_cuda": "leave it out: without a GPU the run uses the CPU",
+    "optim_args": "set the optimizer's options in training, such as training.adam_beta2",
+    "overwrite_cache": "leave it out: the cache identifies data, tokenizer and settings by their content",
+    "overwrite_output_dir": "write resume: never",
+    "pad_to_max_length": "leave it out: batches are padded to their longest row, or not at all with training.packing",
+    "predict_with_generate": "leave it out: metrics of text need generation, perplexity does not",
+    "preprocessing_num_workers": "leave it out: tokenizing uses all cores",
+    "save_safetensors": "leave it out: weights are always safetensors",
+    "tf32": "leave it out: set torch's own variable in the environment",
+    "tokenizer_name": "leave it out: a model's directory contains its tokenizer",
+    "torch_dtype": "write training.precision: fp32, bf16 or fp16",
+    "use_fast_tokenizer": "leave it out: the fast tokenizer is used if there is one",
+    "use_peft": "write a model.adapter section",
+}
+"""Options that do not exist here, with what to do instead."""
+
+_OPTIMIZERS: Mapping[str, str] = {
+    "adafactor": "adafactor",
+    "adamw": "adamw",
+    "adamw_8bit": "adamw_8bit",
+    "adamw_anyprecision": "adamw_bf16",
+    "adamw_apex_fused": "adamw",
+    "adamw_bnb_8bit": "adamw_8bit",
+    "adamw_hf": "adamw",
+    "adamw_torch": "adamw",
+    "adamw_torch_8bit": "adamw_8bit",
+    "adamw_torch_fused": "adamw",
+    "muon": "muon",
+    "paged_adamw_32bit": "adamw",
+    "paged_adamw_8bit": "adamw_8bit",
+}
+"""Optimizer names of Hugging Face's Trainer, with their names here."""
+
+
+def _other_name(key: str, value: Any) -> str | None:
+    """Return what to write instead of another program's option, a dotted key and its value; None if none has it."""
+    name = key.rpartition(".")[2].lower()
+    if name == "optim":
+        return _optimizer_name(value)
+    if name in _REPLACED:
+        return f"is not an option here; {_REPLACED[name]}"
+    here = next((other for other, option in options().items() if name in option.also and other != key), None)
+    shown = "" if isinstance(value, Mapping) else f": {value}"
+    return None if here is None else f"is called {here} here; write {here}{shown}"
+
+
+def _optimizer_name(value: Any) -> str:
+    """Return what to write instead of Hugging Face's ``optim: value``."""
+    known = _OPTIMIZERS.get(str(value).lower())
+    if known is not None:
+        return f"is called training.optimizer here; write training.optimizer: {known}"
+    there = ", ".join(dict.fromkeys(_OPTIMIZERS.values()))
+    return f"is called training.optimizer here, and there is no {value}: it is one of {there}"

@@ -2,37 +2,37 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, PositiveFloat, PositiveInt, field_validator, model_validator
 
 from fullshard.errors import ConfigError
-from fullshard.program.config.section import ConfigSection, Fraction, FrozenMapping
+from fullshard.program.config.section import STATE, ConfigSection, Fraction, FrozenMapping, Option
 
 
 class TokenizerConfig(ConfigSection):
     """A tokenizer trained on the training data and saved with the model."""
 
-    vocab_size: PositiveInt = 2000
+    vocab_size: Annotated[PositiveInt, STATE] = 2000
     """Maximum vocabulary size, special tokens included."""
 
 
 class AdapterConfig(ConfigSection):
     """A small set of new parameters, added with peft and trained while the model is frozen."""
 
-    type: Literal["lora", "dora", "ia3", "prompt", "prefix"] = "lora"
+    type: Annotated[Literal["lora", "dora", "ia3", "prompt", "prefix"], STATE] = "lora"
     """lora, dora and ia3 change weights; prompt and prefix prepend trained vectors to the text."""
-    r: PositiveInt = 8
+    r: Annotated[PositiveInt, Option("state", also=("lora_r",))] = 8
     """Rank of lora and dora."""
-    lora_alpha: PositiveFloat = 16.0
+    lora_alpha: Annotated[PositiveFloat, STATE] = 16.0
     """lora and dora are scaled by lora_alpha / r."""
-    lora_dropout: Fraction = 0.0
+    lora_dropout: Annotated[Fraction, STATE] = 0.0
     """Dropout before lora and dora."""
-    target_modules: str | tuple[str, ...] | None = None
+    target_modules: Annotated[str | tuple[str, ...] | None, STATE] = None
     """Names of the modules that lora, dora and ia3 change, or all-linear; null: peft's default for the model type."""
-    num_virtual_tokens: PositiveInt = 20
+    num_virtual_tokens: Annotated[PositiveInt, STATE] = 20
     """Number of trained vectors of prompt and prefix."""
-    options: FrozenMapping = Field(default_factory=dict)
+    options: Annotated[FrozenMapping, STATE] = Field(default_factory=dict)
     """Other options of peft's configuration class for this type, by their names in peft."""
 
     @field_validator("target_modules", mode="plain")
@@ -54,7 +54,7 @@ class AdapterConfig(ConfigSection):
             "num_virtual_tokens": ("prompt", "prefix"),
         }
         for name, types in kinds.items():
-            if self.type not in types and getattr(self, name) != type(self).model_fields[name].default:
+            if self.type not in types and self.given(name):
                 raise ValueError(f"{name} is an option of {' and '.join(types)}; got type: {self.type}")
         return self
 
@@ -62,13 +62,15 @@ class AdapterConfig(ConfigSection):
 class QuantizationConfig(ConfigSection):
     """Quantised weights of the linear layers under an adapter; the name of a type alone is a short form."""
 
-    type: Literal["nf4", "fp4", "int8", "fp8"] = "nf4"
+    type: Annotated[Literal["nf4", "fp4", "int8", "fp8"], Option("state", also=("bnb_4bit_quant_type",))] = "nf4"
     """nf4 and fp4: 4 bits, in blocks of 64 weights; int8 and fp8: 8 bits, with a scale for each row."""
-    double_quant: bool = True
+    double_quant: Annotated[bool, Option("state", also=("bnb_4bit_use_double_quant",))] = True
     """Quantise the scales of nf4 and fp4 too: 4.13 bits a weight and not 4.5."""
-    compute_dtype: Literal["bf16", "fp16", "fp32"] | None = None
+    compute_dtype: Annotated[
+        Literal["bf16", "fp16", "fp32"] | None, Option("state", also=("bnb_4bit_compute_dtype",))
+    ] = None
     """Dtype that quantised layers compute in; null: that of training.precision."""
-    skip: tuple[str, ...] = ("lm_head",)
+    skip: Annotated[tuple[str, ...], Option("state", also=("llm_int8_skip_modules",))] = ("lm_head",)
     """Modules that are not quantised: the last part of a name, or successive parts, such as decoder.block.0."""
 
     @model_validator(mode="before")
@@ -80,31 +82,38 @@ class QuantizationConfig(ConfigSection):
 class ModelConfig(ConfigSection):
     """The model: an existing one or a new one."""
 
-    path: str | None = None
+    path: Annotated[
+        str | None,
+        Option("state", names="model", own_machine=True, also=("model_name", "name_or_path", "model_name_or_path")),
+    ] = None
     """Local Hugging Face directory with config.json, weights and tokenizer, or a model id on the Hub. Set exactly one
     of path and config."""
-    config: FrozenMapping | None = None
+    config: Annotated[FrozenMapping | None, Option("state", also=("config_name",))] = None
     """model_type and options of a Hugging Face configuration, for a new model with random weights. Set exactly one of
     path and config."""
-    tokenizer: TokenizerConfig | None = None
+    tokenizer: Annotated[TokenizerConfig | None, STATE] = None
     """How to train the tokenizer. Required with config; with path the directory's tokenizer is used."""
-    model_class: Literal["auto", "seq2seq", "causal"] = Field(default="auto", alias="class")
+    model_class: Annotated[Literal["auto", "seq2seq", "causal"], Option("state", travels=True)] = Field(
+        default="auto", alias="class"
+    )
     """Encoder-decoder (seq2seq) or decoder-only (causal); auto: from the model's configuration."""
-    attn_implementation: Literal["eager", "sdpa", "flash_attention_2", "flex_attention"] | None = None
+    attn_implementation: Annotated[
+        Literal["eager", "sdpa", "flash_attention_2", "flex_attention"] | None, Option("state", travels=True)
+    ] = None
     """Attention implementation, if the model supports it; null: chosen by transformers."""
-    attention_dropout: Fraction | None = None
+    attention_dropout: Annotated[Fraction | None, STATE] = None
     """Dropout of T5's attention weights, separate from its other dropout; null: from the model's configuration. Zero
     saves the memory of their masks, a large part of the activations."""
-    output_router_logits: bool | None = None
+    output_router_logits: Annotated[bool | None, STATE] = None
     """Mixtures of experts: whether to train the routers' own loss too, weighted by the coefficients in the model's
     configuration, as transformers does; null: the model's configuration decides."""
-    adapter: AdapterConfig | None = None
+    adapter: Annotated[AdapterConfig | None, Option("state", also=("adapter",))] = None
     """Train an adapter and freeze the model; null: train all parameters."""
-    quantization: QuantizationConfig | None = None
+    quantization: Annotated[QuantizationConfig | None, STATE] = None
     """Quantise the frozen weights under the adapter; null: they keep the run's precision."""
 
     @model_validator(mode="after")
-    def _one_origin(self) -> Self:
+    def _fits_together(self) -> Self:
         if (self.path is None) == (self.config is None):
             given = "neither" if self.path is None else "both"
             raise ValueError(f"exactly one of path and config must be given; got {given}")
@@ -112,10 +121,6 @@ class ModelConfig(ConfigSection):
             raise ValueError("config needs a tokenizer section too, such as tokenizer: {vocab_size: 2000}")
         if self.path is not None and self.tokenizer is not None:
             raise ValueError("tokenizer needs config: a model loaded from path has its own tokenizer")
-        return self
-
-    @model_validator(mode="after")
-    def _frozen_quantization(self) -> Self:
         if self.quantization is None:
             return self
         if self.config is not None:

@@ -1,17 +1,23 @@
-"""The settings that a run records in ``run.json`` and, when finished, in ``summary.json``; those of a model without."""
+"""What a run or a model records: settings in ``run.json`` and ``summary.json``, and in the model's own directory.
+
+``fullshard_prompt.json`` holds what decides how a model is asked. It travels with the model, wherever that is copied.
+"""
 
 from __future__ import annotations
 
+import codecs
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Self
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, PositiveInt, ValidationError, model_validator
 
 from fullshard.errors import ConfigError
 from fullshard.program.config.load import check_run, load_run
-from fullshard.program.config.prompt import PROMPT_NAME, prompt_settings, prompt_text, read_prompt
-from fullshard.program.config.schema import RunConfig
+from fullshard.program.config.schema import RunConfig, option_of
+from fullshard.program.metrics import metric_of
 
 SUMMARY_NAME = "summary.json"
 """File with the result of a finished run."""
@@ -21,6 +27,167 @@ RUN_NAME = "run.json"
 
 _OWN = ("best", "last")
 """Subdirectories in which a run keeps models of its own."""
+
+PROMPT_NAME = "fullshard_prompt.json"
+"""File in the directory of a model, of an adapter, and of each checkpoint's small files."""
+
+_VERSION = 1
+_SHOWN = 60
+_ROWS_A_LABEL = 10
+_LABEL_CHARACTERS = 100
+
+# Nothing that names a file, a machine or an account: the file is published with the model.
+_SECTIONS = ("model", "data", "training", "evaluation")
+_CLEANED = "wikihow"
+"""The format whose articles are cleaned before they are asked. Others say only how the run's own files were read."""
+
+
+def _known_encoding(name: str) -> str:
+    try:
+        return codecs.lookup(name).name
+    except LookupError as error:
+        raise ValueError(f"{error}") from error
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(strict=True, extra="allow")
+
+
+class _Turn(_Part):
+    role: str
+    content: str
+
+
+class _Data(_Part):
+    sets: dict[str, dict[str, Any]] | None = None
+    encoding: Annotated[str, AfterValidator(_known_encoding)] = "utf-8"
+
+
+class _Content(_Part):
+    """The types of the file's parts, which may be anyone's; the settings are checked as those of a run file."""
+
+    model: dict[str, Any] | None = None
+    data: _Data | None = None
+    training: dict[str, Any] | None = None
+    evaluation: dict[str, Any] | None = None
+    conversations: bool = False
+    system_turns: dict[str, list[_Turn] | None] | None = None
+    labels: dict[str, PositiveInt] | None = None
+
+    @model_validator(mode="after")
+    def _has_sets(self) -> Self:
+        if self.conversations and self.system_turns == {}:
+            raise ValueError("system_turns is empty, but conversations is true: expected the name of each set")
+        return self
+
+
+def prompt_text(
+    config: RunConfig,
+    system_turns: Mapping[str, Sequence[Mapping[str, Any]] | None] | None,
+    labels: Mapping[str, int] | None = None,
+    *,
+    conversations: bool,
+) -> str:
+    """Return the content of the file; any process.
+
+    Args:
+        config: The run's settings, with the separator that was chosen.
+        system_turns: The system's turns of each set of conversations; None: not recorded.
+        labels: The distinct targets with the number of training rows of each; None: not known. They are kept for
+            ``accuracy``, and only if they are a label set: others may be people's sentences.
+        conversations: Whether the training rows are conversations.
+    """
+    plain = config.model_dump(mode="json", by_alias=True)
+    kept: dict[str, Any] = {section: _kept_of(section, plain[section]) for section in _SECTIONS}
+    kept["data"]["sets"] = {
+        name: {key: value for key, value in _kept_of("data.sets.*", one).items() if value is not None}
+        for name, one in plain["data"]["sets"].items()
+    }
+    for one in (kept["data"], *kept["data"]["sets"].values()):
+        if one.get("format", _CLEANED) != _CLEANED:
+            one["format"] = "auto"
+    kept |= {"fullshard_prompt": _VERSION, "conversations": conversations, "system_turns": system_turns}
+    measured = any(metric_of(name).confusion for name in config.evaluation.every_metric)
+    if labels and measured and _is_label_set(labels):
+        kept["labels"] = dict(labels)
+    # Not sorted: of equally frequent labels the first one is the baseline's.
+    return json.dumps(kept, indent=2, ensure_ascii=False) + "\n"
+
+
+def _kept_of(section: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of a section that travel with a model."""
+    return {name: value for name, value in values.items() if option_of(f"{section}.{name}").travels}
+
+
+def _is_label_set(counts: Mapping[str, int]) -> bool:
+    """Return True if targets are short, and each is repeated: the file is published, and texts of rows are not."""
+    repeated = min(counts.values()) >= 2 and sum(counts.values()) >= _ROWS_A_LABEL * len(counts)
+    return repeated and max(map(len, counts)) <= _LABEL_CHARACTERS
+
+
+def read_prompt(directory: Path) -> Mapping[str, Any] | None:
+    """Return the content of the file of a model's directory; None if there is none. Any process.
+
+    Raises:
+        ConfigError: It cannot be read, a later version wrote it, or a part of it has another type.
+    """
+    path = directory / PROMPT_NAME
+    if not path.is_file():
+        return None
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}.") from error
+    version = values.get("fullshard_prompt") if isinstance(values, dict) else None
+    if version != _VERSION:
+        raise ConfigError(
+            f"{path} has version {version!r} and this fullshard reads {_VERSION}: update fullshard, or remove the file "
+            "and give the prompt's format on the command line."
+        )
+    try:
+        _Content.model_validate(values)
+    except ValidationError as error:
+        problems = [
+            f"  {'.'.join(map(str, one['loc'])) or 'the file'}: {one['msg']}; got {str(one['input'])[:_SHOWN]!r}"
+            for one in error.errors()
+        ]
+        remedy = "Download the model again, or remove the file and give the prompt's format on the command line."
+        raise ConfigError(
+            "\n".join([f"{path} is damaged, or fullshard did not write it:", *problems, remedy])
+        ) from error
+    return values
+
+
+def prompt_settings(directory: Path, rows: Path | None = None, overrides: Sequence[str] = ()) -> RunConfig | None:
+    """Return the settings under which a model is asked; None if its directory has no such file. Any process.
+
+    Args:
+        directory: Directory of a model or an adapter.
+        rows: File of rows to evaluate on; None: the settings name no data.
+        overrides: Overrides of the form ``section.key=value``.
+
+    Raises:
+        ConfigError: The file cannot be read, or a value in it or an override is wrong.
+    """
+    found = read_prompt(directory)
+    if found is None:
+        return None
+    # Only what this version writes is read: the file may be anyone's.
+    values: dict[str, Any] = {section: _kept_of(section, found.get(section) or {}) for section in _SECTIONS}
+    origin = {"train_file": "-" if rows is None else str(rows.absolute())}
+    sets = (found.get("data") or {}).get("sets") or {}
+    own = {name: _kept_of("data.sets.*", one) for name, one in sets.items()}
+    values["data"] |= {"sets": {name: one | origin for name, one in own.items()}} if own else origin
+    values["model"]["path"] = str(directory)
+    values["training"]["eval_strategy"] = "no"
+    values["output_dir"] = str(directory)
+    path = directory / PROMPT_NAME
+    if rows is not None or overrides:
+        return check_run(values, path, overrides)
+    try:
+        return RunConfig.model_validate(values)
+    except ValueError as error:
+        raise ConfigError(f"The settings in {path} are invalid: {error}") from error
 
 
 def read_run(path: Path, overrides: Sequence[str] = ()) -> RunConfig:

@@ -5,45 +5,65 @@ Option names are those of Hugging Face's ``TrainingArguments`` and example scrip
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import NonNegativeInt, PositiveInt, field_serializer, field_validator, model_validator
 
 from fullshard.core.policy import ShardingStrategy
 from fullshard.errors import ConfigError
 from fullshard.program.config.data import DataConfig
-from fullshard.program.config.evaluation import EvaluationConfig
 from fullshard.program.config.model import ModelConfig
-from fullshard.program.config.section import ConfigSection
+from fullshard.program.config.section import (
+    ASKED,
+    FREE,
+    REPORTED,
+    SAME,
+    STATE,
+    ConfigSection,
+    Option,
+    Searched,
+    fields_of,
+    option_at,
+    options_of,
+    section_in,
+)
 from fullshard.program.config.training import TrainingConfig
+from fullshard.program.metrics import METRICS
 
 
 class ShardingConfig(ConfigSection):
     """How the model is sharded over the ranks. `sharding: auto` is short for `sharding: {auto: true}`."""
 
-    auto: bool | tuple[str, ...] = False
+    auto: Annotated[bool | tuple[str, ...], FREE] = False
     """Search for the fastest settings that fit at the start of training, among those that the run file leaves open, as
     `fullshard plan --fit` does. The choice is recorded, and a resumed run keeps it."""
-    strategy: Literal["full_shard", "shard_grad_op", "no_shard", "hybrid_shard", "hybrid_shard_zero2"] = "full_shard"
+    strategy: Annotated[
+        Literal["full_shard", "shard_grad_op", "no_shard", "hybrid_shard", "hybrid_shard_zero2"],
+        Option("free", searched=Searched("all", ("no_shard", "shard_grad_op", "full_shard"))),
+    ] = "full_shard"
     """full_shard: shard parameters, gradients and optimizer state; shard_grad_op: the same, but parameters stay
     gathered from forward to backward; no_shard: shard nothing and all-reduce gradients; hybrid_shard,
     hybrid_shard_zero2: like the first two within each machine, replicated across machines."""
-    wrap: str | PositiveInt | tuple[str, ...] = "auto"
+    wrap: Annotated[str | PositiveInt | tuple[str, ...], FREE] = "auto"
     """Which modules become units: auto (the repeated blocks, or the only one of a list; none of these in a model of at
     most 1,000,000 parameters: one unit), none (one unit), a list of class names, or a number: modules with at least
     that many parameters, not counting those of units inside them."""
-    prefetch: Literal["backward_pre", "backward_post", "none"] = "backward_pre"
+    prefetch: Annotated[Literal["backward_pre", "backward_post", "none"], FREE] = "backward_pre"
     """When backward gathers the next unit. backward_pre: before the current unit's backward; backward_post: after its
     gradients are sent; none: when it is needed."""
-    cpu_offload: bool = False
+    cpu_offload: Annotated[bool, Option("free", searched=Searched("last", (False, True)))] = False
     """Keep shards, gradients and optimizer state in host memory."""
-    frozen: Literal["shard", "replicate", "auto"] = "shard"
+    frozen: Annotated[
+        Literal["shard", "replicate", "auto"],
+        Option("free", searched=Searched("all", ("replicate", "shard"), needs="model.adapter")),
+    ] = "shard"
     """How frozen parameters are kept, such as the model under an adapter. shard: sharded; replicate: on every rank,
     without communication; auto: replicated if they take at most a quarter of a rank's memory."""
 
-    tables: Literal["auto", "gather", "home"] = "auto"
+    tables: Annotated[Literal["auto", "gather", "home"], FREE] = "auto"
     """How large embeddings and output layers are used. gather: gathered like the rest; home: tokens travel to the ranks
     that have their rows; auto: on CPU ranks home where that sends fewer bytes, otherwise gather; on GPUs gather."""
 
@@ -66,14 +86,63 @@ class ShardingConfig(ConfigSection):
         return list(value) if isinstance(value, tuple) else value
 
 
+if TYPE_CHECKING:
+    MetricName = str
+else:
+    MetricName = Literal[tuple(METRICS)]
+
+
+class EvaluationConfig(ConfigSection):
+    """Metrics on the held-out rows, and text generation."""
+
+    metric: Annotated[MetricName, Option("evaluation", travels=True, also=("metric_for_best_model",))] = "exact_match"
+    """Metric that selects the best model, one of the [metrics](#metrics) below."""
+    metrics: Annotated[tuple[MetricName, ...], ASKED] = ()
+    """Additional metrics to report."""
+    lead_sentences: Annotated[PositiveInt, ASKED] = 1
+    """Number of leading source sentences that form the baseline of metrics of texts, such as rouge, bleu and chrf."""
+    num_samples_shown: Annotated[NonNegativeInt, REPORTED] = 5
+    """Predictions printed next to their references at the end."""
+    max_new_tokens: Annotated[
+        PositiveInt | None, Option("same", travels=True, also=("generation_max_length", "val_max_target_length"))
+    ] = None
+    """Maximum tokens generated per row; null: those of the longest target, or data.max_target_length where rows are
+    streamed or there is no run."""
+    min_new_tokens: Annotated[NonNegativeInt, Option("evaluation", travels=True)] = 0
+    """Minimum tokens generated per row. This and the options below replace the model's own generation settings also
+    where they are left out, unlike in Hugging Face's generate: a score then means the same for every model."""
+    num_beams: Annotated[PositiveInt, Option("evaluation", travels=True, also=("generation_num_beams",))] = 1
+    """Width of the beam search; 1: greedy."""
+    length_penalty: Annotated[float, Option("evaluation", travels=True)] = 1.0
+    """Exponent of the length that divides beam scores; the greater, the longer the texts. Needs num_beams of at least
+    2."""
+    no_repeat_ngram_size: Annotated[NonNegativeInt, Option("evaluation", travels=True)] = 0
+    """Length of token sequences that may not repeat within a prediction; 0: no limit."""
+
+    @property
+    def every_metric(self) -> tuple[str, ...]:
+        """The metric that selects the best model, and the additional ones."""
+        return tuple(dict.fromkeys((self.metric, *self.metrics)))
+
+    @model_validator(mode="after")
+    def _no_idle_options(self) -> Self:
+        if self.length_penalty != 1.0 and self.num_beams == 1:
+            raise ValueError(f"length_penalty: {self.length_penalty} needs num_beams of at least 2; got 1")
+        if self.max_new_tokens is not None and self.min_new_tokens > self.max_new_tokens:
+            raise ValueError(
+                f"min_new_tokens must be at most max_new_tokens; got {self.min_new_tokens} and {self.max_new_tokens}"
+            )
+        return self
+
+
 class CardConfig(ConfigSection):
     """Facts for the model card that a run cannot know."""
 
-    data_license: str | None = None
+    data_license: Annotated[str | None, REPORTED] = None
     """Licence of the data, such as cc-by-4.0."""
-    language: tuple[str, ...] = ()
+    language: Annotated[tuple[str, ...], REPORTED] = ()
     """Languages of the data as ISO 639-1 codes, such as [en, de]."""
-    benchmark_task: str | None = None
+    benchmark_task: Annotated[str | None, REPORTED] = None
     """The task's id in the eval.yaml of the benchmark data.dataset_name, if that is one on the Hub and the held-out
     rows are the benchmark's. The result is then written to .eval_results/ in the Hub's format."""
 
@@ -81,22 +150,25 @@ class CardConfig(ConfigSection):
 class RunConfig(ConfigSection):
     """All settings of a run."""
 
-    output_dir: Path
+    output_dir: Annotated[Path, Option("free", names="place", planned=False)]
     """Directory that the run writes to, relative to the working directory."""
-    seed: NonNegativeInt = 42
+    seed: Annotated[NonNegativeInt, SAME] = 42
     """Seed of new weights, the order of rows and dropout."""
-    nproc: PositiveInt | None = None
+    nproc: Annotated[PositiveInt | None, Option("free", own_machine=True)] = None
     """Ranks on this machine; null: one per GPU, or 2 on the CPU. More ranks than GPUs share the GPUs, which is slow."""
-    resume: Literal["auto", "previous", "never"] | Path | str = "auto"
+    resume: Annotated[
+        Literal["auto", "previous", "never"] | Path | str,
+        Option("free", names="place", planned=False, also=("resume_from_checkpoint",)),
+    ] = "auto"
     """auto: resume an unfinished run in output_dir; previous: the same, but if its newest checkpoint is damaged, from
     the one before it; never: start from scratch and delete its checkpoints; or the path or URL of a checkpoint to
     resume from. A finished run is only replaced with never."""
-    model: ModelConfig
-    data: DataConfig
-    training: TrainingConfig = TrainingConfig()
-    sharding: ShardingConfig = ShardingConfig()
-    evaluation: EvaluationConfig = EvaluationConfig()
-    card: CardConfig = CardConfig()
+    model: Annotated[ModelConfig, STATE]
+    data: Annotated[DataConfig, SAME]
+    training: Annotated[TrainingConfig, SAME] = TrainingConfig()
+    sharding: Annotated[ShardingConfig, SAME] = ShardingConfig()
+    evaluation: Annotated[EvaluationConfig, SAME] = EvaluationConfig()
+    card: Annotated[CardConfig, SAME] = CardConfig()
 
     @field_validator("sharding", mode="before")
     @classmethod
@@ -113,30 +185,25 @@ class RunConfig(ConfigSection):
         raise ValueError(f"expected auto, previous, never or the path of a checkpoint; got {value!r}")
 
     @model_validator(mode="after")
-    def _has_rows_to_evaluate(self) -> Self:
+    def _fits_together(self) -> Self:
+        """Refuse options of different sections that contradict each other."""
         if self.training.eval_strategy != "no" and not self.data.holds_out:
             raise ValueError(
                 f"training.eval_strategy: {self.training.eval_strategy} needs held-out rows: give "
                 "data.validation_file or data.validation_fraction, or set training.eval_strategy: no"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _fitting_weights(self) -> Self:
         if self.data.weights and self.training.per_device_train_batch_tokens is not None:
             raise ValueError(
                 "training.per_device_train_batch_tokens makes steps of the same rows in every epoch, and a set with a "
                 "weight gives other rows to each: use training.per_device_train_batch_size, or remove the weights"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _has_messages_to_round(self) -> Self:
         if self.training.messages is not None and not ShardingStrategy(self.sharding.strategy).shards:
             raise ValueError(
                 f"training.messages: {self.training.messages} rounds what is gathered and reduce-scattered, but "
                 f"sharding.strategy: {self.sharding.strategy} does neither. Leave one of them out"
             )
+        if self.card.benchmark_task is not None and self.data.dataset_name is None:
+            raise ValueError("card.benchmark_task names a task of the benchmark data.dataset_name, which is not set")
         return self
 
     def of_set(self, name: str | None) -> RunConfig:
@@ -154,24 +221,44 @@ class RunConfig(ConfigSection):
         problem = "The rows could be of any set" if name is None else f"The mixture has no set {name}"
         raise ConfigError(f"{problem}: name the one whose columns and prefix apply, --set {' or '.join(parts)}.")
 
-    @model_validator(mode="after")
-    def _names_its_benchmark(self) -> Self:
-        if self.card.benchmark_task is not None and self.data.dataset_name is None:
-            raise ValueError("card.benchmark_task names a task of the benchmark data.dataset_name, which is not set")
-        return self
-
     def as_plain(self) -> Mapping[str, Any]:
         """Return the configuration with all defaults filled in, as values that JSON and YAML can represent."""
         return self.model_dump(mode="json")
 
     def as_flat(self) -> dict[str, Any]:
-        """Return the settings by dotted key, such as ``training.learning_rate``."""
-        return dict(_flatten(self.as_plain()))
+        """Return the settings by dotted key, such as ``training.learning_rate``, without empty mappings."""
+        return {key: value for key, value in flat_settings(self.as_plain()) if value != {}}
 
 
-def _flatten(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
-    """Return nested settings by dotted key."""
-    flat: list[tuple[str, Any]] = []
+def option_of(key: str) -> Option:
+    """Return what the program knows of the option of a run file at a dotted key; see :func:`option_at`."""
+    return option_at(RunConfig, key)
+
+
+def options() -> dict[str, Option]:
+    """Return what the program knows of every option of the run file by dotted key; see :func:`options_of`."""
+    return options_of(RunConfig)
+
+
+def flat_settings(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the settings by dotted key, in their order."""
     for key, value in values.items():
-        flat += _flatten(value, f"{prefix}{key}.") if isinstance(value, Mapping) else [(f"{prefix}{key}", value)]
-    return flat
+        if isinstance(value, Mapping) and value:
+            yield from flat_settings(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def changed_settings(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings that differ from their defaults, by dotted key; any process.
+
+    Args:
+        values: The settings by section, as a run records them; those of another version may have other keys.
+    """
+    defaults = {
+        key: json.loads(json.dumps(field.get_default(call_default_factory=True), default=str))
+        for key, field in fields_of(RunConfig)
+        if not field.is_required() and section_in(field) is None
+    }
+    found = {key: value for key, value in flat_settings(values) if key in defaults or value not in (None, [], {})}
+    return {key: value for key, value in found.items() if key not in defaults or value != defaults[key]}

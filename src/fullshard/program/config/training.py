@@ -20,7 +20,7 @@ from pydantic import (
     model_validator,
 )
 
-from fullshard.program.config.section import ConfigSection, Fraction
+from fullshard.program.config.section import ASKED, FREE, REPORTED, SAME, ConfigSection, Fraction, Option, Searched
 
 Tracker = Literal["tensorboard", "wandb", "mlflow"]
 OptimizerName = Literal["adamw", "adafactor", "muon", "adamw_8bit", "adamw_bf16"]
@@ -48,11 +48,11 @@ def auto_precision(gpu: str | None, *, bf16: bool = False) -> tuple[str, str]:
 class PushConfig(ConfigSection):
     """Uploads to the Hugging Face Hub. `push_to_hub: owner/name` is short for `push_to_hub: {repo: owner/name}`."""
 
-    repo: str
+    repo: Annotated[str, REPORTED]
     """Repository: owner/name."""
-    private: bool = False
+    private: Annotated[bool, REPORTED] = False
     """Upload to a private repository only."""
-    checkpoints: bool = False
+    checkpoints: Annotated[bool, REPORTED] = False
     """Also upload each new best model, in the background while training continues."""
 
     @field_validator("repo")
@@ -66,124 +66,135 @@ class PushConfig(ConfigSection):
 class TrainingConfig(ConfigSection):
     """The training loop and its optimizer."""
 
-    per_device_train_batch_size: PositiveInt = 8
+    per_device_train_batch_size: Annotated[
+        PositiveInt, Option("free", also=("batch_size", "per_gpu_train_batch_size", "train_batch_size"))
+    ] = 8
     """Rows per micro-batch on each rank."""
-    per_device_train_batch_tokens: PositiveInt | None = None
+    per_device_train_batch_tokens: Annotated[PositiveInt | None, FREE] = None
     """Instead of a number of rows: maximum tokens per micro-batch on each rank, sources and targets together, including
     padding. A micro-batch has as many rows as fit."""
-    per_device_eval_batch_size: PositiveInt = 8
+    per_device_eval_batch_size: Annotated[
+        PositiveInt, Option("free", travels=True, also=("per_gpu_eval_batch_size", "val_batch_size"))
+    ] = 8
     """Rows per evaluation batch on each rank."""
-    gradient_accumulation_steps: PositiveInt = 1
+    gradient_accumulation_steps: Annotated[PositiveInt, FREE] = 1
     """Micro-batches per optimizer step."""
-    accumulate: Literal["auto", "sharded", "unsharded"] = "auto"
+    accumulate: Annotated[Literal["auto", "sharded", "unsharded"], FREE] = "auto"
     """How a step adds up its micro-batches' gradients. sharded: reduce each into the shards; unsharded: keep full fp32
     gradients on every rank and reduce them once, which sends less. auto: unsharded where that sends less and the plan
     fits in 90 % of the free memory, else sharded; a resumed run keeps the choice. The two round
     sums differently: set one for results that do not depend on free memory. Hugging Face's sync_each_batch: true
     is sharded."""
-    train_sampling_strategy: Literal["group_by_length", "random"] = "group_by_length"
+    train_sampling_strategy: Annotated[Literal["group_by_length", "random"], SAME] = "group_by_length"
     """group_by_length: batch rows of similar length; random: like torch's DistributedSampler, and the default of
     Hugging Face."""
-    packing: bool = False
+    packing: Annotated[bool, SAME] = False
     """Concatenate the rows of a micro-batch into one sequence without padding. Attention stays within each row, so loss
     and gradients equal those of the padded batch. For the models listed in docs/concepts/training.md."""
-    num_train_epochs: PositiveFloat = 3
+    num_train_epochs: Annotated[PositiveFloat, Option("same", also=("epochs", "num_epochs"))] = 3
     """Passes over the training rows."""
-    max_steps: PositiveInt | None = None
+    max_steps: Annotated[PositiveInt | None, SAME] = None
     """Train this many optimizer steps, over as many epochs as that takes, whatever num_train_epochs says; null or -1:
     num_train_epochs decides."""
-    max_train_minutes: PositiveFloat | None = None
+    max_train_minutes: Annotated[PositiveFloat | None, FREE] = None
     """Stop after the step in which this many minutes have passed, including evaluations, if that comes first. The
     learning rate's schedule then follows the time: it is that of the steps that fit at the pace so far, so a decay ends
     with the time. Such a run depends on the clock, and so does a resumed one."""
-    optimizer: OptimizerName = "adamw"
+    optimizer: Annotated[OptimizerName, Option("state", before="adamw")] = "adamw"
     """adamw; adafactor: T5's optimizer, with one state element per row and column, as in Hugging Face's Trainer; muon:
     orthogonalized momentum for the matrices inside the model, AdamW for the rest, at AdamW's learning rate; adamw_8bit,
     adamw_bf16: AdamW with state of 8 or 16 bits per element."""
-    learning_rate: PositiveFloat | None = 5e-5
+    learning_rate: Annotated[PositiveFloat | None, Option("same", also=("lr",))] = 5e-5
     """Peak learning rate. null: adafactor's relative steps, min(0.01, 1 / sqrt(step)) times the root mean square of
     each parameter; needs lr_scheduler_type: constant and no warm-up."""
-    weight_decay: NonNegativeFloat = 0.0
+    weight_decay: Annotated[NonNegativeFloat, SAME] = 0.0
     """Decoupled weight decay of any optimizer. As in Hugging Face's Trainer, parameters whose name contains bias or
     norm do not decay, nor do those of layer norms; with muon, no vectors."""
-    adam_beta1: Fraction = 0.9
+    adam_beta1: Annotated[Fraction, SAME] = 0.9
     """AdamW's decay rate of the gradient's mean; not with adafactor."""
-    adam_beta2: Fraction = 0.999
+    adam_beta2: Annotated[Fraction, SAME] = 0.999
     """AdamW's decay rate of the squared gradient's mean; not with adafactor."""
-    adam_epsilon: PositiveFloat = 1e-8
+    adam_epsilon: Annotated[PositiveFloat, SAME] = 1e-8
     """AdamW's epsilon; not with adafactor."""
-    lr_scheduler_type: Literal["linear", "cosine", "constant", "step"] = "linear"
+    lr_scheduler_type: Annotated[
+        Literal["linear", "cosine", "constant", "step"], Option("same", also=("scheduler",))
+    ] = "linear"
     """linear, cosine: decay to zero at the last step; constant, which warms up too, unlike Hugging Face's (there
     constant_with_warmup, accepted here as another name); step: times lr_gamma every lr_step_size epochs."""
-    warmup_steps: NonNegativeFloat = 0
+    warmup_steps: Annotated[NonNegativeFloat, Option("same", also=("warmup_ratio",))] = 0
     """Optimizer steps in which the learning rate rises from zero to its peak; below 1: share of all steps."""
-    lr_step_size: PositiveInt = 1
+    lr_step_size: Annotated[PositiveInt, SAME] = 1
     """Epochs between decays; needs lr_scheduler_type: step."""
-    lr_gamma: PositiveFloat = 0.7
+    lr_gamma: Annotated[PositiveFloat, SAME] = 0.7
     """Factor of each decay; needs lr_scheduler_type: step."""
-    max_grad_norm: PositiveFloat | None = 1.0
+    max_grad_norm: Annotated[PositiveFloat | None, SAME] = 1.0
     """Clip gradients to this norm over all ranks; null or 0: no clipping."""
-    label_smoothing_factor: Fraction = 0.0
+    label_smoothing_factor: Annotated[Fraction, Option("same", also=("label_smoothing",))] = 0.0
     """Share of each target's probability that is distributed over the vocabulary in training."""
-    z_loss: NonNegativeFloat = 0.0
+    z_loss: Annotated[NonNegativeFloat, SAME] = 0.0
     """Weight of the squared log of the softmax's normalizer in the training loss; keeps logits small."""
-    precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
+    precision: Annotated[Literal["auto", "fp32", "bf16", "fp16"], ASKED] = "auto"
     """Compute dtype. auto: bf16 if all GPUs compute it in hardware, else fp32; a resumed run keeps the choice. Shards,
     gradient reduction and optimizer steps stay in fp32; fp16 scales the loss."""
-    tf32: bool = True
+    tf32: Annotated[bool, Option("same", before=True)] = True
     """On GPUs, compute fp32 matrix products in TF32, with 10 bits of mantissa; Hugging Face leaves it to torch, whose
     default is not to."""
-    messages: Literal["bf16", "fp8"] | None = None
+    messages: Annotated[Literal["bf16", "fp8"] | None, SAME] = None
     """Format that trainable weights and their gradients are rounded to between ranks, for slow networks: bf16 (0.5 of
     fp32's bytes), fp8 (0.26), null: no rounding. Inexact: every rank computes with rounded weights. Shards, sums and
     the saved model are not rounded. Rows of tables at home, and numbers that are no wider already, are sent
     unchanged."""
-    allow_fp16: bool = False
+    allow_fp16: Annotated[bool, SAME] = False
     """Allow fp16 for a model whose activations are known to overflow in it, such as T5."""
-    gradient_checkpointing: StrictBool | Annotated[NonNegativeInt, Strict()] | Literal["auto"] = "auto"
+    fused_cross_entropy: Annotated[
+        bool | Literal["auto"], Option("free", searched=Searched("rank", ("auto", True)))
+    ] = "auto"
+    """Compute the loss from the last hidden states in chunks, so that the full logits are never in memory. auto: where
+    they could take more than 5 % of the memory of a GPU, or of the machine, and the model allows it."""
+    gradient_checkpointing: Annotated[
+        StrictBool | Annotated[NonNegativeInt, Strict()] | Literal["auto"],
+        Option("free", searched=Searched("rank", ("auto", True))),
+    ] = "auto"
     """Recompute blocks' activations in backward instead of storing them, which is exact; Hugging Face also calls it
     activation_checkpointing. true: of all blocks; a number: of so many, evenly spread over the model, an encoder's
     blocks before its decoder's. auto: of the fewest with which the run's plan fits into 90 % of a GPU's free memory,
     or on CPU ranks into all that is free; of none if it fits without or if there is no plan."""
-    activation_offload: bool = False
+    activation_offload: Annotated[bool, SAME] = False
     """On GPUs, keep activations that are not recomputed in page-locked host memory between forward and backward, copied
     while blocks compute, which is exact. The last block's stay, and tensors below 1 MiB. On CPU ranks it changes
     nothing: activations are in host memory anyway."""
-    fused_cross_entropy: bool | Literal["auto"] = "auto"
-    """Compute the loss from the last hidden states in chunks, so that the full logits are never in memory. auto: where
-    they could take more than 5 % of the memory of a GPU, or of the machine, and the model allows it."""
-    torch_compile: bool = False
+    torch_compile: Annotated[bool, SAME] = False
     """Compile each block with torch.compile."""
-    on_nonfinite: Literal["stop", "skip"] = "stop"
+    on_nonfinite: Annotated[Literal["stop", "skip"], SAME] = "stop"
     """On a non-finite loss or gradient: stop the run, or skip and count the step."""
-    eval_strategy: Literal["epoch", "steps", "no"] = "epoch"
+    eval_strategy: Annotated[Literal["epoch", "steps", "no"], Option("free", also=("evaluation_strategy",))] = "epoch"
     """When to evaluate: after each epoch, every eval_steps optimizer steps, or never; unless never, also after the
     last step. Hugging Face's default is no."""
-    eval_steps: PositiveInt | None = None
+    eval_steps: Annotated[PositiveInt | None, FREE] = None
     """Optimizer steps between evaluations, a whole number; required with eval_strategy: steps, else not allowed.
     Hugging Face also takes a share of all steps."""
-    early_stopping_patience: PositiveInt | None = None
+    early_stopping_patience: Annotated[PositiveInt | None, FREE] = None
     """End the run after this many consecutive evaluations without improvement; null: never."""
-    early_stopping_threshold: NonNegativeFloat = 0.0
+    early_stopping_threshold: Annotated[NonNegativeFloat, FREE] = 0.0
     """Minimum improvement of the metric for early stopping. Metrics are shares from 0 to 1, so 0.01 is one percentage
     point. It does not affect which model is kept as the best."""
-    logging_steps: PositiveInt = 1
+    logging_steps: Annotated[PositiveInt, REPORTED] = 1
     """Optimizer steps between records in the metrics file and in trackers. Hugging Face's default is 500."""
-    save_strategy: Literal["epoch", "steps", "no"] = "epoch"
+    save_strategy: Annotated[Literal["epoch", "steps", "no"], FREE] = "epoch"
     """When to save a checkpoint: after each epoch, every save_steps optimizer steps, or only when the run is stopped;
     unless no, also after the last step. Hugging Face's default is steps, every 500."""
-    save_steps: PositiveInt | None = None
+    save_steps: Annotated[PositiveInt | None, FREE] = None
     """Optimizer steps between checkpoints, a whole number; required with save_strategy: steps, else not allowed.
     Hugging Face's default is 500, and it also takes a share of all steps."""
-    save_total_limit: PositiveInt | None = 2
+    save_total_limit: Annotated[PositiveInt | None, FREE] = 2
     """Number of newest checkpoints to keep; null: all, Hugging Face's default. The best model is kept in addition."""
-    checkpoints_to: str | None = None
+    checkpoints_to: Annotated[str | None, FREE] = None
     """URL of a prefix in an object store (s3://bucket/run, opened by fsspec) for this run's checkpoints; null:
     output_dir/checkpoints. Everything else of the run stays in output_dir."""
-    report_to: tuple[Tracker, ...] = ()
+    report_to: Annotated[tuple[Tracker, ...], REPORTED] = ()
     """Trackers to report to, if they are installed: tensorboard, wandb, mlflow. Empty or none, Hugging Face's word:
     none."""
-    run_name: str | None = None
+    run_name: Annotated[str | None, REPORTED] = None
     """Name of the run in trackers; null: the last component of output_dir."""
 
     @field_validator("checkpoints_to")
@@ -193,7 +204,7 @@ class TrainingConfig(ConfigSection):
             raise ValueError(f"expected a URL such as s3://bucket/run; got {value!r}")
         return value
 
-    push_to_hub: PushConfig | None = None
+    push_to_hub: Annotated[PushConfig | None, REPORTED] = None
     """Upload the finished run's model and card, without texts of rows, with the token from HF_TOKEN or of `hf auth
     login`: owner/name, or a mapping with repo, private, checkpoints. A failed upload is only reported. Hugging Face's
     true with hub_model_id is the repository's name here; null or false: no upload."""
@@ -281,12 +292,7 @@ class TrainingConfig(ConfigSection):
 
     @model_validator(mode="after")
     def _no_idle_options(self) -> Self:
-        fields = type(self).model_fields
-
-        def idle(*names: str) -> list[str]:
-            return [name for name in names if getattr(self, name) != fields[name].default]
-
-        if self.lr_scheduler_type != "step" and (names := idle("lr_step_size", "lr_gamma")):
+        if self.lr_scheduler_type != "step" and (names := self.given("lr_step_size", "lr_gamma")):
             raise ValueError(f"{' and '.join(names)} need lr_scheduler_type: step; got {self.lr_scheduler_type}")
         for kind in ("eval", "save"):
             strategy, steps = getattr(self, f"{kind}_strategy"), getattr(self, f"{kind}_steps")
@@ -300,11 +306,11 @@ class TrainingConfig(ConfigSection):
                 "per_device_train_batch_tokens needs train_sampling_strategy: group_by_length; in random order the "
                 "number of steps would differ between epochs"
             )
-        if self.per_device_train_batch_tokens is not None and idle("per_device_train_batch_size"):
+        if self.per_device_train_batch_tokens is not None and self.given("per_device_train_batch_size"):
             raise ValueError(
                 "per_device_train_batch_size and per_device_train_batch_tokens both size a batch; give one"
             )
-        if self.early_stopping_patience is None and idle("early_stopping_threshold"):
+        if self.early_stopping_patience is None and self.given("early_stopping_threshold"):
             raise ValueError("early_stopping_threshold needs early_stopping_patience")
         if self.early_stopping_patience is not None and self.eval_strategy == "no":
             raise ValueError("early_stopping_patience needs evaluations; got eval_strategy: no")

@@ -9,10 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from fullshard.core.engine.step.recorder import Kind
+from fullshard.program.metrics import Confusion, higher_is_better
 from fullshard.program.report.files import Record, RunFiles
-from fullshard.program.train.evaluation.metrics import higher_is_better
 from fullshard.program.train.reporting.reports import RankTrace, StepTrace
-from fullshard.program.train.reporting.scores import Confusion
 from fullshard.sizes import format_bytes, format_duration
 
 WHOLE = ",~f"

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from fullshard.errors import CheckpointError
+from fullshard.program.metrics import Confusion
 from fullshard.program.train.reporting.reports import TRACE_NAME, StepTrace
-from fullshard.program.train.reporting.scores import Confusion
 from fullshard.program.train.reporting.sinks import METRICS_NAME, PREDICTIONS_NAME, RUN_NAME, SUMMARY_NAME
 
 T = TypeVar("T")

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from fullshard.errors import ConfigError
+from fullshard.program.metrics import Confusion, format_metric
 from fullshard.program.report.figures import MEMORY_PARTS, WAITS, Figure, number, share
 from fullshard.program.report.files import Record
 from fullshard.program.train.reporting.reports import RankTrace, spread
-from fullshard.program.train.reporting.scores import Confusion, format_metric
 from fullshard.sizes import format_bytes, format_duration
 from fullshard.version import __version__
 

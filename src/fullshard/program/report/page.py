@@ -10,12 +10,12 @@ from typing import Any
 
 from fullshard.program.config import changed_settings, flat_settings
 from fullshard.program.data import ONE_ROW
+from fullshard.program.metrics import format_metric, metric_of
 from fullshard.program.report import figures, markup
 from fullshard.program.report.figures import MOST_POINTS, Figure, number, series, share
 from fullshard.program.report.files import RunFiles, read_run
 from fullshard.program.report.markup import PageSection, frame, placeholders
 from fullshard.program.train.reporting.reports import TRACE_NAME, RankTrace, spread
-from fullshard.program.train.reporting.scores import format_metric
 from fullshard.program.train.reporting.sinks import PREDICTIONS_NAME, RUN_NAME, SUMMARY_NAME
 from fullshard.sizes import format_bytes, format_duration
 from fullshard.state.storage import write_text
@@ -246,7 +246,7 @@ def _samples(files: RunFiles) -> PageSection:
     drawn: tuple[Figure, ...] = ()
     if files.predictions:
         # Marking equal texts makes sense for labels; longer texts are hardly ever equal.
-        compared = headline(files)["metric"] in ("exact_match", "accuracy")
+        compared = metric_of(headline(files)["metric"]).of_labels
         body = markup.prediction_table(files.predictions, compared=compared)
     else:
         body = markup.note(files.missing.get(PREDICTIONS_NAME, "The run has written no predictions."))

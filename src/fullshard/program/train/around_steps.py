@@ -15,10 +15,10 @@ from fullshard.core.torch_private import in_backward
 from fullshard.planner import Meter
 from fullshard.program.config import RunConfig
 from fullshard.program.data import Batch
+from fullshard.program.metrics import needs_text
 from fullshard.program.models import base_of
 from fullshard.program.train.evaluation.evaluate import evaluation_mode
 from fullshard.program.train.evaluation.generation import GenerationSpec, generate
-from fullshard.program.train.evaluation.metrics import needs_text
 from fullshard.program.train.run.loop import saves_between_steps
 from fullshard.program.train.setup.model import loss_sum
 from fullshard.program.train.setup.prepare import Prepared
@@ -85,7 +85,7 @@ class AroundSteps:
             read()
 
         settings = self._config.evaluation
-        writes = held_out is not None and needs_text((settings.metric, *settings.metrics))
+        writes = held_out is not None and needs_text(settings.every_metric)
         found = {"evaluation": evaluate} if held_out is not None else {}
         found |= {"generation": write} if writes else {}
         if writes:

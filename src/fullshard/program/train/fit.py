@@ -6,12 +6,14 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
+from operator import attrgetter
 from typing import Any
 
 from fullshard.core.policy import ShardingStrategy
 from fullshard.errors import ConfigError, UserError
 from fullshard.planner import Hardware, work_limit
-from fullshard.program.config import RunConfig
+from fullshard.program.config import RunConfig, options
+from fullshard.program.config.section import Searched
 from fullshard.program.train.plan import ACCUMULATE, AUTO_SHARE, BLOCKS, RunPlan, needed_bytes, plan_in, plan_prepared
 from fullshard.program.train.setup.devices import (
     Choice,
@@ -127,9 +129,6 @@ def with_blocks(config: RunConfig, number: int, blocks: int) -> RunConfig:
     return config.model_copy(update={"training": training})
 
 
-STRATEGIES = ("no_shard", "shard_grad_op", "full_shard")
-"""Strategies from the fewest sent bytes to the least memory."""
-
 ROWS = "training.per_device_train_batch_size"
 
 Load = Callable[[Sequence[str]], RunConfig]
@@ -169,13 +168,13 @@ def search(
 ) -> list[Tried]:
     """Return the settings that were tried: those that fit first, the fastest first; one process.
 
-    Open are, unless the run file or an override sets them, ``sharding.strategy``, ``training.gradient_checkpointing``,
-    ``training.fused_cross_entropy``, with an adapter ``sharding.frozen``; and micro-batches of fewer rows and more of
-    them, so that a step has the same rows. Of blocks to recompute, all are tried, and then the fewest with which it
-    fits. Slower settings of a strategy are left out once a faster one fits. Settings are compared by plans of one rank
-    with at most two micro-batches a step, whose gradients accumulate sharded; the fastest is then planned exactly, also
-    with ``training.accumulate`` as a run would choose it. Where nothing fits, all of them are tried once more with
-    ``sharding.cpu_offload``, if that is open, on a device that has a host: the copies between the two are not timed.
+    Open are, unless the run file or an override sets them, the options that are ``searched``; and micro-batches of
+    fewer rows and more of them, so that a step has the same rows. Of blocks to recompute, all are tried, and then the
+    fewest with which it fits. Slower settings of a strategy are left out once a faster one fits. Settings are compared
+    by plans of one rank with at most two micro-batches a step, whose gradients accumulate sharded; the fastest is then
+    planned exactly, also with ``training.accumulate`` as a run would choose it. Where nothing fits, all of them are
+    tried once more with the options of scope ``last`` (``sharding.cpu_offload``), on a device that has a host: the
+    copies between the two are not timed.
 
     ``tell`` is called with each setting that was tried. Without ``data``, the run's own is read.
 
@@ -184,9 +183,9 @@ def search(
     """
     config = load(())
     made = Search(load, data or prepare(config), world_size, device, tell)
-    for offload in _product(config, _OFFLOAD if device.has_host else {}):
-        for shared in _product(config, _SHARED):
-            for own in _product(config, _OF_RANK):
+    for offload in _product(config, "last") if device.has_host else ({},):
+        for shared in _product(config, "all"):
+            for own in _product(config, "rank"):
                 last = made.fit_rows({**offload, **shared, **own})
                 if not last.why and own.get(BLOCKS) is True:
                     made.fewer_blocks(last)
@@ -199,21 +198,17 @@ def search(
     return made.ordered()
 
 
-_OFFLOAD = {"sharding.cpu_offload": (False, True)}
-_SHARED = {"sharding.strategy": STRATEGIES, "sharding.frozen": ("replicate", "shard")}
-_OF_RANK = {"training.fused_cross_entropy": ("auto", True), BLOCKS: ("auto", True)}
-
-
-def _product(config: RunConfig, values: dict[str, tuple[Any, ...]]) -> Iterator[dict[str, Any]]:
-    """Yield all combinations of the open settings, fastest first."""
-    free = {name: options for name, options in values.items() if _is_open(config, name)}
+def _product(config: RunConfig, scope: str) -> Iterator[dict[str, Any]]:
+    """Yield all combinations of the open settings of a scope, fastest first."""
+    varied = {name: one.searched for name, one in options().items() if one.searched and one.searched.scope == scope}
+    free = {name: searched.values for name, searched in varied.items() if _is_open(config, name, searched)}
     for chosen in product(*free.values()):
         yield dict(zip(free, chosen, strict=True))
 
 
-def _is_open(config: RunConfig, setting: str) -> bool:
+def _is_open(config: RunConfig, setting: str, searched: Searched) -> bool:
     section, name = setting.split(".")
-    if setting == "sharding.frozen" and config.model.adapter is None:
+    if searched.needs is not None and attrgetter(searched.needs)(config) is None:
         return False
     settings = getattr(config, section)
     return name not in settings.model_fields_set or getattr(settings, name) == "auto"

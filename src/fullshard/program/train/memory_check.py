@@ -26,7 +26,7 @@ from fullshard.core.policy import ShardingStrategy
 from fullshard.errors import MemoryLimitError, UserError
 from fullshard.planner import TooMuchWorkError, work_limit
 from fullshard.planner.plan import LABELS, PHASE_LABELS
-from fullshard.program.config import RunConfig
+from fullshard.program.config import RunConfig, option_of
 from fullshard.program.models import base_of
 from fullshard.program.train.auto import KEPT, gpu_sheet, has_begun, recorded
 from fullshard.program.train.dry_run import lay_out
@@ -275,8 +275,8 @@ def check_memory(
 
 
 def _key(config: RunConfig, world_size: int) -> str:
-    # A later attempt resumes from another place.
-    settings = {key: str(value) for key, value in config.as_flat().items() if key != "resume"}
+    """Return a digest of everything that a plan depends on."""
+    settings = {key: str(value) for key, value in config.as_flat().items() if option_of(key).planned}
     return hashlib.sha256(json.dumps([settings, world_size], sort_keys=True).encode()).hexdigest()[:16]
 
 

@@ -14,11 +14,11 @@ from fullshard.errors import ConfigError
 from fullshard.program.config import RunConfig
 from fullshard.program.data import CollateSpec, TokenizeSpec, tokenize
 from fullshard.program.data.examples import Example
+from fullshard.program.metrics import baselines
 from fullshard.program.models import build_model, train_tokenizer
 from fullshard.program.train.evaluation import generation as generation_module
 from fullshard.program.train.evaluation.evaluate import EvaluationSpec, HeldOut, evaluate, evaluation_spec
 from fullshard.program.train.evaluation.generation import GenerationSpec, fits_at_once
-from fullshard.program.train.evaluation.metrics import baselines
 from support.parity import replicas
 from support.tiny_run import settings
 

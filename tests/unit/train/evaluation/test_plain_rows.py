@@ -15,7 +15,7 @@ from fullshard.program.launch.programs import predict as program
 from fullshard.program.launch.programs.evaluate import with_rows
 from fullshard.program.models import build_model, is_causal
 from fullshard.program.train.evaluation.chat import Talk
-from fullshard.program.train.evaluation.plain_rows import plain_rows
+from fullshard.program.train.evaluation.predict import plain_rows
 from fullshard.program.train.setup.prepare import prepare, tokenize_spec
 from support.tiny_run import MODEL, settings
 

@@ -18,6 +18,7 @@ from fullshard.errors import ConfigError, DataError, ModelError
 from fullshard.program.config import RunConfig
 from fullshard.program.config.recorded import read_run, recorded_run, run_of
 from fullshard.program.data import InputRow, SourceSpec, add_plain_template, read_inputs, read_split
+from fullshard.program.metrics import Confusion
 from fullshard.program.models import AdapterSpec, add_adapter, build_model, train_tokenizer
 from fullshard.program.train.evaluation import predict as predict_module
 from fullshard.program.train.evaluation.predict import predict
@@ -29,7 +30,6 @@ from fullshard.program.train.evaluation.results import (
 )
 from fullshard.program.train.evaluation.trained import find_trained, load_trained
 from fullshard.program.train.reporting.reports import EvaluationReport, Prediction
-from fullshard.program.train.reporting.scores import Confusion
 from support.tiny_run import MODEL, read_jsonl, settings
 
 GPT2 = {"model_type": "gpt2", "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 64, "initializer_range": 0.5}

@@ -6,8 +6,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, Seq2SeqTrainingArguments, Trainer
 
-from fullshard.program.config import RunConfig, TrainingConfig
-from fullshard.program.config.evaluation import EvaluationConfig
+from fullshard.program.config import EvaluationConfig, RunConfig, TrainingConfig
 from fullshard.program.train.setup.choices import advice
 from fullshard.program.train.setup.optimizers import make_optimizer
 from fullshard.program.train.setup.prepare import prepare

@@ -22,8 +22,7 @@ from fullshard.program.launch.programs.predict import changed, settings_notes
 from fullshard.program.launch.programs.row_file import RowWriter
 from fullshard.program.models import base_of, is_causal, resolve_model
 from fullshard.program.train.evaluation.chat import Talk
-from fullshard.program.train.evaluation.plain_rows import plain_rows
-from fullshard.program.train.evaluation.predict import RowPrediction
+from fullshard.program.train.evaluation.predict import RowPrediction, plain_rows
 from fullshard.program.train.evaluation.trained import find_trained, load_trained
 from fullshard.program.train.setup.devices import Devices, with_precision
 from fullshard.program.train.setup.prepare import chat_notes, tokenize_spec

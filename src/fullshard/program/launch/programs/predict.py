@@ -22,8 +22,7 @@ from fullshard.program.launch.programs.row_file import RecordColumns, RowWriter
 from fullshard.program.launch.progress import WorkProgress
 from fullshard.program.launch.streams import UnreadOutputError
 from fullshard.program.models import is_causal, resolve_model
-from fullshard.program.train.evaluation.plain_rows import plain_rows
-from fullshard.program.train.evaluation.predict import predict
+from fullshard.program.train.evaluation.predict import plain_rows, predict
 from fullshard.program.train.evaluation.trained import find_trained, load_trained
 from fullshard.program.train.setup.prepare import chat_notes, separator_of, source_spec, tokenize_spec
 
@@ -108,7 +107,7 @@ def _as_read(
     """Return the rows as the model reads them, and notes on the text around them; prepares the tokenizer; every rank.
 
     Raises:
-        ConfigError: See :func:`~fullshard.program.train.evaluation.plain_rows.plain_rows`.
+        ConfigError: See :func:`~fullshard.program.train.evaluation.predict.plain_rows`.
     """
     causal, notes = is_causal(model), ()
     if any(row.is_plain for row in rows):

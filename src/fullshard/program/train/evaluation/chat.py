@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import StoppingCriteria, StoppingCriteriaList, TextStreamer
+from transformers import StoppingCriteriaList, TextStreamer
 
 from fullshard.core.comm import Comm
 from fullshard.errors import ConfigError
@@ -107,7 +107,11 @@ class Talk:
         tokenized = tokenize([row.example], self._tokenizer, self._tokens)
         plan = EpochPlan(1, 1, 1, training=False)
         (batch,) = batches(tokenized, plan, 0, self._collate)
-        more: dict[str, Any] = {"stopping_criteria": StoppingCriteriaList([_Stop(stopped)])}
+
+        def ends(ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
+            return torch.full((ids.shape[0],), stopped(), dtype=torch.bool, device=ids.device)
+
+        more: dict[str, Any] = {"stopping_criteria": StoppingCriteriaList([ends])}  # type: ignore[list-item]
         if write is not None and self.streams:
             more["streamer"] = _Parts(self._tokenizer, write)
         (written,) = generate(self._model, self._tokenizer, batch.to(self._comm.device), self._generation, more)
@@ -117,17 +121,6 @@ class Talk:
             self._turns += [{"role": "user", "content": text}, {"role": "assistant", "content": written}]
         prompt = self._tokenizer.decode(tokenized.source_ids[0].tolist(), clean_up_tokenization_spaces=False)
         return Answer(written, str(prompt), tokenized.cut[0])
-
-
-class _Stop(StoppingCriteria):
-    """Ends an answer when the user asks for it."""
-
-    def __init__(self, stopped: Callable[[], bool]) -> None:
-        self._stopped = stopped
-
-    def __call__(self, input_ids: torch.Tensor, scores: Any, **more: Any) -> Any:
-        """Return (rows,) bool, True for each row that ends here."""
-        return torch.full((input_ids.shape[0],), self._stopped(), dtype=torch.bool, device=input_ids.device)
 
 
 class _Parts(TextStreamer):

@@ -16,22 +16,21 @@ from fullshard.core.comm import Comm
 from fullshard.core.engine import has_tables_at_home, unsharded
 from fullshard.errors import ConfigError, InvariantError
 from fullshard.program.config import RunConfig
-from fullshard.program.config.evaluation import Metric
 from fullshard.program.data import CollateSpec, EpochPlan, TokenizedSet, batches
 from fullshard.program.data.examples import Example
-from fullshard.program.models import uncompiled
-from fullshard.program.train.evaluation.generation import GenerationSpec, generate, require_right_text
-from fullshard.program.train.evaluation.metrics import (
+from fullshard.program.metrics import (
+    METRICS,
     Baseline,
+    Scores,
     baselines,
+    counted_words,
     needs_text,
-    perplexity,
     require_packages,
     score,
 )
-from fullshard.program.train.evaluation.words import counted_words
+from fullshard.program.models import uncompiled
+from fullshard.program.train.evaluation.generation import GenerationSpec, generate, require_right_text
 from fullshard.program.train.reporting.reports import EvaluationReport, Prediction
-from fullshard.program.train.reporting.scores import Scores
 from fullshard.program.train.setup.model import loss_sum
 
 if TYPE_CHECKING:
@@ -63,7 +62,7 @@ class EvaluationSpec:
     rows: HeldOut  # the held-out rows
     batch_size: int  # rows of one rank's batch
     generation: GenerationSpec  # settings of text generation
-    metrics: tuple[Metric, ...]  # names of the metrics; the first decides which model is the best
+    metrics: tuple[str, ...]  # names of the metrics; the first decides which model is the best
     baselines: Mapping[str, Baseline]  # baseline of each metric that has one
     # how words of text beyond ASCII are counted, by metric; empty: as by the metrics' packages
     words: Mapping[str, str] = field(default_factory=dict)
@@ -72,7 +71,7 @@ class EvaluationSpec:
     )  # the baselines of each set of a mixture; empty: one set
 
     @property
-    def metric(self) -> Metric:
+    def metric(self) -> str:
         """The metric that decides which model is the best."""
         return self.metrics[0]
 
@@ -88,18 +87,19 @@ def evaluation_spec(config: RunConfig, rows: HeldOut) -> EvaluationSpec:
     Raises:
         ConfigError: A metric's package is missing, or a metric is accuracy and the targets are not a label set.
     """
-    settings = config.evaluation
-    metrics = tuple(dict.fromkeys((settings.metric, *settings.metrics)))
+    metrics = config.evaluation.every_metric
     require_packages(metrics)
-    if "accuracy" in metrics and rows.labels is None:
+    needing = [name for name in metrics if METRICS[name].confusion]
+    if needing and rows.labels is None:
+        others = [name for name in METRICS if needs_text([name]) and not METRICS[name].confusion]
         raise ConfigError(
-            "evaluation.metric: accuracy needs a label set, but the training targets have too many different texts. "
-            "Use exact_match, rougeL, bleu or chrf."
+            f"evaluation.metric: {needing[0]} needs a label set, but the training targets have too many different "
+            f"texts. Use one of {', '.join(others)}."
         )
     return _spec_of(config, rows, metrics)
 
 
-def _spec_of(config: RunConfig, rows: HeldOut, metrics: tuple[Metric, ...]) -> EvaluationSpec:
+def _spec_of(config: RunConfig, rows: HeldOut, metrics: tuple[str, ...]) -> EvaluationSpec:
     """Return the evaluation of some rows, and of each set of a mixture among them."""
     settings = config.evaluation
     return EvaluationSpec(
@@ -154,8 +154,11 @@ def evaluate(  # noqa: PLR0913 (of the run, and of this evaluation)
     started = time.perf_counter()
     with evaluation_mode(model):
         found = _run(model, tokenizer, spec, comm, progress, at_once=at_once and needs_text(spec.metrics))
-    loss, texts = _joined(found)
+    # of all sets together
+    loss = sum(one.loss for one in found) / sum(one.target_tokens for one in found)
+    texts = [text for one in found for text in one.texts]
     scores = _score(spec, loss, texts)
+    rows = zip(spec.rows.examples, texts, strict=bool(texts))
     return EvaluationReport(
         step=step,
         epoch=epoch,
@@ -167,23 +170,11 @@ def evaluate(  # noqa: PLR0913 (of the run, and of this evaluation)
         metrics=scores.values,
         baselines={name: one.value for name, one in spec.baselines.items()},
         confusion=scores.confusion,
-        predictions=_predictions(spec, texts),
+        predictions=tuple(Prediction(row.source, text, row.references) for row, text in rows),
         seconds=time.perf_counter() - started,
         words=spec.words,
         sets=dict(zip(spec.sets, map(_set_values, spec.sets.values(), found), strict=False)),
     )
-
-
-def _joined(found: Sequence[_Measured]) -> tuple[float, list[str]]:
-    """Return the mean loss per target token of all sets together, and their texts in order."""
-    loss = sum(one.loss for one in found) / sum(one.target_tokens for one in found)
-    return loss, [text for one in found for text in one.texts]
-
-
-def _predictions(spec: EvaluationSpec, texts: Sequence[str]) -> tuple[Prediction, ...]:
-    """Return a prediction for each row; none if no text was generated."""
-    rows = zip(spec.rows.examples, texts, strict=bool(texts))
-    return tuple(Prediction(row.source, text, row.references) for row, text in rows)
 
 
 def _set_values(spec: EvaluationSpec, found: _Measured) -> dict[str, Any]:
@@ -200,11 +191,7 @@ def _set_values(spec: EvaluationSpec, found: _Measured) -> dict[str, Any]:
 
 def _score(spec: EvaluationSpec, loss: float, texts: Sequence[str]) -> Scores:
     """Return the values of all metrics, in their order."""
-    scores = Scores({})
-    if texts:
-        scores = score(spec.metrics, texts, spec.rows.references, labels=spec.rows.labels or ())
-    values = {name: perplexity(loss) if name == "perplexity" else scores.values[name] for name in spec.metrics}
-    return Scores(values, scores.confusion)
+    return score(spec.metrics, texts, spec.rows.references, labels=spec.rows.labels or (), loss=loss)
 
 
 @contextmanager
@@ -251,7 +238,12 @@ def _run(
         losses = [_losses(model, one, comm, plan, tell) for one, plan in plans]
         if at_once and has_tables_at_home(model):
             gathered.enter_context(unsharded(model, write_back=False))
-        texts = [_texts(model, tokenizer, one, comm, plan, tell) if writes else [] for one, plan in plans]
+        texts = [
+            write_texts(model, tokenizer, one.rows.tokenized, plan, one.rows.collate, one.generation, comm, tell)
+            if writes
+            else []
+            for one, plan in plans
+        ]
     return [_Measured(*sums, written) for sums, written in zip(losses, texts, strict=True)]
 
 
@@ -279,33 +271,30 @@ def _losses(
     return loss, target_tokens
 
 
-def _texts(
+def write_texts(  # noqa: PLR0913 (of the model, of the rows, and the ranks)
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    spec: EvaluationSpec,
-    comm: Comm,
+    rows: TokenizedSet,
     plan: EpochPlan,
-    tell: Callable[[], None],
+    collate: CollateSpec,
+    generation: GenerationSpec,
+    comm: Comm,
+    tell: Callable[[], None] = lambda: None,
 ) -> list[str]:
-    """Return a text for every row of one set; the same on every rank."""
-    mine: list[tuple[int, str]] = []
-    for batch in batches(spec.rows.tokenized, plan, comm.rank, spec.rows.collate):
-        texts = generate(model, tokenizer, batch.to(comm.device), spec.generation)
-        written = zip(batch.indices, batch.fillers, texts, strict=True)
-        mine += [(index, text) for index, filler, text in written if not filler]
-        tell()
-    return gather_texts(mine, len(spec.rows.tokenized), comm)
+    """Return a text for every row, in their order. Every rank calls it, writes those of its batches and gets all.
 
-
-def gather_texts(mine: Sequence[tuple[int, str]], rows: int, comm: Comm) -> list[str]:
-    """Gather all ranks' texts in the order of the rows; every rank calls it and gets all of them.
-
-    ``mine`` are this rank's texts, each with the index of its row.
+    ``tell`` is called after each batch.
 
     Raises:
         InvariantError: A row has no text, or two.
     """
-    everyone = sorted(pair for share in comm.all_gather_object(list(mine)) for pair in share)
-    if [index for index, _ in everyone] != list(range(rows)):
-        raise InvariantError(f"{rows} rows have {len(everyone)} predictions, or a row has none or two.")
+    mine: list[tuple[int, str]] = []
+    for batch in batches(rows, plan, comm.rank, collate):
+        texts = generate(model, tokenizer, batch.to(comm.device), generation)
+        written = zip(batch.indices, batch.fillers, texts, strict=True)
+        mine += [(index, text) for index, filler, text in written if not filler]
+        tell()
+    everyone = sorted(pair for share in comm.all_gather_object(mine) for pair in share)
+    if [index for index, _ in everyone] != list(range(len(rows))):
+        raise InvariantError(f"{len(rows)} rows have {len(everyone)} predictions, or a row has none or two.")
     return [text for _, text in everyone]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -36,14 +36,9 @@ class GenerationSpec:
     @classmethod
     def of(cls, config: RunConfig) -> GenerationSpec:
         """Return the generation settings of a run."""
-        settings = config.evaluation
-        return cls(
-            max_new_tokens=settings.max_new_tokens or config.data.max_target_length,
-            min_new_tokens=settings.min_new_tokens,
-            num_beams=settings.num_beams,
-            length_penalty=settings.length_penalty,
-            no_repeat_ngram_size=settings.no_repeat_ngram_size,
-        )
+        values = dict(config.evaluation)
+        values["max_new_tokens"] = values["max_new_tokens"] or config.data.max_target_length
+        return cls(**{one.name: values[one.name] for one in fields(cls) if one.name in values})
 
     def config(self, own: GenerationConfig) -> GenerationConfig:
         """Return a copy of a model's own generation settings with these settings."""

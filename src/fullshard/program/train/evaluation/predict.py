@@ -1,19 +1,21 @@
-"""Prediction of texts for new rows by a trained model, yielded in chunks of rows."""
+"""Prediction of texts for new rows by a trained model: how it reads them, and its texts in chunks of rows."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fullshard.core.comm import Comm, together
 from fullshard.core.engine import unsharded
-from fullshard.program.config import RunConfig
-from fullshard.program.data import EpochPlan, Example, InputRow, batches, tokenize
+from fullshard.errors import ConfigError
+from fullshard.program.config import RunConfig, recorded_turns
+from fullshard.program.data import EpochPlan, Example, InputRow, Turn, asked_note, tokenize
 from fullshard.program.models import is_causal
-from fullshard.program.train.evaluation.evaluate import gather_texts
-from fullshard.program.train.evaluation.generation import GenerationSpec, fits_at_once, generate, require_right_text
+from fullshard.program.train.evaluation.evaluate import write_texts
+from fullshard.program.train.evaluation.generation import GenerationSpec, fits_at_once, require_right_text
 from fullshard.program.train.setup.prepare import collate_spec, tokenize_spec
 
 if TYPE_CHECKING:
@@ -70,12 +72,8 @@ def predict(
         """Return the text for each example, and whether it was truncated."""
         tokenized = together(comm, lambda: tokenize(examples, tokenizer, tokens))
         plan = EpochPlan(len(examples), comm.size, batch_size, training=False, lengths=tokenized.lengths)
-        mine: list[tuple[int, str]] = []
-        for batch in batches(tokenized, plan, comm.rank, collate):
-            texts = generate(model, tokenizer, batch.to(comm.device), generation)
-            written = zip(batch.indices, batch.fillers, texts, strict=True)
-            mine += [(index, text) for index, filler, text in written if not filler]
-        return zip(gather_texts(mine, len(examples), comm), tokenized.cut, strict=True)
+        texts = write_texts(model, tokenizer, tokenized, plan, collate, generation, comm)
+        return zip(texts, tokenized.cut, strict=True)
 
     with unsharded(model, write_back=False) if fits_at_once(model, comm) else nullcontext():
         for start in range(0, len(rows), size):
@@ -91,3 +89,46 @@ def _prediction(row: InputRow, found: Iterator[tuple[str, bool]]) -> RowPredicti
         return RowPrediction(row.source, None, problem=row.problem)
     text, cut = next(found)
     return RowPrediction(row.source, text, cut=cut)
+
+
+@dataclass(frozen=True)
+class PlainRows:
+    """How rows of plain text are read."""
+
+    # the system's turns before the user's; None: the text is a source, as in training rows that are no conversations
+    system_turns: Sequence[Turn] | None = None
+    notes: tuple[str, ...] = ()  # a line for the user, or none
+
+
+def plain_rows(run: Path | None, name: str | None, system: str | None, *, chats: bool) -> PlainRows:
+    """Return how a model reads plain text; any process.
+
+    Args:
+        run: Directory of the run that trained it; None: there is none.
+        name: The set of a mixture that the text belongs to; None: there is one set.
+        system: The system's turn given by the user, empty for none; None: the one recorded with the run.
+        chats: True if a chat template is applied to its sources.
+
+    Raises:
+        ConfigError: A system turn is given, but the model does not read turns; or the run's record cannot be read.
+    """
+    recorded = None if run is None else recorded_turns(run, name)
+    if system is not None:
+        if recorded is None and not chats:
+            raise ConfigError(
+                "--system gives a turn of a conversation, but this model reads no turns: its training rows were no "
+                "conversations, and no chat template is used. Leave --system out."
+            )
+        turns = [{"role": "system", "content": system}] if system.strip() else []
+        return PlainRows(turns, (asked_note(turns, "given by --system" if turns else "--system is empty"),))
+    if recorded is None:
+        return PlainRows()
+    if not recorded.known:
+        source = "the run's version of fullshard did not record one; give the one of its training rows with --system"
+    elif recorded.system is None:
+        source = "those of the training rows differ; give one with --system"
+    elif recorded.system:
+        source = "that of the training rows; --system gives another"
+    else:
+        source = "the training rows have none; --system gives one"
+    return PlainRows(recorded.system or (), (asked_note(recorded.system or (), source),))

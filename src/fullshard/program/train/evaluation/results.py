@@ -12,9 +12,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from fullshard.errors import CheckpointError, ConfigError
-from fullshard.program.train.evaluation.words import describe_words
+from fullshard.program.metrics import Confusion, describe_words, format_metric
 from fullshard.program.train.reporting.reports import EvaluationReport
-from fullshard.program.train.reporting.scores import Confusion, format_metric
 from fullshard.program.train.reporting.sinks import PREDICTIONS_NAME, SUMMARY_NAME
 from fullshard.state.storage import write_text
 

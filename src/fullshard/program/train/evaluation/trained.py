@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from fullshard.core.comm import Comm, together
 from fullshard.errors import ConfigError, ModelError
-from fullshard.program.config import ModelConfig, RunConfig, recorded_base
+from fullshard.program.config import ModelConfig, RunConfig, option_of, recorded_base
 from fullshard.program.models import AdaptedWeights, load_adapter, load_model, load_tokenizer, resolve_model
 from fullshard.program.train.setup.devices import Devices, usable
 from fullshard.program.train.setup.model import choose_loader, make_model, shard_model
@@ -74,10 +74,10 @@ def find_trained(path_or_id: str, config: RunConfig | None = None, moved: Path |
         plain = {"output_dir": directory, "model": values, "data": {"train_file": "-", "separator": ""}}
         config = RunConfig.model_validate({**plain, "training": {"eval_strategy": "no"}})
     else:
-        kept = ("class", "attn_implementation")
-        if base != directory and config.model.quantization is not None:
-            kept += ("adapter", "quantization")
         before = config.model.model_dump(by_alias=True)
+        kept = [name for name in before if option_of(f"model.{name}").travels]
+        if base != directory and config.model.quantization is not None:
+            kept += ["adapter", "quantization"]
         model = ModelConfig.model_validate({**values, **{name: before[name] for name in kept}})
         config = config.model_copy(update={"model": model})
     return Trained(directory, base, config, recorded)

@@ -16,8 +16,10 @@ import yaml
 from huggingface_hub import EvalResult, EvalResultEntry, ModelCardData, eval_result_entries_to_yaml
 
 from fullshard.errors import CheckpointError
+from fullshard.program.config import option_of
+from fullshard.program.metrics import format_metric, metric_of
 from fullshard.program.train.reporting.reports import RunStart, RunSummary, spread
-from fullshard.program.train.reporting.scores import LEAST_OTHERS, RESAMPLES, format_metric
+from fullshard.program.train.reporting.scores import LEAST_OTHERS, RESAMPLES
 from fullshard.program.train.reporting.sinks import METRICS_NAME, Sink
 from fullshard.sizes import format_bytes, format_duration
 from fullshard.state.storage import write_text
@@ -141,7 +143,7 @@ def metadata(run: Run) -> ModelCardData:
             dataset_type=hub_data if isinstance(hub_data, str) else of_files,
             dataset_name=run.held_out,
             dataset_args={"rows": run.start.validation_rows},
-            metric_type="rouge" if name.startswith("rouge") else name,
+            metric_type=metric_of(name).hub_type or name,
             metric_name=name,
             metric_value=value,
         )
@@ -170,9 +172,6 @@ SAMPLE_CHARACTERS = 240
 """Most characters of a text among the samples."""
 
 _ENDED = {"steps": "", "time": "; ended by training.max_train_minutes", "early_stopping": "; ended by early stopping"}
-
-_PATHS = frozenset(("train_file", "validation_file", "dataset_name", "path", "cache_dir", "output_dir", "resume"))
-"""Settings that may be a path on this machine; the card shows only its last part."""
 
 
 def card_text(run: Run) -> str:
@@ -364,13 +363,14 @@ def _training(run: Run) -> list[str]:
     return [table, f"<details><summary>All settings</summary>\n\n```yaml\n{plain}```\n\n</details>"]
 
 
-def _without_paths(values: Mapping[str, Any]) -> dict[str, Any]:
+def _without_paths(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Return settings with only the last part of each absolute path, which may name the user."""
 
     def plain(key: str, value: Any) -> Any:
         if isinstance(value, Mapping):
-            return _without_paths(value)
-        return Path(value).name if key in _PATHS and value is not None and Path(str(value)).is_absolute() else value
+            return _without_paths(value, f"{prefix}{key}.")
+        is_path = option_of(f"{prefix}{key}").names is not None and Path(str(value)).is_absolute()
+        return Path(value).name if is_path else value
 
     return {key: plain(key, value) for key, value in values.items()}
 

@@ -7,8 +7,8 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, TypeVar
 
 from fullshard.core.engine import TraceEvent
+from fullshard.program.metrics import Confusion
 from fullshard.program.train.reporting.flops import Flops
-from fullshard.program.train.reporting.scores import Confusion
 
 EndedBy = Literal["steps", "time", "early_stopping"]
 

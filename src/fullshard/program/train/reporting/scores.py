@@ -1,19 +1,11 @@
-"""Scores of predictions: the value of each metric, its interval, and the confusion matrix of a label set."""
+"""The interval of a metric that is a mean over rows."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
-
-LOSS_METRICS = ("perplexity",)
-"""Metrics of the loss; all others need generated text."""
-
-OTHER = "(other)"
-"""Name of text that is not a label in a confusion matrix."""
 
 RESAMPLES = 2_000
 """Resamples of the bootstrap."""
@@ -23,48 +15,6 @@ LEAST_OTHERS = 10
 
 _NORMAL = 1.959963984540054
 """97.5th percentile of the normal distribution."""
-
-
-@dataclass(frozen=True)
-class Confusion:
-    """A confusion matrix: the counts of each pair of correct and predicted label."""
-
-    labels: tuple[str, ...]  # the label set; the index ``len(labels)`` stands for text that is not a label
-    # index of the correct label, index of the predicted one, and the number of rows, for cells that are not empty,
-    # sorted by the indices
-    cells: tuple[tuple[int, int, int], ...]
-
-    @classmethod
-    def from_values(cls, values: Mapping[str, Any]) -> Confusion:
-        """Return the matrix that ``dataclasses.asdict`` was called on, also if JSON has turned tuples into lists."""
-        return cls(tuple(values["labels"]), tuple((right, written, rows) for right, written, rows in values["cells"]))
-
-    def name(self, index: int) -> str:
-        """Return the label of an index."""
-        return self.labels[index] if index < len(self.labels) else OTHER
-
-    def matrix(self) -> list[list[int]]:
-        """Return counts by correct label (row) and predicted label (column); the last column is any other text."""
-        counts = [[0] * (len(self.labels) + 1) for _ in self.labels]
-        for right, written, rows in self.cells:
-            counts[right][written] = rows
-        return counts
-
-    def mistakes(self) -> list[tuple[str, str, int]]:
-        """Return correct label, predicted label and number of rows of each mistake, the most frequent first."""
-        wrong = [cell for cell in self.cells if cell[0] != cell[1]]
-        return [
-            (self.name(right), self.name(written), rows)
-            for right, written, rows in sorted(wrong, key=lambda c: (-c[2], *c[:2]))
-        ]
-
-
-@dataclass(frozen=True)
-class Scores:
-    """Scores of predictions."""
-
-    values: Mapping[str, float]  # value of each metric
-    confusion: Confusion | None = None  # the confusion matrix if a metric is accuracy, else None
 
 
 def mean_interval(scores: Sequence[float]) -> tuple[float, float]:
@@ -91,8 +41,3 @@ def _wilson(share: float, rows: int) -> tuple[float, float]:
     half = _NORMAL / (1 + square) * math.sqrt(share * (1 - share) / rows + square / (4 * rows))
     # At 0 and 1 one bound equals the share, except for rounding.
     return max(0.0, min(share, middle - half)), min(1.0, max(share, middle + half))
-
-
-def format_metric(metric: str, value: float) -> str:
-    """Format a value for people: a share in percent, perplexity as a number."""
-    return f"{value:,.3f}" if metric in LOSS_METRICS else f"{value:.2%}"

@@ -20,6 +20,7 @@ from rich.table import Table
 
 from fullshard.errors import CheckpointError
 from fullshard.program.config import RUN_NAME as RUN_NAME, SUMMARY_NAME
+from fullshard.program.metrics import format_metric
 from fullshard.program.train.reporting.flops import Flops
 from fullshard.program.train.reporting.reports import (
     TRACE_NAME,
@@ -31,7 +32,6 @@ from fullshard.program.train.reporting.reports import (
     StepTrace,
     spread,
 )
-from fullshard.program.train.reporting.scores import format_metric
 from fullshard.sizes import format_bytes
 from fullshard.state.storage import write_text
 

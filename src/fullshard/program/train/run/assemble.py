@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -12,11 +11,11 @@ import torch
 from fullshard.core.comm import Comm, together
 from fullshard.core.optim import ShardedGradScaler
 from fullshard.errors import MismatchError
-from fullshard.program.config import RunConfig
+from fullshard.program.config import RunConfig, option_of
 from fullshard.program.data import BatchPlan, CollateSpec, TokenizedSet, Turn, padding_share
+from fullshard.program.metrics import describe_words
 from fullshard.program.models import RouterLoss
 from fullshard.program.train.evaluation.evaluate import EvaluationSpec, HeldOut, evaluation_spec
-from fullshard.program.train.evaluation.words import describe_words
 from fullshard.program.train.reporting.flops import Flops, count_flops, peak_flops
 from fullshard.program.train.reporting.reports import SetFacts
 from fullshard.program.train.setup.choices import advice, choices
@@ -138,17 +137,15 @@ def assemble(
     )
 
 
-_MAY_DIFFER = re.compile(r"nproc|model\.path|data\.(sets\.[^.]+\.)?(train_file|validation_file)|data\.cache_dir")
-"""Settings that may differ between machines; the content they refer to is compared instead."""
-
-
 def require_same_settings(comm: Comm, config: RunConfig) -> None:
     """Check that all ranks have the same settings, because each machine reads its own run file. Every rank calls it.
 
     Raises:
         MismatchError: Settings differ; on every rank.
     """
-    everyone = comm.all_gather_object({k: str(v) for k, v in config.as_flat().items() if not _MAY_DIFFER.fullmatch(k)})
+    # Of settings that may differ between machines, the content they refer to is compared instead.
+    shared = {key: str(value) for key, value in config.as_flat().items() if not option_of(key).own_machine}
+    everyone = comm.all_gather_object(shared)
     for rank, theirs in enumerate(everyone):
         if theirs != everyone[0]:
             apart = sorted(key for key, value in theirs.items() ^ everyone[0].items())

@@ -29,10 +29,9 @@ import torch
 from fullshard.core.comm import Comm, together, together_in_background
 from fullshard.errors import CheckpointError, ConfigError
 from fullshard.program.config import PROMPT_NAME, prompt_text
-from fullshard.program.train.evaluation.metrics import higher_is_better
+from fullshard.program.metrics import higher_is_better, needs_text
 from fullshard.program.train.evaluation.trained import BEST_NAME
 from fullshard.program.train.reporting.reports import CheckpointReport, EvaluationReport
-from fullshard.program.train.reporting.scores import LOSS_METRICS
 from fullshard.program.train.reporting.sinks import Sink
 from fullshard.program.train.run.assemble import Assembly
 from fullshard.program.train.run.record import Record
@@ -451,7 +450,7 @@ def _longest_text(settings: Mapping[str, Any]) -> Any:
 def _same_length(values: Mapping[str, Any] | None, parts: Assembly) -> bool:
     """Return whether evaluations may write as many tokens as those before the checkpoint with these values."""
     config = parts.config
-    if values is None or {config.evaluation.metric, *config.evaluation.metrics} <= set(LOSS_METRICS):
+    if values is None or not needs_text(config.evaluation.every_metric):
         return True
     # Earlier versions did not record it: without the setting they wrote up to data.max_target_length.
     before = values.get("max_new_tokens") or _longest_text(values["settings"])

@@ -21,10 +21,10 @@ from fullshard.core.comm import Comm, device_of, together, together_in_backgroun
 from fullshard.errors import ConfigError, MemoryLimitError, RunStopped
 from fullshard.program.config import RunConfig, TrainingConfig
 from fullshard.program.data import Batch, step_sizes, steps
+from fullshard.program.metrics import higher_is_better, is_better
 from fullshard.program.models import Objective
 from fullshard.program.train.evaluation.evaluate import evaluate
 from fullshard.program.train.evaluation.generation import fits_at_once
-from fullshard.program.train.evaluation.metrics import higher_is_better, is_better
 from fullshard.program.train.reporting.reports import EndedBy, EvaluationReport, RunSummary, StepReport
 from fullshard.program.train.reporting.sinks import Sink
 from fullshard.program.train.run.assemble import Assembly, assemble

@@ -13,9 +13,10 @@ import torch
 
 from fullshard.core.comm import Comm, free_memory
 from fullshard.core.engine import memory_summary, units
+from fullshard.program.config import option_of
 from fullshard.program.data import row_parts
+from fullshard.program.metrics import row_scores
 from fullshard.program.models import base_of, stated_license
-from fullshard.program.train.evaluation.metrics import row_scores
 from fullshard.program.train.reporting.reports import (
     EndedBy,
     EvaluationReport,
@@ -82,9 +83,6 @@ class Record:
         )
 
 
-_SET_FILES = ("train_file", "validation_file", "dataset_name")
-"""Settings of a set that may name local files, which a starting point records by size and hash."""
-
 _SHOWN_ROWS, _SHOWN_CHARACTERS = 5, 2_000
 """Number of evenly spaced training rows to record as the model sees them, and the characters of each."""
 
@@ -97,8 +95,7 @@ def describe_start(
     ``settings`` are those of the run's :class:`~fullshard.program.train.setup.resume.StartingPoint`.
     """
     given = parts.config.as_flat()
-    ours = [f"data.sets.{one.name}.{name}" for one in parts.sets for name in _SET_FILES]
-    names = [*(f"data.{name}" for name in _SET_FILES), "model.path", *ours]
+    names = [key for key in settings if option_of(key).names is not None]
     limit = parts.config.training.max_train_minutes
     earlier: tuple[str, ...] = ()
     if holds_model(Path(parts.config.output_dir)):
@@ -182,7 +179,7 @@ def _intervals(best: EvaluationReport) -> dict[str, tuple[float, float]]:
     if not best.predictions:
         return {}
     texts = [one.prediction for one in best.predictions]
-    rows = row_scores(tuple(best.metrics), texts, [one.references for one in best.predictions])  # type: ignore[arg-type]
+    rows = row_scores(tuple(best.metrics), texts, [one.references for one in best.predictions])
     return {name: mean_interval(scores) for name, scores in rows.items()}
 
 

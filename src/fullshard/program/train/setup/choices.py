@@ -11,7 +11,7 @@ from fullshard.core.engine.registry import runtime_of
 from fullshard.program.config import RunConfig
 from fullshard.program.config.training import NEW_MODEL_LEARNING_RATE
 from fullshard.program.data import BatchPlan, TokenizedSet
-from fullshard.program.train.reporting.scores import LOSS_METRICS
+from fullshard.program.metrics import needs_text
 from fullshard.program.train.setup.devices import Choice, Devices, precision_choice
 from fullshard.program.train.setup.model import loss_choice
 from fullshard.program.train.setup.prepare import Prepared
@@ -169,7 +169,7 @@ def _key(rows: TokenizedSet, row: int) -> tuple[bytes, bytes]:
 
 def _on_limit(config: RunConfig, prepared: Prepared) -> Iterator[str]:
     settings = config.evaluation
-    if prepared.held_out_set is None or all(name in LOSS_METRICS for name in (settings.metric, *settings.metrics)):
+    if prepared.held_out_set is None or not needs_text(settings.every_metric):
         return
     limit = settings.max_new_tokens or config.data.max_target_length
     longest = max(one.target_stats.longest for one in (prepared.train_set, prepared.held_out_set))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import ceil, isfinite
@@ -12,7 +11,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from fullshard.errors import CheckpointError, ConfigError, DataError
-from fullshard.program.config import RUN_NAME, RunConfig
+from fullshard.program.config import RUN_NAME, RunConfig, option_of, options
+from fullshard.program.config.section import EVALUATION, STATE, Option
 from fullshard.program.data import split_lists
 from fullshard.program.train.reporting.reports import EndedBy
 from fullshard.program.train.setup.prepare import source_spec
@@ -102,7 +102,7 @@ def read_values(path: Place) -> tuple[int, Mapping[str, Any]]:
         )
     # Checkpoints of older versions, which had only AdamW, tokenized first and knew quotes of CSV alone, do not name
     # these. Whether files without such quotes give other rows now is seen by the rows' hash.
-    older = {"training.optimizer": "adamw", "training.tf32": True, "data.streaming": False, "data.quoting": "auto"}
+    older = {key: option.before for key, option in options().items() if option.before is not None}
     settings = {**older, **values["settings"]}
     return index.step, {**values, **_added_values(path), "settings": settings}
 
@@ -134,59 +134,11 @@ GLOBAL_BATCH = "global batch (ranks x training.per_device_train_batch_size x tra
 
 TITLE_LISTS = "WikiHow's title lists (beside data.train_file)"
 
-_FREE_SETTINGS = (
-    "output_dir",
-    "nproc",
-    "resume",
-    "card.",
-    "sharding.",
-    "evaluation.num_samples_shown",
-    "data.cache_dir",
-    "training.accumulate",
-    "training.per_device_",
-    "training.fused_",
-    "training.gradient_",
-    "training.early_stopping_",
-    "training.checkpoints_",
-    "training.eval_",
-    "training.logging_",
-    "training.max_train_minutes",
-    "training.push_to_hub",
-    "training.report_to",
-    "training.run_name",
-    "training.save_",
-)
-"""Prefixes of the settings that may change when a run resumes: they affect neither the rows of a step nor the metric
-of an evaluation."""
-
-_STATE_SETTINGS = ("model.", "global batch", "training.optimizer")
-"""Prefixes of the settings that must not change even if the user names the checkpoint."""
-
-_DRAWN = ("data.max_train_samples", "data.max_eval_samples")
-"""The settings that draw rows."""
-
 _STEPS = ("training.max_steps", "training.num_train_epochs")
 """The settings that say how many steps a run has."""
 
-_DATA_FILES = ("train_file", "validation_file", "dataset_name")
-"""Ends of the names of settings that say which data a run is of."""
-
-_EVALUATION_SETTINGS = frozenset(
-    (
-        "data.max_eval_samples",
-        "data.validation_file",
-        "data.validation_fraction",
-        "data.validation_split",
-        TITLE_LISTS,
-        "evaluation.length_penalty",
-        "evaluation.metric",
-        "evaluation.min_new_tokens",
-        "evaluation.no_repeat_ngram_size",
-        "evaluation.num_beams",
-    )
-)
-"""If one of these changes, earlier evaluations are not comparable with later ones. So it is with the length of texts,
-which depends on the data and is compared when that is known."""
+_OF_OTHERS = {GLOBAL_BATCH: STATE, TITLE_LISTS: EVALUATION}
+"""What is compared besides the options, and how."""
 
 
 @dataclass(frozen=True)
@@ -359,7 +311,7 @@ def _other_data(config: RunConfig, now: Mapping[str, Any]) -> str:
         then = {**{f"data.{key}": value for key, value in given.items()}, **sets}
     except (OSError, ValueError, TypeError, KeyError, AttributeError):  # nothing is recorded, or it is damaged
         return ""
-    named = [key for key in dict.fromkeys((*then, *now)) if key.endswith(_DATA_FILES) and key.startswith("data.")]
+    named = [key for key in dict.fromkeys((*then, *now)) if option_of(key).names in ("file", "dataset")]
     here = config.as_flat()
     changed = [
         f"{key} was {_named_text(then.get(key), content.get(key))} and is {_named_text(here.get(key), now.get(key))}"
@@ -390,19 +342,17 @@ def deciding_settings(config: RunConfig, world_size: int) -> dict[str, Any]:
     Raises:
         DataError: A file cannot be read.
     """
-    flat = config.as_flat()
-    settings = {key: value for key, value in flat.items() if not key.startswith(_FREE_SETTINGS)}
-    files = [key for key in settings if key.startswith("data.") and key.endswith(("train_file", "validation_file"))]
-    for key in (*files, "model.path"):
-        # A model on the Hub is represented by its id.
-        if settings[key] is not None and Path(settings[key]).exists():
-            settings[key] = _content(Path(settings[key]))
-    for key in _DRAWN:
-        # Earlier versions took the first rows: their runs must not go on with others.
-        settings[key] = settings[key] and f"{settings[key]} drawn by hash"
-    for key in [key for key in settings if key.startswith("data.") and key.endswith("dataset_name")]:
-        if settings[key] is not None and Path(settings[key]).is_dir():
-            settings[key] = _dataset_content(Path(settings[key]))
+    settings = {key: value for key, value in config.as_flat().items() if option_of(key).resume != "free"}
+    for key, value in settings.items():
+        option = option_of(key)
+        if option.draws_rows:
+            # Earlier versions took the first rows: their runs must not go on with others.
+            settings[key] = value and f"{value} drawn by hash"
+        elif option.names == "dataset" and value is not None and Path(value).is_dir():
+            settings[key] = _dataset_content(Path(value))
+        elif option.names in ("file", "model") and value is not None and Path(value).exists():
+            # A model on the Hub is represented by its id.
+            settings[key] = _content(Path(value))
     specs = [source_spec(part) for part in config.data.parts.values()]
     lists = [f"{path.name} {_content(path)}" for spec in specs for path in split_lists(spec)]
     if lists:
@@ -435,7 +385,7 @@ def _newest(
 
 def _restoring(different: Mapping[str, str], then: Mapping[str, Any], path: Place) -> str:
     """Return how a run resumes whose settings differ from the checkpoint's."""
-    first_rows = [key for key in _DRAWN if key in different and isinstance(then.get(key), int)]
+    first_rows = [key for key in different if option_of(key).draws_rows and isinstance(then.get(key), int)]
     if not first_rows:
         return "restore the earlier settings"
     rest = (
@@ -505,7 +455,7 @@ def _at(path: Place, fresh: StartingPoint, found: Survey) -> StartingPoint:
     step, values = read_values(path)
     start = fresh.with_values(values)
     different = _differences(start.settings, values["settings"])
-    fatal = [line for key, line in different.items() if key.startswith(_STATE_SETTINGS)]
+    fatal = [line for key, line in different.items() if _option(key).resume == "state"]
     if fatal:
         raise ConfigError(
             f"The run cannot resume from {path}: the model, the optimizer or the global batch has changed:\n"
@@ -524,11 +474,16 @@ def _at(path: Place, fresh: StartingPoint, found: Survey) -> StartingPoint:
     aside = tuple(one.path for one in found.damaged if chosen is None or one.may_be_newer(chosen))
     if superseded:
         notes = (*notes, f"{', '.join(other.name for other in superseded)} in {found.directory} deleted")
-    comparable = _EVALUATION_SETTINGS.isdisjoint(re.sub(r"^data\.sets\.[^.]+", "data", key) for key in different)
+    comparable = all(_option(key).resume != "evaluation" for key in different)
     notes = (*notes, *_aside_notes(aside))
     return replace(
         start, path=path, comparable=comparable, superseded=superseded, damaged=aside, notes=notes, step=step
     )
+
+
+def _option(key: str) -> Option:
+    """Return what resuming does with something that is compared, an option or not."""
+    return _OF_OTHERS.get(key) or option_of(key)
 
 
 def _differences(now: Mapping[str, Any], then: Mapping[str, Any]) -> dict[str, str]:
