@@ -53,7 +53,7 @@ from transformers import (
 import fullshard
 from fullshard import MixedPrecision, ShardingStrategy, optim
 from fullshard.core.comm import Comm, MemoryMeter, RecordingComm
-from fullshard.core.comm.machine_axes import axes_of
+from fullshard.core.comm.mesh import axes_of
 from fullshard.planner import Rates, Rehearsed, Timing, measure_rates, rehearse, time_step
 from fullshard.planner.plan import MARGIN
 from fullshard.program.models import fuse_head, model_loss

@@ -11,7 +11,7 @@ import weakref
 
 import torch
 
-from fullshard.core.comm.device import CpuDevice
+from fullshard.core.comm.device import Device
 from fullshard.core.engine.setup import api
 from fullshard.core.testing.threads import ThreadComm
 
@@ -30,7 +30,7 @@ def poison(tensor):
         tensor.detach().view(-1).view(torch.uint8).fill_(NAN_BYTE)
 
 
-class PoisonedDevice(CpuDevice):
+class PoisonedDevice(Device):
     """The CPU, whose memory holds nan before it is written and when it is given back."""
 
     def allocate(self, storage, nbytes):

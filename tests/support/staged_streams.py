@@ -1,8 +1,8 @@
 """Collectives in host memory under the checker of stream order: which copy waits for what, and what the CPU does when.
 
 The staging stream of a group has a clock, and so has the thread that runs its collectives: what it does to host buffers
-is ordered after a copy only by ``Staging.settle``, and a copy that it issues comes after what it did before. Jobs run
-in the rank's own thread, as early or as late as a thread could run them.
+is ordered after a copy only by ``CudaStaging.settle``, and a copy that it issues comes after what it did before. Jobs
+run in the rank's own thread, as early or as late as a thread could run them.
 """
 
 from collections import deque
@@ -16,7 +16,7 @@ THREAD = "collectives thread"
 
 
 class CheckedStaging:
-    """A :class:`~fullshard.core.comm.staging.Staging` with CUDA's streams for a checker, and the CPU's memory."""
+    """A :class:`~fullshard.core.comm.staged.CudaStaging` with CUDA's streams for a checker, and the CPU's memory."""
 
     def __init__(self, checker, name):
         self.checker, self.clocks = checker, checker.clocks

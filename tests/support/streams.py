@@ -26,7 +26,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fullshard.core.comm import DONE
-from fullshard.core.comm.device import CpuDevice, CudaDevice
+from fullshard.core.comm.device import CudaDevice, Device
 
 COMPUTE = "compute"
 HOST = "host"
@@ -407,7 +407,7 @@ class CheckedDevice:
 
     def __init__(self, checker):
         self.checker = checker
-        self.inner = CpuDevice(torch.device("cpu"))
+        self.inner = Device(torch.device("cpu"))
         self.device = self.inner.device
 
     def allocate(self, storage, nbytes):

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-from fullshard.core.comm.device import CpuDevice, Device
+from fullshard.core.comm.device import Device
 from fullshard.core.engine.registry import runtime_of
 from fullshard.core.engine.step.buffers import PermanentBuffer
 from fullshard.errors import ConfigError
@@ -16,7 +16,7 @@ from fullshard.planner.hollow import HollowMode
 from fullshard.planner.meter import Meter
 
 
-class _Apart(CpuDevice):
+class _Apart(Device):
     """The device of a rank with separate host memory: lanes see that their shards are not on it."""
 
     def __init__(self, meter: Meter, reduces_behind: int) -> None:

@@ -8,8 +8,7 @@ from math import ceil
 
 import torch
 
-from fullshard.core.comm import Comm, Work, settle
-from fullshard.core.comm.stopwatch import stopwatch_of
+from fullshard.core.comm import Comm, Work, clock_of, settle
 from fullshard.planner.work import Issued
 
 KINDS = ("all_gather", "reduce_scatter", "all_reduce")
@@ -119,14 +118,13 @@ def _finish(work: Work) -> None:
 
 
 def _seconds(comm: Comm, work: Callable[[], None]) -> float:
-    clock = stopwatch_of(comm.device)
+    clock = clock_of(comm.device)
     clock.finish()
     comm.barrier()
     begin = clock.mark()
     work()
     end = clock.mark()
-    clock.finish()
-    return clock.seconds(begin, end)
+    return clock.seconds(begin, [end])[0]
 
 
 def _slowest(comm: Comm, seconds: list[float]) -> float:

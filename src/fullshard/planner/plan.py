@@ -14,7 +14,7 @@ from torch import nn
 
 from fullshard.core.comm import Comm, planned_memory
 from fullshard.core.comm.device import CudaDevice
-from fullshard.core.comm.machine_axes import axes_of
+from fullshard.core.comm.mesh import axes_of
 from fullshard.core.engine import fully_shard
 from fullshard.core.engine.registry import runtime_of
 from fullshard.errors import ConfigError

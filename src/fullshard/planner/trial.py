@@ -13,9 +13,8 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from fullshard.core.comm import Comm, Work as CommWork, settle
+from fullshard.core.comm import Clock, Comm, Work as CommWork, clock_of, settle
 from fullshard.core.comm.protocol import ReduceOp
-from fullshard.core.comm.stopwatch import Stopwatch, stopwatch_of
 from fullshard.planner.ranks import Ledger, PlannedComm
 from fullshard.planner.rehearsal import Rehearsed
 from fullshard.planner.work import Awaited, Computed, Issued, Operator, Work
@@ -73,7 +72,7 @@ def try_steps(
         ranks: Ranks that take their steps at the same time. If they are all of ``size``, they exchange their values;
             else the other ranks' values are this rank's own, and a router may send tokens to other experts.
     """
-    clock = stopwatch_of(device)
+    clock = clock_of(device)
     echo = _Echo(clock, ranks if ranks is not None and ranks.size == size > 1 else None)
     ledger = Ledger(rank, size, device, echo.comm)
     with warnings.catch_warnings():
@@ -101,8 +100,7 @@ def _timed(step: Callable[[], object], echo: _Echo, ready: Callable[[], None]) -
     started, begin = time.perf_counter(), echo.clock.mark()
     step()
     issued, end = time.perf_counter() - started, echo.clock.mark()
-    echo.clock.finish()
-    return echo.clock.seconds(begin, end) - echo.seconds(), issued
+    return echo.clock.seconds(begin, [end])[0] - echo.seconds(), issued
 
 
 def _summed(plain: list[tuple[float, float]], watches: list[_Watching]) -> Trial:
@@ -125,7 +123,7 @@ class _Watching(TorchDispatchMode):
         spans: See :class:`Trial`; after :meth:`read`.
     """
 
-    def __init__(self, clock: Stopwatch) -> None:
+    def __init__(self, clock: Clock) -> None:
         super().__init__()
         self.work = Work(lambda: "")
         self.seconds: dict[str, list[float]] = {}
@@ -150,7 +148,8 @@ class _Watching(TorchDispatchMode):
         since = 0.0
         for event in self.work.events:
             if isinstance(event, Computed):
-                took = self._clock.seconds(*next(operators))
+                begin, end = next(operators)
+                took = self._clock.seconds(begin, [end])[0]
                 self.seconds.setdefault(event.operator, []).append(took)
                 since += took
             else:
@@ -162,7 +161,7 @@ class _Watching(TorchDispatchMode):
 class _Echo:
     """Makes communicators with the values of the other ranks, or this one's for them, and takes the time of it."""
 
-    def __init__(self, clock: Stopwatch, ranks: Comm | None) -> None:
+    def __init__(self, clock: Clock, ranks: Comm | None) -> None:
         self.clock = clock
         self.ranks = ranks
         self.marks: list[tuple[Any, Any]] = []
@@ -175,7 +174,7 @@ class _Echo:
 
     def seconds(self) -> float:
         """Return the seconds that :meth:`aside` took since ``marks`` was cleared."""
-        return sum(self.clock.seconds(begin, end) for begin, end in self.marks)
+        return sum(self.clock.seconds(begin, [end])[0] for begin, end in self.marks)
 
     @contextmanager
     def aside(self) -> Iterator[None]:

@@ -10,7 +10,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import fullshard
 from fullshard.core.comm import MemoryMeter
-from fullshard.core.comm.host_sum import host_sum_of
+from fullshard.core.comm.process import host_sum_of
 from fullshard.core.engine.setup import wrap
 from fullshard.core.testing import RecordingComm
 from fullshard.errors import MismatchError

@@ -16,8 +16,9 @@ from pathlib import Path
 
 import pytest
 
+from fullshard.core.comm.whereabouts import has_ended
 from fullshard.program.cli.main import main
-from fullshard.program.launch.script import workers
+from fullshard.program.launch import ranks
 
 SOURCE = Path(__file__).parents[3] / "src"
 
@@ -36,13 +37,6 @@ def launch(tmp_path, capfd, monkeypatch):
         return code, out.splitlines(), err.splitlines()
 
     return run
-
-
-def alive(pid):
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().split(") ")[1][0] != "Z"
-    except FileNotFoundError:
-        return False
 
 
 AS_PYTHON = """
@@ -239,6 +233,11 @@ def test_a_module_runs_by_name(launch, tmp_path):
     assert not any("child.py" in line or "importlib" in line for line in err)
 
 
+def shows(*names):
+    """A script that prints variables."""
+    return f"import os\nprint(*(os.environ.get(name) for name in {names}))"
+
+
 CONFIG = """
 distributed_type: FSDP
 num_machines: 1
@@ -253,11 +252,7 @@ fsdp_config:
 
 def test_an_accelerate_file_says_how_many_ranks_and_what_their_environment_is(launch, tmp_path):
     (tmp_path / "fsdp.yaml").write_text(CONFIG)
-    text = """
-        import os
-        names = "ACCELERATE_MIXED_PRECISION", "ACCELERATE_USE_CPU", "ACCELERATE_USE_FSDP", "WORLD_SIZE"
-        print(*(os.environ.get(name) for name in names))
-    """
+    text = shows("ACCELERATE_MIXED_PRECISION", "ACCELERATE_USE_CPU", "ACCELERATE_USE_FSDP", "WORLD_SIZE")
     code, out, _ = launch(text, options=["--config_file", "fsdp.yaml"])
     assert code == 0
     assert sorted(out) == [f"[rank {rank}] bf16 True true 3" for rank in range(3)]
@@ -266,22 +261,14 @@ def test_an_accelerate_file_says_how_many_ranks_and_what_their_environment_is(la
 
 
 def test_without_a_file_an_accelerator_takes_rank_0s_values_and_what_is_set_stays(launch, monkeypatch):
-    text = """
-        import os
-        names = "ACCELERATE_MIXED_PRECISION", "FSDP_SYNC_MODULE_STATES", "ACCELERATE_USE_FSDP"
-        print(*(os.environ.get(name) for name in names))
-    """
+    text = shows("ACCELERATE_MIXED_PRECISION", "FSDP_SYNC_MODULE_STATES", "ACCELERATE_USE_FSDP")
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
     code, out, _ = launch(text, options=["--nproc_per_node", "1"])
     assert (code, out) == (0, ["[rank 0] bf16 true None"])
 
 
 def test_the_options_of_accelerate_launch_reach_the_ranks(launch):
-    text = """
-        import os
-        names = "ACCELERATE_MIXED_PRECISION", "ACCELERATE_USE_FSDP", "FSDP_VERSION", "WORLD_SIZE", "OMP_NUM_THREADS"
-        print(*(os.environ.get(name) for name in names))
-    """
+    text = shows("ACCELERATE_MIXED_PRECISION", "ACCELERATE_USE_FSDP", "FSDP_VERSION", "WORLD_SIZE", "OMP_NUM_THREADS")
     options = ["--num_processes", "2", "--num_machines", "1", "--machine_rank", "0", "--mixed_precision", "bf16"]
     options += ["--use_fsdp", "--fsdp_version", "2", "--cpu", "--num_cpu_threads_per_process", "1", "--multi_gpu"]
     code, out, _ = launch(text, options=options)
@@ -314,38 +301,43 @@ INTERRUPTED = """
 @pytest.mark.parametrize(("name", "code"), [("SIGINT", 130), ("SIGTERM", 143)])
 def test_a_signal_reaches_the_ranks_and_leaves_none_behind(launch, monkeypatch, name, code):
     before = signal.getsignal(signal.SIGINT)
-    monkeypatch.setattr(workers.Workers.stop, "__defaults__", (signal.SIGTERM, 1.0))
+    monkeypatch.setattr(ranks, "STOP_SECONDS", 1.0)
     got, out, err = launch(INTERRUPTED.format(name=name))
     assert got == code
     assert err == [f"fullshard: stopped by {name}; nothing is left running."]
     assert ("[rank 0] saved" in out) == (name == "SIGINT")
     pids = [int(line.split()[-1]) for line in out if " pid " in line]
     assert len(pids) == 2
-    assert not any(alive(pid) for pid in pids)
+    assert all(map(has_ended, pids))
     assert signal.getsignal(signal.SIGINT) is before
 
 
+REPORTS = """
+import os, signal, sys, time
+from pathlib import Path
+from fullshard.errors import DataError, RunStopped
+from fullshard.program.launch.failure import Failure, report_saving
+
+def report(error, code):
+    Failure.of(error, 0).write(Path(os.environ["FULLSHARD_FAILURE_FILE"]))
+    sys.exit(code)
+
+"""
 SAVES = """
-    import os, signal, sys, time
-    from pathlib import Path
-    from fullshard.errors import RunStopped
-    from fullshard.program.launch.failure import Failure, report_saving
-    def save(*_):
-        time.sleep(0.5)
-        stopped = RunStopped("Stopped after step 3.", step=3, checkpoint="here")
-        Failure.of(stopped, 0).write(Path(os.environ["FULLSHARD_FAILURE_FILE"]))
-        sys.exit(75)
-    signal.signal(signal.SIGTERM, save)
-    report_saving()
-    os.kill(os.{who}(), signal.SIGTERM)
-    time.sleep(100)
+def save(*_):
+    time.sleep(0.5)
+    report(RunStopped("Stopped after step 3.", step=3, checkpoint="here"), 75)
+signal.signal(signal.SIGTERM, save)
+report_saving()
+os.kill(os.{who}(), signal.SIGTERM)
+time.sleep(100)
 """
 
 
 @pytest.mark.parametrize("who", ["getppid", "getpid"])
 def test_a_rank_that_saves_has_the_time_it_needs_and_ends_the_run(launch, monkeypatch, who):
-    monkeypatch.setattr(workers.Workers.stop, "__defaults__", (signal.SIGTERM, 0.0))
-    code, _, err = launch(SAVES.format(who=who), options=("--nproc_per_node", "1", "--max_restarts", "1"))
+    monkeypatch.setattr(ranks, "STOP_SECONDS", 0.0)
+    code, _, err = launch(REPORTS + SAVES.format(who=who), options=("--nproc_per_node", "1", "--max_restarts", "1"))
     assert code == 75
     by_signal = ["fullshard: stopped by SIGTERM; nothing is left running."] if who == "getppid" else []
     assert err == [*by_signal, "fullshard: Stopped after step 3."]
@@ -385,16 +377,8 @@ def test_ranks_find_their_attempt_and_what_the_one_before_kept(launch):
 
 
 def test_an_error_of_the_users_in_a_program_of_ours_is_not_tried_again(launch):
-    text = """
-        import os, sys
-        from pathlib import Path
-        from fullshard.errors import DataError
-        from fullshard.program.launch.failure import Failure
-        print("started")
-        Failure.of(DataError("no rows"), 0).write(Path(os.environ["FULLSHARD_FAILURE_FILE"]))
-        sys.exit(3)
-    """
-    code, out, err = launch(text, options=["--nproc_per_node", "1", "--max_restarts", "2"])
+    text = 'print("started")\nreport(DataError("no rows"), 3)'
+    code, out, err = launch(REPORTS + text, options=["--nproc_per_node", "1", "--max_restarts", "2"])
     assert code == 3
     assert len(out) == 1
     assert not any("restart" in line for line in err)
@@ -402,21 +386,14 @@ def test_an_error_of_the_users_in_a_program_of_ours_is_not_tried_again(launch):
 
 def test_slurms_notice_lets_ranks_save_and_the_signal_after_it_does_not_kill_them(launch):
     text = """
-        import os, signal, sys
-        from pathlib import Path
-        from fullshard.errors import RunStopped
-        from fullshard.program.launch.failure import Failure, report_saving
-        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
-        os.kill(os.getppid(), signal.SIGUSR1)
-        signal.sigwait([signal.SIGUSR1])
-        report_saving()
-        os.kill(os.getppid(), signal.SIGTERM)
-        Failure.of(RunStopped("Stopped.", step=3, checkpoint="here"), 0).write(
-            Path(os.environ["FULLSHARD_FAILURE_FILE"])
-        )
-        sys.exit(75)
-    """
-    code, _, err = launch(text, options=["--nproc_per_node", "1"])
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
+os.kill(os.getppid(), signal.SIGUSR1)
+signal.sigwait([signal.SIGUSR1])
+report_saving()
+os.kill(os.getppid(), signal.SIGTERM)
+report(RunStopped("Stopped.", step=3, checkpoint="here"), 75)
+"""
+    code, _, err = launch(REPORTS + text, options=["--nproc_per_node", "1"])
     assert code == 75
     assert err[0] == "fullshard: stopped by SIGUSR1; nothing is left running."
 
@@ -433,14 +410,14 @@ def test_a_killed_launcher_takes_its_ranks_with_it(tmp_path):
         text=True,
     )
     pids = [int(launcher.stdout.readline().split()[-1]) for _ in range(2)]
-    assert all(alive(pid) for pid in pids)
+    assert not any(map(has_ended, pids))
     launcher.kill()
     launcher.wait()
     launcher.stdout.close()
     deadline = time.monotonic() + 10
-    while any(alive(pid) for pid in pids) and time.monotonic() < deadline:
+    while not all(map(has_ended, pids)) and time.monotonic() < deadline:
         pass
-    assert not any(alive(pid) for pid in pids)
+    assert all(map(has_ended, pids))
 
 
 def test_machines_that_do_not_come_are_an_error_with_place_and_count(launch):

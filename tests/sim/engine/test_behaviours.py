@@ -2,7 +2,7 @@
 
 import pytest
 
-from fullshard.core.comm.device import CpuDevice, CudaDevice
+from fullshard.core.comm.device import CudaDevice, Device
 from fullshard.core.testing import run_ranks
 from support.behaviours import BEHAVIOURS, Ranks
 
@@ -23,5 +23,5 @@ REDUCING = ("b08", "b10", "b12", "b17", "b18", "b19", "b20", "b21", "b32", "b33"
 
 @pytest.mark.parametrize("name", [name for name in BEHAVIOURS if name.startswith(REDUCING)])
 def test_behaviour_with_as_many_reduces_under_way_as_on_cuda(name, monkeypatch):
-    monkeypatch.setattr(CpuDevice, "reduces_behind", CudaDevice.reduces_behind)
+    monkeypatch.setattr(Device, "reduces_behind", CudaDevice.reduces_behind)
     run_ranks(4, lambda comm: BEHAVIOURS[name](Ranks.as_threads(comm)), timeout_s=40)

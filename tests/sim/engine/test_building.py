@@ -8,7 +8,7 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, T5ForConditionalGeneration
 
 from fullshard import full_tensors, fully_shard, units, unsharded
-from fullshard.core.comm.device import CpuDevice
+from fullshard.core.comm.device import Device
 from fullshard.core.testing import run_ranks
 from fullshard.errors import WrapError
 from support.models import TinyLM, batches, causal_loss, lm_loss, seq2seq_loss, t5, tiny_t5_config
@@ -87,7 +87,7 @@ def test_the_allocator_is_trimmed_once_the_full_parameters_are_freed(monkeypatch
     model = TinyLM()
     full = [weakref.ref(param.untyped_storage()) for param in model.parameters()]
     left = []
-    monkeypatch.setattr(CpuDevice, "trim", lambda _: left.append(sum(storage() is not None for storage in full)))
+    monkeypatch.setattr(Device, "trim", lambda _: left.append(sum(storage() is not None for storage in full)))
     run_ranks(1, lambda comm: fully_shard(model, comm))
     assert left == [0]
 
@@ -95,7 +95,7 @@ def test_the_allocator_is_trimmed_once_the_full_parameters_are_freed(monkeypatch
 def test_the_allocator_is_trimmed_once_bottom_up(monkeypatch):
     model = TinyLM()
     trims = []
-    monkeypatch.setattr(CpuDevice, "trim", lambda _: trims.append(len(blocks)))
+    monkeypatch.setattr(Device, "trim", lambda _: trims.append(len(blocks)))
     blocks = []
 
     def work(comm):

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from fullshard.core.comm import free
-from fullshard.core.comm.free import free_memory as found
+from fullshard.core.comm import memory
+from fullshard.core.comm.memory import free_memory as found
 
 CPU = torch.device("cpu")
 
@@ -13,8 +13,8 @@ CPU = torch.device("cpu")
 def system(tmp_path, monkeypatch):
     """Writes the system's files and returns the bytes that are free, by pool."""
     proc, groups = tmp_path / "proc", tmp_path / "groups"
-    monkeypatch.setattr(free, "_PROC", proc)
-    monkeypatch.setattr(free, "_GROUPS", groups)
+    monkeypatch.setattr(memory, "_PROC", proc)
+    monkeypatch.setattr(memory, "_GROUPS", groups)
 
     def look(cgroup="", **files):
         files = {

@@ -3,7 +3,7 @@
 import pytest
 
 from fullshard.core.comm import machine_axes
-from fullshard.core.comm.machine_axes import _ranks_of_named
+from fullshard.core.comm.mesh import _ranks_of_named
 from fullshard.core.testing import run_ranks
 from fullshard.errors import ProcessGroupError
 

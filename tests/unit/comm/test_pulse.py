@@ -8,9 +8,8 @@ import torch
 from torch.distributed import HashStore
 
 from fullshard.core.comm import pulse
-from fullshard.core.comm.board import Board
+from fullshard.core.comm.board import Board, Line
 from fullshard.core.comm.flight_recorder import FlightRecorder
-from fullshard.core.comm.line import Line
 from fullshard.core.comm.pulse import (
     ASLEEP_S,
     BEAT_S,
@@ -104,51 +103,30 @@ def test_a_rank_in_one_long_call_is_not_dead_while_it_computes(two, caplog):
     assert "rank 1 has not beaten for " in caplog.text
 
 
-def test_a_rank_that_does_not_beat_and_takes_no_time_is_dead(two):
-    two.run(IDLE_S, without=[1])
-    assert two.failed == []
-    two.run(SILENT_S + 2, without=[1])
-    assert "rank 1 has not beaten for " in str(two.failed[0])
-
-
-def test_a_rank_of_another_machine_is_given_longer(monkeypatch):
-    far = Ranks(monkeypatch, far=True)
-    far.issue(0, 1)
-    far.run(FAR_S, without=[1])
-    assert far.failed == []
-    far.run(SILENT_S + 2, without=[1])
-    assert len(far.failed) == 1
-
-
-def in_call(monkeypatch, what):
-    monkeypatch.setattr(pulse, "main_thread_long_call", lambda: what)
-
-
 @pytest.mark.parametrize("far", [False, True])
-@pytest.mark.parametrize("what", ["a compile", "a load or save", "the first CUDA call"])
-def test_a_rank_in_a_call_that_may_hold_the_interpreter_for_long_is_given_twice_the_time(monkeypatch, far, what):
-    in_call(monkeypatch, what)
-    ranks, limit = Ranks(monkeypatch, far=far), FAR_S if far else IDLE_S
+@pytest.mark.parametrize(
+    ("call", "given"),
+    [("", None), ("", "300"), *((call, None) for call in ("a compile", "a load or save", "the first CUDA call"))],
+)
+def test_a_rank_that_does_not_beat_and_takes_no_time_is_dead_after_the_limit(monkeypatch, far, call, given):
+    """Of another machine it is longer, twice as long in a call that may hold the interpreter, or what users set."""
+    monkeypatch.setattr(pulse, "main_thread_long_call", lambda: call)
+    if given is not None:
+        monkeypatch.setenv(LIMIT_VARIABLE, given)
+    ranks = Ranks(monkeypatch, far=far)
+    limit = float(given or (FAR_S if far else IDLE_S)) * (2 if call else 1)
     ranks.issue(0, 1)
     ranks.run(3)
     ranks.issue(0)
-    ranks.run(2 * limit, without=[1])
+    ranks.run(limit, without=[1])
     assert ranks.failed == []
     ranks.run(SILENT_S + 2, without=[1])
     (error,) = ranks.failed
-    assert f"({what}); it is given up after {2 * limit:.0f} s" in str(error)
-
-
-@pytest.mark.parametrize("far", [False, True])
-def test_users_set_how_long_a_rank_may_be_silent(monkeypatch, far):
-    monkeypatch.setenv(LIMIT_VARIABLE, "300")
-    ranks = Ranks(monkeypatch, far=far)
-    ranks.issue(0, 1)
-    ranks.run(300, without=[1])
-    assert ranks.failed == []
-    ranks.run(SILENT_S + 2, without=[1])
-    assert f"after 300 s without a beat{'' if far else ' and without processor time'}" in str(ranks.failed[0])
-    assert LIMIT_VARIABLE in str(ranks.failed[0])
+    assert "rank 1 has not beaten for " in str(error)
+    inside = f" ({call}); " if call else "call; "
+    assert f"{inside}it is given up after {limit:.0f} s without a beat" in str(error)
+    assert ("and without processor time" in str(error)) is not far
+    assert LIMIT_VARIABLE in str(error)
 
 
 @pytest.mark.parametrize("given", ["soon", "3", "-1", "nan", "inf"])

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from fullshard.core.comm.rows import add_rows, add_rows_of_groups
+from fullshard.core.comm.device import add_rows, add_rows_of_groups
 
 
 def given(lookups, height, dtype, seed=0):

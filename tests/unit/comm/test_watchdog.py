@@ -13,9 +13,8 @@ import torch
 from torch.distributed import HashStore
 
 from fullshard.core.comm import watchdog
-from fullshard.core.comm.board import PATIENCE_S, Board
+from fullshard.core.comm.board import PATIENCE_S, Board, Line
 from fullshard.core.comm.flight_recorder import HISTORY, FlightRecorder, divergence, divergence_text
-from fullshard.core.comm.line import Line
 from fullshard.core.comm.watchdog import ANSWER_S, GRACE_S, TICK_S, WAIT_S, WARN_S, GroupWatch
 from fullshard.core.comm.whereabouts import Place, is_stopped, main_thread_place
 from fullshard.errors import MismatchError, ProcessGroupError

@@ -153,16 +153,26 @@ def test_memory_that_runs_out_before_the_first_step_would_run_out_again(run, tmp
     assert "the ranks are not started again" in capfd.readouterr().err
 
 
-def test_memory_that_runs_out_later_may_suffice_next_time(run, tmp_path, kills):
-    kills(3, 4)
-    assert run(NOTED + f"if attempt == 0:\n    {begun(0, 1)}\n    if rank == 0: die()\n    signal.pause()") is None
-    assert started(tmp_path) == 2
+KILLED_TWICE = "if rank == 0 and attempt < 2: die()\nsignal.pause() if attempt < 2 else 0"
 
 
-def test_a_rank_that_somebody_else_killed_before_the_first_step_is_started_again(run, tmp_path, kills):
-    kills(3, 3, 3)
-    assert run("if rank == 0 and attempt < 2: die()\nsignal.pause() if attempt < 2 else 0") is None
-    assert started(tmp_path) == 3
+@pytest.mark.parametrize(
+    ("counts", "of_group", "text", "attempts_made"),
+    [
+        # Memory ran out after a step: it may suffice next time.
+        ((3, 4), True, f"if attempt == 0:\n    {begun(0, 1)}\n    if rank == 0: die()\n    signal.pause()", 2),
+        ((3, 3, 3), True, KILLED_TWICE, 3),  # somebody else killed the rank
+        ((3, 5, 5), False, KILLED_TWICE, 3),  # the same, while the kernel killed processes that are not the run's
+        # Memory ran out during an attempt, and not during the one that failed last.
+        ((3, 4, 4, 4), True, f"if attempt == rank == 0: die(signal.SIGSEGV)\n{KILLED_TWICE}", 3),
+    ],
+)
+def test_a_kill_that_may_not_come_again_is_followed_by_another_attempt(
+    run, tmp_path, kills, counts, of_group, text, attempts_made
+):
+    kills(*counts, of_group=of_group)
+    assert run(text) is None
+    assert started(tmp_path) == attempts_made
 
 
 def test_where_nobody_counts_a_rank_that_is_killed_twice_before_the_first_step_is_not_started_again(
@@ -174,29 +184,12 @@ def test_where_nobody_counts_a_rank_that_is_killed_twice_before_the_first_step_i
     assert ended.message.endswith("The run's plan: its memory was not planned.")
 
 
-def test_a_kill_on_the_machine_may_be_another_programs(run, tmp_path, capfd, kills):
-    """A rank that somebody else killed, while the kernel killed processes that are not the run's."""
-    kills(3, 5, 5, of_group=False)
-    assert run("if rank == 0 and attempt < 2: die()\nsignal.pause() if attempt < 2 else 0", most=2) is None
-    assert started(tmp_path) == 3
-    assert "memory ran out and would again" not in capfd.readouterr().err
-
-
 def test_the_message_says_that_the_machines_count_rose(run, tmp_path, kills):
     kills(3, 5, 6, of_group=False)
     ended = run(NOTED + "if rank == 0: die()\nsignal.pause()")
     assert started(tmp_path) == 2
     assert "killed 2 processes of this machine" in ended.message
     assert ended.message.endswith(WITH_PLAN)
-
-
-def test_a_kill_during_an_earlier_attempt_is_not_the_last_ones(run, tmp_path, kills):
-    kills(3, 4, 4, 4)
-    failing = (
-        "if attempt == 0 and rank == 0: os.kill(os.getpid(), signal.SIGSEGV)\nif attempt == 1 and rank == 0: die()"
-    )
-    assert run(failing + "\nsignal.pause() if attempt < 2 else 0") is None
-    assert started(tmp_path) == 3
 
 
 @pytest.mark.parametrize("most", [0, 1])

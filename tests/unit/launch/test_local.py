@@ -13,7 +13,8 @@ import time
 
 import pytest
 
-from fullshard.program.launch import choose_nproc, launch, launched_elsewhere, local
+from fullshard.core.comm.whereabouts import has_ended
+from fullshard.program.launch import choose_nproc, launch, launched_elsewhere, local, ranks
 from fullshard.program.launch.streams import UnreadOutputError
 from support.processes import SOURCE
 
@@ -54,12 +55,9 @@ def script(tmp_path, text, more=""):
     return [sys.executable, *([str(tmp_path / "a_rank.py")] if HOW == "interpreters" else ["-m", "a_rank"])]
 
 
-def alive(pid):
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
+def pids_of(tmp_path):
+    """The process ids that ranks have written."""
+    return [int(path.read_text()) for path in tmp_path.glob("pid*") if path.read_text()]
 
 
 def test_ranks_get_torchruns_environment(tmp_path, monkeypatch):
@@ -121,12 +119,28 @@ def test_the_others_are_ended(tmp_path):
         """,
     )
     assert launch(command, nproc=3).exit_code == 9
-    pids = [int(path.read_text()) for path in tmp_path.glob("pid*") if path.read_text()]
-    assert not any(alive(pid) for pid in pids)
+    assert all(map(has_ended, pids_of(tmp_path)))
+
+
+def test_what_a_rank_has_started_ends_with_it(tmp_path):
+    command = script(
+        tmp_path,
+        f"""
+        import subprocess
+        if rank == 1:
+            meet("r")
+            fail("gone", 1.0, 9)
+        open("{tmp_path}/pid", "w").write(str(subprocess.Popen(["tail", "-f", "/dev/null"]).pid))
+        ready = meet("w")
+        signal.pause()
+        """,
+    )
+    assert launch(command, nproc=2).exit_code == 9
+    assert list(map(has_ended, pids_of(tmp_path))) == [True]
 
 
 def test_a_rank_that_ignores_sigterm_is_killed(tmp_path, monkeypatch):
-    monkeypatch.setattr(local, "STOP_SECONDS", 0.2)
+    monkeypatch.setattr(ranks, "STOP_SECONDS", 0.2)
     command = script(
         tmp_path,
         """
@@ -182,9 +196,8 @@ def test_ctrl_c_and_sigterm_end_ranks_that_do_not_train_yet(tmp_path, number, ca
     with pytest.raises(KeyboardInterrupt):
         launch(command, nproc=2)
     assert signal.getsignal(signal.SIGTERM) is before
-    pids = [int(path.read_text()) for path in tmp_path.glob("pid*") if path.read_text()]
-    assert pids
-    assert not any(alive(pid) for pid in pids)
+    assert pids_of(tmp_path)
+    assert all(map(has_ended, pids_of(tmp_path)))
     said = "fullshard: no step was being trained, so this stop saved no checkpoint and deleted none\n"
     assert capfd.readouterr().err == said
 
@@ -287,30 +300,9 @@ def test_the_second_signal_kills_ranks_that_take_their_time(tmp_path):
     started = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
         launch(command, nproc=2)
-    assert time.monotonic() - started < local.STOP_SECONDS
-    pids = [int(path.read_text()) for path in tmp_path.glob("pid*")]
-    assert len(pids) == 2
-    assert not any(alive(pid) for pid in pids)
-
-
-def test_a_rank_that_takes_the_first_sigterm_for_a_wish_is_told_again_after_a_failure(tmp_path, monkeypatch):
-    monkeypatch.setattr(local, "AGAIN_SECONDS", 0.2)
-    command = script(
-        tmp_path,
-        """
-        if rank == 1:
-            meet("r")
-            fail("gone", 1.0, 9)
-        ready = meet("w")
-        asked()
-        asked()
-        os._exit(130)
-        """,
-        ASKED,
-    )
-    started = time.monotonic()
-    assert launch(command, nproc=2).message == "gone"
-    assert time.monotonic() - started < local.STOP_SECONDS
+    assert time.monotonic() - started < ranks.STOP_SECONDS
+    assert len(pids_of(tmp_path)) == 2
+    assert all(map(has_ended, pids_of(tmp_path)))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs Linux' PR_SET_PDEATHSIG")
@@ -320,7 +312,7 @@ def test_ranks_end_with_a_launcher_that_is_killed(still_imports, tmp_path):
     command = script(
         tmp_path,
         f"""
-        from fullshard.program.launch.local import end_with_launcher
+        from fullshard.program.launch.processes import end_with_launcher
         signal.alarm(20)
         launcher = os.getppid()
         if not {still_imports}:

@@ -175,7 +175,7 @@ def test_a_machine_that_shows_nothing_is_gone_and_the_others_are_told():
     store = HashStore()
     names = [*NAMES, "machine 2 (c)"]
     first, second, third = (PeerMonitor(store, number, names, hosts=number == 0) for number in range(3))
-    until(lambda: len(first._beats) == 2)
+    until(lambda: len(first._heartbeats.texts) == 2)
     second._ended.set()  # killed
     until(lambda: first.failure(0.3) is not None)
     assert first.failure().failure.exit_code == 7
@@ -240,13 +240,15 @@ class Arrivals:
     def num_nodes_waiting(self):
         return 1
 
+    use_agent_store = True
+
 
 def arrivals(rank, saved):
     """How many machines each look takes in, while the newest checkpoint is of these steps."""
     steps = iter(saved)
     handler = DynamicRendezvous(Arrivals(rank), lambda: next(steps))
-    handler.next_rendezvous()
-    return [handler.num_nodes_waiting() for _ in saved]
+    handler.next_round()
+    return [handler.waiting() for _ in saved]
 
 
 def test_a_machine_that_arrives_waits_for_the_next_checkpoint(capsys):
@@ -259,17 +261,17 @@ def test_a_machine_that_arrives_waits_for_the_next_checkpoint(capsys):
 @pytest.mark.parametrize(("rank", "place"), [(0, ("10.0.0.9", 9)), (1, ("10.0.0.1", 7))])
 def test_the_address_of_rank_0_is_that_of_the_round(rank, place):
     inner = Arrivals(rank)
-    info = DynamicRendezvous(inner, lambda: None).next_rendezvous()
-    assert (info.bootstrap_store_info.master_addr, info.bootstrap_store_info.master_port) == place
+    found = DynamicRendezvous(inner, lambda: None).next_round()
+    assert (found.address, found.port) == place
     assert inner.info.store.get("MASTER_ADDR") == place[0].encode()
 
 
 def test_machines_of_a_round_learn_that_the_next_one_has_begun():
     handler = DynamicRendezvous(Arrivals(1), lambda: None)
-    handler.next_rendezvous()
-    assert not handler._info.store.check(["next"])
-    handler.next_rendezvous()
-    assert handler._info.store.check(["next"])
+    handler.next_round()
+    assert not handler._round.store.check(["next"])
+    handler.next_round()
+    assert handler._round.store.check(["next"])
 
 
 def test_a_machine_0_that_is_silent_is_lost_also_where_the_store_is_another_machines():

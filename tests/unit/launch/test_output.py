@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from fullshard.program.launch.script.output import BAR_SECONDS, Output
+from fullshard.program.launch.output import BAR_SECONDS, Output
 
 
 class Clock:

@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import textwrap
-import threading
 import time
 
 import pytest
@@ -14,7 +13,6 @@ import pytest
 from fullshard.core.comm.whereabouts import has_ended
 from fullshard.errors import ProcessGroupError
 from fullshard.program.launch import attempts, launch, local, processes
-from fullshard.program.launch.processes import Fork
 from support.processes import SOURCE
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs Linux' PR_SET_CHILD_SUBREAPER")
@@ -239,47 +237,3 @@ def test_a_system_that_gives_nobody_orphans_is_an_error_with_a_remedy(tmp_path, 
         ProcessGroupError, match=r"PR_SET_CHILD_SUBREAPER.* refused: Invalid argument\. Start .*torchrun"
     ):
         launch(module(tmp_path), nproc=2)
-
-
-@pytest.mark.parametrize("call", ["waitid", "waitpid"])
-@pytest.mark.parametrize("before", [True, False])
-def test_a_signal_while_the_launcher_looks_at_a_rank_that_has_ended(monkeypatch, call, before):
-    """Its handler looks, too, and sends one."""
-    pid = os.fork()
-    if pid == 0:
-        os._exit(5)
-    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
-    fork, real, handled = Fork(pid), getattr(os, call), []
-
-    def interrupted(*arguments):
-        done = None if before or handled else real(*arguments)
-        if not handled:
-            handled.append(call)
-            fork.send_signal(signal.SIGKILL)
-        return real(*arguments) if done is None else done
-
-    monkeypatch.setattr(os, call, interrupted)
-    assert fork.wait(0.0) == 5
-    assert handled == [call]
-
-
-def test_several_threads_may_wait_for_a_fork(tmp_path):
-    reader, writer = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        os.close(writer)
-        os.read(reader, 1)
-        os._exit(5)
-    os.close(reader)
-    fork, codes = Fork(pid), []
-    threads = [threading.Thread(target=lambda: codes.append(fork.wait())) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    with pytest.raises(subprocess.TimeoutExpired):
-        fork.wait(0.05)
-    os.close(writer)
-    for thread in threads:
-        thread.join()
-    assert codes == [5, 5, 5]
-    fork.send_signal(signal.SIGKILL)  # its process id may be another's by now
-    assert fork.wait(0.0) == 5

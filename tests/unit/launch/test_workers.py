@@ -4,15 +4,16 @@ import io
 import os
 import signal
 import subprocess
+import sys
 import threading
 
 import pytest
-from torch.distributed.elastic.multiprocessing.api import SignalException
 
-from fullshard.program.launch.script import workers
-from fullshard.program.launch.script.agent import raised_signals
-from fullshard.program.launch.script.output import Output
-from fullshard.program.launch.script.workers import Workers
+from fullshard.program.launch import processes, ranks as module
+from fullshard.program.launch.output import Output
+from fullshard.program.launch.processes import Interpreters
+from fullshard.program.launch.ranks import Ranks, StopAsked, listening
+from fullshard.program.launch.script.run import CHILD
 
 
 class SlowReader(io.BytesIO):
@@ -39,17 +40,23 @@ class Heard(io.BytesIO):
         return super().write(data)
 
 
+def ranks_of(folder, target):
+    """Ranks of the script in a folder, with standard output in ``target``."""
+    command = [sys.executable, str(CHILD), "script", str(folder / "script.py")]
+    starter = Interpreters(command, os.environ, piped=True)
+    return Ranks(starter, folder, Output({"stdout": target, "stderr": io.BytesIO()}, columns=None))
+
+
 @pytest.fixture
 def run(tmp_path, monkeypatch):
     """Run a script as one rank to its end, with standard output in ``target``; what came there."""
-    monkeypatch.setattr(workers, "_DRAIN_SECONDS", 0.1)
+    monkeypatch.setattr(module, "_DRAIN_SECONDS", 0.1)
 
     def start(text, target):
         (tmp_path / "script.py").write_text(text)
-        output = Output({"stdout": target, "stderr": io.BytesIO()}, columns=None)
-        ranks = Workers(["script", str(tmp_path / "script.py")], {}, output, tmp_path)
-        ranks.start({0: {"RANK": "0"}})
-        ranks._workers[0].threads[-1].join()
+        ranks = ranks_of(tmp_path, target)
+        ranks.start([{"RANK": "0"}])
+        ranks._ranks[0].threads[-1].join()
         return ranks
 
     return start
@@ -82,8 +89,7 @@ def test_a_signal_while_ranks_are_started_stops_all_of_them(tmp_path, monkeypatc
         "time.sleep(100)\n"
     )
     words = Heard()
-    output = Output({"stdout": words, "stderr": io.BytesIO()}, columns=None)
-    ranks = Workers(["script", str(tmp_path / "script.py")], {}, output, tmp_path)
+    ranks = ranks_of(tmp_path, words)
     start = subprocess.Popen
 
     def interrupted(*args, **options):
@@ -91,10 +97,10 @@ def test_a_signal_while_ranks_are_started_stops_all_of_them(tmp_path, monkeypatc
         os.kill(os.getpid(), signal.SIGTERM)  # as scancel does, before the start is over
         return process
 
-    monkeypatch.setattr(workers.subprocess, "Popen", interrupted)
-    with raised_signals(ranks):
-        with pytest.raises(SignalException):
-            ranks.start({0: {"RANK": "0"}})
+    monkeypatch.setattr(processes.subprocess, "Popen", interrupted)
+    with listening(ranks):
+        with pytest.raises(StopAsked):
+            ranks.start([{"RANK": "0"}])
         assert words.written.wait(timeout=30)
         ranks.stop()
     (failure,) = ranks.failures()

@@ -18,8 +18,8 @@ class Clock:
     def mark(self):
         return self.now
 
-    def seconds(self, start, stop):
-        return stop - start
+    def seconds(self, since, marks):
+        return [mark - since for mark in marks]
 
     def finish(self):
         pass
@@ -62,7 +62,7 @@ class Link:
 @pytest.fixture
 def clock(monkeypatch):
     clock = Clock()
-    monkeypatch.setattr(links, "stopwatch_of", lambda device: clock)
+    monkeypatch.setattr(links, "clock_of", lambda device: clock)
 
     def run(self, products):
         clock.now += products * PRODUCT_S

@@ -1,19 +1,16 @@
 """The only room that touches ``torch.distributed``: collectives, process groups, differences between devices."""
 
 from fullshard.core.comm.clock import Clock as Clock, clock_of as clock_of
-from fullshard.core.comm.device import Device as Device, device_of as device_of
-from fullshard.core.comm.free import demands as demands, free_memory as free_memory, lacking as lacking
+from fullshard.core.comm.device import Device as Device, add_rows as add_rows, device_of as device_of
 from fullshard.core.comm.gloo import GlooComm as GlooComm
 from fullshard.core.comm.ledger import LedgerEntry as LedgerEntry, RecordingComm as RecordingComm
-from fullshard.core.comm.machine_axes import (
-    axes_of as axes_of,
-    machine_axes as machine_axes,
-    machines_of_world as machines_of_world,
-)
 from fullshard.core.comm.memory import (
     MemoryMeter as MemoryMeter,
     allocated_bytes as allocated_bytes,
+    demands as demands,
     device_memory_bytes as device_memory_bytes,
+    free_memory as free_memory,
+    lacking as lacking,
     logits_at_once as logits_at_once,
     planned_memory as planned_memory,
     whole_memory_bytes as whole_memory_bytes,
@@ -22,12 +19,15 @@ from fullshard.core.comm.mesh import (
     Mesh as Mesh,
     SoloComm as SoloComm,
     as_mesh as as_mesh,
+    axes_of as axes_of,
     device_mesh_of as device_mesh_of,
     group_behind as group_behind,
+    machine_axes as machine_axes,
+    machines_of_world as machines_of_world,
+    named_ranks as named_ranks,
     same_group as same_group,
     same_ranks as same_ranks,
 )
-from fullshard.core.comm.named_ranks import named_ranks as named_ranks
 from fullshard.core.comm.process import (
     FakeComm as FakeComm,
     ProcessComm as ProcessComm,
@@ -44,7 +44,6 @@ from fullshard.core.comm.protocol import (
     settle as settle,
 )
 from fullshard.core.comm.pulse import ENDINGS as ENDINGS
-from fullshard.core.comm.rows import add_rows as add_rows
 from fullshard.core.comm.run_together import (
     await_all as await_all,
     together as together,

@@ -1,16 +1,22 @@
-"""Posts that the ranks of a group publish to each other through the group's store, besides their collectives."""
+"""What the ranks of a group publish to each other through the group's store, besides their collectives.
+
+Requests to the store never block for long: torch's store waits for ever while its process is stopped.
+"""
 
 from __future__ import annotations
 
 import datetime
 import json
 import os
+import queue
+import threading
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import NamedTuple, TypeVar
+from concurrent.futures import Future
+from typing import Any, NamedTuple, TypeVar
 
 from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 
-from fullshard.core.comm.line import LINE, Line
 from fullshard.core.comm.whereabouts import has_ended, is_stopped, machine
 
 T = TypeVar("T")
@@ -22,6 +28,110 @@ _NEIGHBOUR_LOOKS = 40
 """Number of times that a new board looks for other processes of this machine, which create theirs at the same time."""
 
 _FOR_EVER = datetime.timedelta(days=365)
+
+
+class Line:
+    """The thread that sends requests to the store, one after the other. One for each process.
+
+    An unanswered request keeps the thread: no other thread may read the connection's bytes. It is answered when the
+    store's process runs again or the network is repaired; then the line is free again.
+    """
+
+    def __init__(self) -> None:
+        """Prepare the line; the thread starts with the first request."""
+        self._free = threading.Lock()
+        self._questions: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._asked_at: float | None = None
+
+    def ask(self, question: Callable[[], T], default: T, patience_s: float) -> T:
+        """Return the store's answer, or ``default`` if none came in time; any thread.
+
+        Raises:
+            RuntimeError: The store is gone.
+        """
+        if not self._free.acquire(timeout=patience_s if self.silent_s() < patience_s else 0):
+            return default
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="fullshard-store", daemon=True)
+            self._thread.start()
+        answer: Future[T] = Future()
+        self._asked_at = time.monotonic()
+        self._questions.put((question, answer))
+        try:
+            return answer.result(patience_s)
+        except TimeoutError:
+            return default
+
+    def silent_s(self) -> float:
+        """Return the seconds for which the store has not answered; 0 if it has answered all requests."""
+        asked_at = self._asked_at
+        return 0.0 if asked_at is None else time.monotonic() - asked_at
+
+    def close(self) -> None:
+        """End the thread, unless a request is unanswered: then it remains until the process ends."""
+        if self._thread is not None and self.silent_s() == 0:
+            self._questions.put(None)
+            self._thread.join(timeout=1.0)
+
+    def _run(self) -> None:
+        while (asked := self._questions.get()) is not None:
+            question, answer = asked
+            value = error = None
+            try:
+                value = question()
+            except Exception as raised:
+                error = raised
+            self._asked_at = None
+            self._free.release()
+            if error is None:
+                answer.set_result(value)
+            else:
+                answer.set_exception(error)
+
+
+LINE = Line()
+
+
+class Heartbeats:
+    """Beats of the members of a group: each writes a changing text to their store, and hears when others have.
+
+    Ranks beat for each other, and so do the launchers of several machines. Who is lost is for them to decide.
+
+    Attributes:
+        texts: The last beat of each member that was heard.
+    """
+
+    def __init__(self, store: Store, me: int, now: float, prefix: str = "") -> None:
+        """Beat as member ``me``; keys begin with ``prefix``. ``now``: seconds of a monotonic clock, as everywhere."""
+        self.texts: dict[int, bytes] = {}
+        self._store = store
+        self._me = me
+        self._prefix = prefix
+        self.forget(now)
+
+    def beat(self, text: str) -> None:
+        """Replace this member's beat."""
+        self._store.set(f"{self._prefix}beat/{self._me}", text)
+
+    def listen(self, members: Iterable[int], now: float) -> None:
+        """Read the beats of ``members``."""
+        for member in members:
+            key = f"{self._prefix}beat/{member}"
+            if member in self.texts or self._store.check([key]):
+                text = self._store.get(key)
+                if member not in self._heard or text != self.texts[member]:
+                    self._heard[member] = now
+                self.texts[member] = text
+
+    def silent_s(self, member: int, now: float) -> float:
+        """Return the seconds since a member has beaten, or since :meth:`forget`."""
+        return now - self._heard.get(member, self._since)
+
+    def forget(self, now: float) -> None:
+        """Count silence from now on."""
+        self._heard: dict[int, float] = {}
+        self._since = now
 
 
 class Post(NamedTuple):
@@ -92,7 +202,7 @@ class Board:
         self._verdict: str | None = None
         self._looks = 0
         self._pids: dict[int, int] = {}
-        self._beating: set[int] = set()
+        self.heartbeats = Heartbeats(store, rank, time.monotonic(), self._key(""))
         self._register()
 
     def publish(self, post: Post) -> int:
@@ -142,17 +252,11 @@ class Board:
 
     def beat(self, text: str) -> None:
         """Replace this rank's beat, once a second."""
-        self._ask(lambda store: store.set(self._key(f"beat/{self.rank}"), text), None)
+        self._ask(lambda _: self.heartbeats.beat(text), None)
 
-    def beats(self, ranks: Iterable[int]) -> dict[int, bytes]:
-        """Return the last beat of each of ``ranks`` that has one; none if the store does not answer."""
-
-        def read(store: Store) -> dict[int, bytes]:
-            keys = {rank: self._key(f"beat/{rank}") for rank in ranks}
-            self._beating |= {rank for rank in keys.keys() - self._beating if store.check([keys[rank]])}
-            return {rank: store.get(key) for rank, key in keys.items() if rank in self._beating}
-
-        return self._ask(read, {})
+    def listen(self, ranks: Iterable[int], now: float) -> None:
+        """Read the last beats of ``ranks`` into ``heartbeats``, if the store answers."""
+        self._ask(lambda _: self.heartbeats.listen(ranks, now), None)
 
     def meet(self, pids: Mapping[int, int]) -> None:
         """Take process ids of ranks on this machine, which the first looks would find."""
@@ -233,3 +337,6 @@ class Board:
         except RuntimeError:
             self._lost = True
             return default
+
+
+T = TypeVar("T")

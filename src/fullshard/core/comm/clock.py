@@ -1,10 +1,10 @@
-"""Timestamps of the compute stream, for the timeline of a recorded step."""
+"""Timestamps of the compute stream, for the timeline of a recorded step and for rates of operators."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,38 +12,29 @@ import torch.distributed as dist
 from fullshard.core.comm.protocol import Work
 
 
-class Clock(Protocol):
-    """Records moments of the compute stream and returns the seconds between them."""
+class Clock:
+    """Records moments of the compute stream and returns the seconds between them. As written here, of the CPU."""
 
     def mark(self) -> Any:
         """Record the moment at which the compute stream has finished everything issued so far."""
-        ...
+        return time.perf_counter()
 
     def arrival(self, works: Sequence[Work]) -> Any | None:
-        """Record the moment at which the last of ``works`` is complete; None if only waiting for them would tell."""
-        ...
+        """Record the moment at which the last of ``works`` is complete; None if only waiting for them would tell.
+
+        On the CPU None, because ranks transfer data when they wait.
+        """
+        return None
 
     def seconds(self, since: Any, marks: Sequence[Any]) -> list[float]:
         """Return the seconds from ``since`` to each of ``marks``; on CUDA this waits for the device."""
-        ...
-
-
-class CpuClock:
-    """The CPU's own time; marks are values of ``time.perf_counter``."""
-
-    def mark(self) -> float:
-        """See :meth:`Clock.mark`: now."""
-        return time.perf_counter()
-
-    def arrival(self, works: Sequence[Work]) -> None:
-        """See :meth:`Clock.arrival`: None, because ranks transfer data when they wait."""
-
-    def seconds(self, since: float, marks: Sequence[float]) -> list[float]:
-        """See :meth:`Clock.seconds`."""
         return [mark - since for mark in marks]
 
+    def finish(self) -> None:
+        """Wait until everything issued is computed; the CPU queues nothing."""
 
-class CudaClock:
+
+class CudaClock(Clock):
     """Events on CUDA streams, which give the time of the device: the CPU runs ahead of it."""
 
     def __init__(self, device: torch.device) -> None:
@@ -68,10 +59,14 @@ class CudaClock:
 
     def seconds(self, since: torch.cuda.Event, marks: Sequence[torch.cuda.Event]) -> list[float]:
         """See :meth:`Clock.seconds`."""
-        torch.cuda.synchronize(self._device)
+        self.finish()
         return [since.elapsed_time(mark) / 1e3 for mark in marks]
+
+    def finish(self) -> None:
+        """See :meth:`Clock.finish`."""
+        torch.cuda.synchronize(self._device)
 
 
 def clock_of(device: torch.device) -> Clock:
     """Return the :class:`Clock` for ``device``."""
-    return CudaClock(device) if device.type == "cuda" else CpuClock()
+    return CudaClock(device) if device.type == "cuda" else Clock()

@@ -20,8 +20,7 @@ import torch.distributed as dist
 
 from fullshard.core.comm.board import Board
 from fullshard.core.comm.flight_recorder import Collective, FlightRecorder
-from fullshard.core.comm.peer_memory import OTHER_MACHINE, PeerMemory
-from fullshard.core.comm.peer_works import Joined, PeerMemoryAllReduce, PeerMemoryWork, Poll
+from fullshard.core.comm.peer_memory import OTHER_MACHINE, Joined, PeerMemory, PeerMemoryAllReduce, PeerMemoryWork, Poll
 from fullshard.core.comm.protocol import DONE, ReduceOp, Work
 from fullshard.core.comm.pulse import Pulse
 from fullshard.core.comm.watchdog import WATCHDOG, GroupWatch

@@ -9,7 +9,7 @@ import os
 import socket
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -20,12 +20,10 @@ from torch.distributed.rendezvous import rendezvous
 from fullshard.core.comm.board import Board
 from fullshard.core.comm.flight_recorder import FlightRecorder
 from fullshard.core.comm.gloo import GlooComm
-from fullshard.core.comm.host_sum import HostSum, host_sum_of
 from fullshard.core.comm.placement import SHARED, agree, gpu_of_rank
 from fullshard.core.comm.protocol import DONE, Comm, ReduceOp, Work
 from fullshard.core.comm.pulse import Pulse, end_process
-from fullshard.core.comm.staged import Stage, StagedComm
-from fullshard.core.comm.staging import CudaStaging
+from fullshard.core.comm.staged import CudaStaging, Stage, StagedComm
 from fullshard.core.comm.watchdog import WATCHDOG
 from fullshard.errors import ProcessGroupError
 
@@ -405,3 +403,33 @@ def shutdown() -> None:
     SHARED.gpu, SHARED.ranks = None, 1
     if dist.is_available() and dist.is_initialized():
         dist.destroy_process_group()
+
+
+HostSum = Callable[[torch.Tensor], None]
+"""Adds up an int64 host tensor over the ranks of a group, in place."""
+
+
+def host_sum_of(group: dist.ProcessGroup, timeout: datetime.timedelta) -> HostSum | None:
+    """Make a gloo group of the ranks of ``group``, and return what adds up over it; every rank of the group calls it.
+
+    For ranks that compute on GPUs: such a sum waits for other ranks' Python, and for no device.
+    Not yet run beside NCCL (``tests/gpu/test_engine_gpu.py``).
+
+    Args:
+        group: The group.
+        timeout: How long a rank waits for another one.
+
+    Returns:
+        None if this rank could not join, such as without a network interface for gloo.
+    """
+    ranks = dist.get_process_group_ranks(group)
+    try:
+        made = dist.new_group(ranks, timeout=timeout, backend="gloo", use_local_synchronization=True)
+    except (RuntimeError, ValueError) as error:
+        logging.getLogger("fullshard").warning("no gloo group for small sums, which then wait for the GPU: %s", error)
+        return None
+
+    def add(tensor: torch.Tensor) -> None:
+        dist.all_reduce(tensor, group=made)
+
+    return add

@@ -81,8 +81,6 @@ class _Other:
     """This rank's knowledge of another one, since it has been stuck itself."""
 
     def __init__(self, now: float) -> None:
-        self.count = -1  # number of its last beat
-        self.heard = now  # when that last changed
         self.stopped: float | None = None  # since when its process has been stopped
         self.ticks, self.ran = -1, now  # its processor time, and when that last changed
         self.named = ""  # how it was last named
@@ -101,7 +99,6 @@ class Pulse:
         self.recorder = recorder
         self._board = board
         self._fail = fail
-        self._beats: dict[int, Beat] = {}
         self._others: dict[int, _Other] = {}
         self._count = self._issued = 0
         self._checked = self._moved = self._beaten = float("-inf")
@@ -119,6 +116,7 @@ class Pulse:
         if moved or now - self._checked > ASLEEP_S:
             self._issued, self._moved = self.recorder.last, now
             self._others.clear()
+            self._board.heartbeats.forget(now)
         self._checked = now
         if now - self._beaten < BEAT_S:
             return
@@ -132,7 +130,7 @@ class Pulse:
         stuck = now - self._moved > STUCK_S and not self._failed
         # Rank 0 often holds the store: when its process is stopped, its last beat cannot be read any more.
         watched = self._watched() if stuck else [0]
-        self._beats |= {rank: Beat(*json.loads(text)) for rank, text in self._board.beats(watched).items()}
+        self._board.listen(watched, now)
         if stuck:
             for rank in watched:
                 self._look(rank, now)
@@ -145,10 +143,8 @@ class Pulse:
 
     def _look(self, rank: int, now: float) -> None:
         """Name a rank that others wait for, and fail if it is dead."""
-        other, beat = self._others.setdefault(rank, _Other(now)), self._beats.get(rank)
+        other, beat = self._others.setdefault(rank, _Other(now)), self._beat_of(rank)
         pid = self._board.neighbours().get(rank)
-        if beat is not None and beat.count != other.count:
-            other.count, other.heard = beat.count, now
         ticks = -1 if pid is None else processor_ticks(pid)
         if ticks != other.ticks:
             other.ticks, other.ran = ticks, now
@@ -169,9 +165,13 @@ class Pulse:
             error.transient = True
             self._fail(error)
 
+    def _beat_of(self, rank: int) -> Beat | None:
+        text = self._board.heartbeats.texts.get(rank)
+        return None if text is None else Beat(*json.loads(text))
+
     def _state(self, rank: int, other: _Other, pid: int | None, now: float) -> tuple[str, str, bool]:
         """Return a rank's trouble as a kind and in words, empty if there is none, and whether the rank is dead."""
-        beat, silent_s = self._beats.get(rank), now - other.heard
+        beat, silent_s = self._beat_of(rank), self._board.heartbeats.silent_s(rank, now)
         if other.stopped is not None:
             state = f"the process of rank {rank} ({pid}, on this machine) is stopped; `kill -CONT {pid}` continues it"
             return "stopped", state, now - other.stopped > STOPPED_S

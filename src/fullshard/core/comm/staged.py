@@ -15,12 +15,11 @@ import queue
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from fullshard.core.comm.protocol import Comm, ReduceOp, Work, settle
-from fullshard.core.comm.staging import Staging
 
 STAGE_BYTES = 16 << 20
 """Size of each of the two host buffers of a group; a larger tensor takes several collectives."""
@@ -61,16 +60,8 @@ class Job:
             raise self._error
 
 
-class Jobs(Protocol):
-    """Runs the jobs of one group, one after the other, in the order in which they are submitted."""
-
-    def submit(self, work: Callable[[], None]) -> Job:
-        """Run ``work`` after everything that was submitted before."""
-        ...
-
-
 class JobThread:
-    """The :class:`Jobs` of a group in a thread, which ends with this object."""
+    """Runs the jobs of one group, one after the other, in the order of their submission; ends with this object."""
 
     def __init__(self, settle: Callable[[], None]) -> None:
         """Call ``settle`` after each job, before its tensors are released."""
@@ -80,7 +71,7 @@ class JobThread:
         weakref.finalize(self, self._jobs.put, None)
 
     def submit(self, work: Callable[[], None]) -> Job:
-        """See :meth:`Jobs.submit`."""
+        """Run ``work`` after everything that was submitted before."""
         job = Job(work)
         self._jobs.put(job)
         return job
@@ -105,7 +96,7 @@ class Stage:
         jobs: Runs the group's collectives.
     """
 
-    def __init__(self, staging: Staging, jobs: Jobs | None = None) -> None:
+    def __init__(self, staging: CudaStaging, jobs: JobThread | None = None) -> None:
         """Copy with ``staging``; without ``jobs``, start a thread."""
         self.staging = staging
         self.jobs = jobs or JobThread(staging.settle)
@@ -137,7 +128,7 @@ class Stage:
 class StagedWork:
     """A collective under way in host memory."""
 
-    def __init__(self, staging: Staging, job: Job, marks: list[Any]) -> None:
+    def __init__(self, staging: CudaStaging, job: Job, marks: list[Any]) -> None:
         """Complete when ``job`` and its copies are; ``job`` appends the mark of its copies to ``marks``."""
         self._staging = staging
         self._job: Job | None = job
@@ -308,3 +299,52 @@ def _finish(work: Work) -> None:
     """Wait until a collective in host memory is complete and other ranks have read this one's data."""
     work.wait()
     settle(work)
+
+
+class CudaStaging:
+    """Copies between a CUDA device and page-locked host memory, on a stream of their own. Marks are opaque.
+
+    ``issued`` and ``wait`` are called by the rank's program and concern its current stream. The others are called by
+    the thread that runs collectives and concern the staging stream, which runs copies in order.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        """Copy from and to ``device``; without an index, the current one."""
+        self.device = device if device.index is not None else torch.device("cuda", torch.cuda.current_device())
+        self._side = torch.cuda.Stream(self.device)
+
+    def issued(self) -> torch.cuda.Event:
+        """Return a mark of everything issued to the current stream so far."""
+        return self._mark(torch.cuda.current_stream(self.device))
+
+    def begin(self, mark: torch.cuda.Event) -> None:
+        """Make later copies start after ``mark``."""
+        self._side.wait_event(mark)
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Start copying between tensors of one dtype and size; host tensors come from :meth:`empty_host`."""
+        with torch.cuda.device(self.device), torch.cuda.stream(self._side):
+            target.copy_(source, non_blocking=True)
+
+    def settle(self) -> None:
+        """Wait until all copies so far are complete and the CPU may use their host memory."""
+        self._side.synchronize()
+
+    def copied(self) -> torch.cuda.Event:
+        """Return an event that is reached when all copies issued so far are complete."""
+        return self._mark(self._side)
+
+    def wait(self, mark: torch.cuda.Event) -> None:
+        """Make the current stream wait for the event ``mark``."""
+        torch.cuda.current_stream(self.device).wait_event(mark)
+
+    def empty_host(self, nbytes: int) -> torch.Tensor:
+        """Return ``nbytes`` of page-locked host memory with undefined content."""
+        # Page-locking uses a device: a thread's default is the first one, on which this rank may have nothing.
+        with torch.cuda.device(self.device):
+            return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+
+    def _mark(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
+        event = torch.cuda.Event()
+        event.record(stream)
+        return event

@@ -23,9 +23,8 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol, TypeVar
 
-from fullshard.core.comm.board import Board, Post, RankFailure
+from fullshard.core.comm.board import LINE, Board, Post, RankFailure
 from fullshard.core.comm.flight_recorder import Collective, FlightRecorder, divergence, divergence_text, named
-from fullshard.core.comm.line import LINE
 from fullshard.core.comm.pulse import Pulse
 from fullshard.core.comm.whereabouts import Place, main_thread_place
 from fullshard.errors import MismatchError, ProcessGroupError, UserError

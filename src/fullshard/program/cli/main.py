@@ -30,7 +30,7 @@ from fullshard.program.cli import (
 from fullshard.program.cli.common import add_verb, set_own_parsers
 from fullshard.program.launch import INTERRUPTED_EXIT_CODE, UNREAD_EXIT_CODE, Failure
 from fullshard.program.launch.messages import say
-from fullshard.program.launch.script.peers import waits_for_store
+from fullshard.program.launch.processes import waits_for_store
 from fullshard.program.launch.streams import UnreadOutputError, guard_streams
 from fullshard.version import __version__
 

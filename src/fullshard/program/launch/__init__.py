@@ -2,9 +2,7 @@
 
 from fullshard.program.launch.failure import Failure as Failure
 from fullshard.program.launch.local import (
-    INTERRUPTED_EXIT_CODE as INTERRUPTED_EXIT_CODE,
     NO_NOTICE as NO_NOTICE,
-    STOPPED_EXIT_CODE as STOPPED_EXIT_CODE,
     UNREAD_EXIT_CODE as UNREAD_EXIT_CODE,
     Notice as Notice,
     choose_nproc as choose_nproc,
@@ -13,3 +11,5 @@ from fullshard.program.launch.local import (
     launched_elsewhere as launched_elsewhere,
     rank_command as rank_command,
 )
+from fullshard.program.launch.processes import INTERRUPTED_EXIT_CODE as INTERRUPTED_EXIT_CODE
+from fullshard.program.launch.ranks import STOPPED_EXIT_CODE as STOPPED_EXIT_CODE

@@ -15,10 +15,11 @@ import ctypes
 import json
 import os
 import select
+import signal
 import socket
 import subprocess
+import sys
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from fullshard.errors import ProcessGroupError
@@ -32,9 +33,18 @@ LONGEST_MESSAGE = 1 << 20
 LOOK_SECONDS = 0.5
 """Interval at which the launcher looks for a request to stop while it waits."""
 
-_POLL_SECONDS = 0.01
+LAUNCHER_VARIABLE = "FULLSHARD_LAUNCHER_PID"
+"""Process id of the launcher, by which a rank notices that it has died."""
 
-_PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
+INTERRUPTED_EXIT_CODE = 130
+"""Exit code in shells of a command ended by Ctrl-C: 128 + SIGINT."""
+
+WATCH_THREAD = "fullshard-machines"
+"""Name of the thread that watches other machines."""
+
+_STORE_THREADS = (WATCH_THREAD, "RendezvousKeepAliveTimer")  # the second one is that of torch's c10d rendezvous
+
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 
 
 class ForkServerError(Exception):
@@ -44,16 +54,26 @@ class ForkServerError(Exception):
 class Interpreters:
     """Starter that runs the command in a new process for each rank."""
 
-    def __init__(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
-        """Store the command; nothing is started yet."""
+    def __init__(self, command: Sequence[str], environment: Mapping[str, str], *, piped: bool = False) -> None:
+        """Store the command; nothing is started yet. ``piped``: the launcher reads what ranks print."""
         self._command = list(command)
         self._environment = dict(environment)
+        self._stream = subprocess.PIPE if piped else None
 
-    def start(self, variables: Sequence[Mapping[str, str]], look: Callable[[], None]) -> Iterator[Process]:
-        """Start the ranks in process groups of their own, so that the terminal's Ctrl-C reaches only the launcher."""
+    def start(
+        self, variables: Sequence[Mapping[str, str]], look: Callable[[], None]
+    ) -> Iterator[subprocess.Popen[bytes]]:
+        """Start the ranks in sessions of their own, so that the terminal's Ctrl-C reaches only the launcher."""
         for mine in variables:
             environment = {**self._environment, **mine}
-            yield subprocess.Popen(self._command, env=environment, stdin=subprocess.DEVNULL, process_group=0)
+            yield subprocess.Popen(
+                self._command,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=self._stream,
+                stderr=self._stream,
+                start_new_session=True,
+            )
 
     def close(self) -> None:
         """Do nothing: nothing is left."""
@@ -80,15 +100,25 @@ class ForkServer:
             self._process.wait()
             self._socket.close()
 
-    def start(self, variables: Sequence[Mapping[str, str]], look: Callable[[], None]) -> Iterator[Process]:
-        """Fork the ranks, by a new server if none is running.
+    def start(self, variables: Sequence[Mapping[str, str]], look: Callable[[], None]) -> Iterator[int]:
+        """Fork the ranks, by a new server if none is running; yields process ids of children of this process.
 
         Raises:
             ForkServerError: The server ended, for example by an import error, which it has printed.
         """
         if self._process is None or self._process.poll() is not None:
             self._begin()
-        yield from [Fork(pid) for pid in self._forked(variables, look)]
+        assert self._process is not None
+        assert self._socket is not None
+        answer = b""
+        with _adopting(), contextlib.suppress(ConnectionError):
+            self._socket.send(json.dumps([dict(mine) for mine in variables]).encode())
+            while not select.select([self._socket], [], [], LOOK_SECONDS)[0]:
+                look()
+            answer = self._socket.recv(LONGEST_MESSAGE)
+        if not answer:
+            raise ForkServerError(self._process.wait())
+        yield from json.loads(answer)
 
     def _begin(self) -> None:
         if self._socket is not None:
@@ -105,71 +135,14 @@ class ForkServer:
                 process_group=0,
             )
 
-    def _forked(self, variables: Sequence[Mapping[str, str]], look: Callable[[], None]) -> list[int]:
-        """Return the process ids of new forks, which are children of this process."""
-        assert self._process is not None
-        assert self._socket is not None
-        answer = b""
-        with _adopting(), contextlib.suppress(ConnectionError):
-            self._socket.send(json.dumps([dict(mine) for mine in variables]).encode())
-            while not select.select([self._socket], [], [], LOOK_SECONDS)[0]:
-                look()
-            answer = self._socket.recv(LONGEST_MESSAGE)
-        if not answer:
-            raise ForkServerError(self._process.wait())
-        return json.loads(answer)
 
+def waits_for_store() -> bool:
+    """Return whether a thread of this launcher still calls a store, as after a machine with one was lost.
 
-class Fork:
-    """A child of this process that ``subprocess`` did not start; any thread may wait for it."""
+    No call ends it. If the store's answer, or its absence, comes while Python ends, C++ aborts the process.
+    """
+    return any(thread.name.startswith(_STORE_THREADS) for thread in threading.enumerate())
 
-    def __init__(self, pid: int) -> None:
-        """Take over the child with this process id."""
-        self.pid = pid
-        self.returncode: int | None = None
-        # Reentrant: a signal's handler may send a signal while the main thread checks whether the process has ended.
-        self._lock = threading.RLock()
-
-    def wait(self, timeout: float | None = None) -> int:
-        """Wait until it has ended; return its exit code, or minus the signal that ended it.
-
-        Raises:
-            subprocess.TimeoutExpired: The process is still running after ``timeout`` seconds.
-        """
-        deadline = None if timeout is None else time.monotonic() + timeout
-        while (code := self._poll()) is None:
-            if deadline is None:
-                with contextlib.suppress(ChildProcessError):  # another thread has seen its end
-                    os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
-            elif time.monotonic() >= deadline:
-                raise subprocess.TimeoutExpired([str(self.pid)], timeout or 0.0)
-            else:
-                time.sleep(_POLL_SECONDS)
-        return code
-
-    def _poll(self) -> int | None:
-        with self._lock:
-            if self.returncode is None:
-                try:
-                    # The code is noted before Linux forgets it: a signal's handler may do all of this in the middle.
-                    ended = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-                    if ended is not None:
-                        self.returncode = ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
-                        os.waitpid(self.pid, 0)
-                except ChildProcessError:
-                    if self.returncode is None:
-                        raise
-            return self.returncode
-
-    def send_signal(self, sig: int, /) -> None:
-        """Send a signal if it is still running; under the lock: a reaped process id may belong to another one."""
-        with self._lock:
-            if self._poll() is None:
-                os.kill(self.pid, sig)
-
-
-Process = subprocess.Popen[bytes] | Fork
-"""A rank's process."""
 
 Starter = Interpreters | ForkServer
 """Starts the ranks of each attempt."""
@@ -192,3 +165,12 @@ def _adopting() -> Iterator[None]:
         yield
     finally:
         libc.prctl(_PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
+
+
+def end_with_launcher() -> None:
+    """Make Linux end this rank when the launcher dies, even by SIGKILL. A rank calls this first."""
+    if sys.platform == "linux" and LAUNCHER_VARIABLE in os.environ:
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+        # The launcher may have died while this rank was importing, which takes seconds; then no signal comes.
+        if os.getppid() != int(os.environ[LAUNCHER_VARIABLE]):
+            os._exit(INTERRUPTED_EXIT_CODE)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fullshard.core.comm import Mesh, SoloComm, device_of
-from fullshard.core.comm.device import CpuDevice
+from fullshard.core.comm.device import Device
 from fullshard.core.engine.step.agreement import Agreement
 from fullshard.core.testing import RecordingComm, run_ranks
 from fullshard.errors import MismatchError
@@ -125,7 +125,7 @@ def test_where_the_device_is_not_waited_for_the_error_tells_that_optimizers_may_
     assert ("gave optimizers different parameters" in str(told.value)) is bool(claims)
 
 
-class QueueingDevice(CpuDevice):
+class QueueingDevice(Device):
     """The CPU, of which it is said that reading a number waits; ``waits`` has the step of each number that was read."""
 
     queues = True

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from fullshard.core.comm import Mesh, SoloComm
-from fullshard.core.comm.device import CpuDevice
+from fullshard.core.comm.device import Device
 from fullshard.core.engine.step import lane as lane_module
 from fullshard.core.engine.step.buffers import Account
 from fullshard.core.engine.step.lane import Lane, LaneState
@@ -27,7 +27,7 @@ def lane_of(comm, **changes):
         "trainable": True,
         "replicated": False,
         "pinned": False,
-        "device": CpuDevice(CPU),
+        "device": Device(CPU),
         "account": Account(),
     }
     lane = Lane(layout, Mesh(comm, SoloComm(CPU)), torch.arange(low, high).float(), **(options | changes))

@@ -17,8 +17,7 @@ import socket
 import sys
 from collections.abc import Mapping
 
-from fullshard.program.launch.local import end_with_launcher
-from fullshard.program.launch.processes import LONGEST_MESSAGE
+from fullshard.program.launch.processes import LONGEST_MESSAGE, end_with_launcher
 from fullshard.program.launch.streams import guard_streams
 
 
@@ -76,8 +75,15 @@ def _serve(launcher: socket.socket) -> Mapping[str, str] | None:
                 if pid == 0:
                     for end in (told, tell, go):
                         os.close(end)
-                    _begin(wait)
+                    if not os.read(
+                        wait, 1
+                    ):  # a rank begins when the launcher knows of it, and ends if this dies before
+                        os.kill(os.getpid(), signal.SIGKILL)
+                    os.close(wait)
                     return variables
+                # Before the launcher knows of it: Ctrl-C of the terminal reaches only the launcher, which signals
+                # the groups of ranks.
+                os.setpgid(pid, pid)
                 pids.append(pid)
             os.write(tell, json.dumps(pids).encode())
             os._exit(0)
@@ -92,14 +98,6 @@ def _serve(launcher: socket.socket) -> Mapping[str, str] | None:
         for end in (told, go):
             os.close(end)
     return None
-
-
-def _begin(wait: int) -> None:
-    """Make this process a rank as soon as the launcher knows of it; end it if the server dies before."""
-    os.setpgid(0, 0)  # so that the terminal's Ctrl-C reaches only the launcher
-    if not os.read(wait, 1):
-        os.kill(os.getpid(), signal.SIGKILL)
-    os.close(wait)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,8 @@ from transformers.utils import logging
 from fullshard.core.comm import ENDINGS, announce_failure
 from fullshard.errors import DataError, RunStopped
 from fullshard.program.launch.failure import FAILURE_FILE_VARIABLE, Failure
-from fullshard.program.launch.local import INTERRUPTED_EXIT_CODE, UNREAD_EXIT_CODE, end_with_launcher
+from fullshard.program.launch.local import UNREAD_EXIT_CODE
+from fullshard.program.launch.processes import INTERRUPTED_EXIT_CODE, end_with_launcher
 from fullshard.program.launch.streams import UnreadOutputError, guard_streams
 
 

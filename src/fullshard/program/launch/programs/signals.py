@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any, Self
 
 from fullshard.program.launch.failure import is_ending, report_saving
-from fullshard.program.launch.local import INTERRUPTED_EXIT_CODE, NOTICES, STOP_SIGNALS, heard_signals
+from fullshard.program.launch.processes import INTERRUPTED_EXIT_CODE
+from fullshard.program.launch.ranks import NOTICES, STOP_SIGNALS, heard_signals
 from fullshard.program.train import StopRequest
 
 SAME_REQUEST_SECONDS = 1.0

@@ -1,198 +1,220 @@
-"""Torchrun's elastic agent with fullshard's own processes.
+"""The rounds of a script's run: machines meet, each starts its ranks, and all start again after one has failed.
 
-Torch's agent runs the rendezvous, numbers the ranks and restarts them. Processes are fullshard's, and so is what
-torch's agent lacks: it names missing machines, and ends a machine with a reason if another one fails or is lost.
+Torch's elastic agent does the same for one kind of worker. Here a missing machine is named, and a machine ends with a
+reason if another one fails or is lost.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import signal
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import Any
 
-from torch.distributed import DistError, Store, TCPStore  # type: ignore[attr-defined]
-from torch.distributed.elastic.agent.server.api import (
-    RunResult,
-    SimpleElasticAgent,
-    WorkerGroup,
-    WorkerSpec,
-    WorkerState,
+from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]
+from torch.distributed.elastic.rendezvous import (
+    RendezvousClosedError,
+    RendezvousError,
+    RendezvousGracefulExitError,
+    RendezvousTimeoutError,
 )
-from torch.distributed.elastic.multiprocessing import SignalException
-from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousError, RendezvousTimeoutError
 
 from fullshard.errors import ProcessGroupError
 from fullshard.program.launch.attempts import last_note, pause_s
 from fullshard.program.launch.failure import Failure, brief
-from fullshard.program.launch.local import NOTICES, STOP_SIGNALS
+from fullshard.program.launch.output import Output
+from fullshard.program.launch.ranks import Ranks, StopAsked
 from fullshard.program.launch.script.machines import MachinePlan
-from fullshard.program.launch.script.output import Output
 from fullshard.program.launch.script.peers import DOUBT_SECONDS, MachineEnded, PeerMonitor, RunFailure, lost_connection
 from fullshard.program.launch.script.rendezvous import (
     STORE_TIME,
-    Rendezvous,
+    DynamicRendezvous,
+    Round,
     StaticRendezvous,
-    address_towards,
     first_line,
     make_rendezvous,
 )
-from fullshard.program.launch.script.workers import Workers
 from fullshard.variables import ATTEMPT_VARIABLE, RESTARTS_VARIABLE
 
 _LOOK_SECONDS = 0.1
 
 
-class ScriptAgent(SimpleElasticAgent):
-    """Torch's agent with fullshard's workers.
+class Agent:
+    """Runs a script's ranks on this machine.
 
     Attributes:
-        run_failure: The failure that ended the run, reported by another machine or by this one to the others.
+        failed: The failure that ended a run of several machines, on another machine or on this one; None: none has.
+        signal: The signal that ended this launcher, or None.
     """
 
-    def __init__(self, spec: WorkerSpec, workers: Workers, output: Output, *, hosts: bool) -> None:
-        """Run ``workers`` as set in ``spec``; ``hosts``: the store of all machines runs in this process."""
-        super().__init__(spec)
-        self.run_failure: RunFailure | None = None
-        self._own = workers
+    def __init__(
+        self, plan: MachinePlan, ranks: Ranks, output: Output, kept: Path, *, max_restarts: int, timeout_s: float
+    ) -> None:
+        """Prepare; nothing is started yet.
+
+        Args:
+            plan: The machines.
+            ranks: The ranks.
+            output: Prints the launcher's messages.
+            kept: The directory that outlives the ranks, where rank 0 notes what it has saved.
+            max_restarts: How many times to restart all ranks after one has failed.
+            timeout_s: Seconds to wait for all machines.
+        """
+        self.failed: RunFailure | None = None
+        self.signal: signal.Signals | None = None
+        self._plan = plan
+        self._ranks = ranks
         self._output = output
+        self._kept = kept
+        self._most = max_restarts
+        self._timeout_s = timeout_s
         self._failed_times = 0
         self._starts = 0
-        self._hosts = hosts
+        self._rendezvous: StaticRendezvous | DynamicRendezvous | None = None
         self._monitor: PeerMonitor | None = None
         self._rank_store: TCPStore | None = None
 
-    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        spec = worker_group.spec
-        store: Any = worker_group.store
-        machine: Any = worker_group.group_rank
-        machines: Any = worker_group.group_world_size
-        attempt = self._attempt(store, machine, machines)
+    def run(self) -> None:
+        """Run the ranks until they end.
+
+        Raises:
+            ProcessGroupError: Not all machines arrived, or the connection to their store was lost.
+        """
+        try:
+            self._rendezvous = make_rendezvous(self._plan, self._timeout_s, self._saved)
+            self._run_to_end()
+            self._leave()
+            self._rendezvous.close()
+        except MachineEnded as ended:
+            self.failed = ended.failed
+            self._leave()
+        except StopAsked as asked:
+            self.signal = asked.number
+            self._ranks.ask(asked.number)
+            self._ranks.stop()
+            self._post_stop(asked.number)
+            self._leave()
+        except (RendezvousError, DistError) as error:
+            raise ProcessGroupError(self._rendezvous_error(error)) from error
+        finally:
+            self._ranks.stop()
+
+    def _run_to_end(self) -> None:
+        try:
+            self._begin()
+            while not self._is_over():
+                self._ranks.wait(_LOOK_SECONDS)
+        except RendezvousGracefulExitError:
+            pass
+        finally:
+            if not self._ranks.asked:  # otherwise they may save
+                self._ranks.stop()
+
+    def _begin(self) -> None:
+        """Meet the other machines and start the ranks."""
+        assert self._rendezvous is not None
+        while True:
+            try:
+                self._start(self._rendezvous.next_round(), hosts=self._rendezvous.hosts)
+                return
+            except DistError as error:  # a machine was lost after all had met
+                if self._failed_times >= self._most:
+                    raise
+                self._count_restart(Failure.of(error))
+
+    def _start(self, meeting: Round, *, hosts: bool) -> None:
+        store, machine, machines = meeting.store, meeting.machine, len(meeting.names)
+        # A machine that was itself started again learns from the others how often ranks were started before.
+        store.set(f"machine/{machine}", json.dumps([self._starts, self._plan.nproc]))
+        told = [json.loads(store.get(f"machine/{number}")) for number in range(machines)]
+        attempt = max(starts for starts, _ in told)
+        self._starts = attempt + 1
+        counts = [count for _, count in told]
         common = {
             "GROUP_RANK": machine,
             "GROUP_WORLD_SIZE": machines,
-            "LOCAL_WORLD_SIZE": spec.local_world_size,
-            "ROLE_NAME": spec.role,
-            "MASTER_ADDR": worker_group.master_addr,
-            "MASTER_PORT": self._port(worker_group, attempt),
+            "LOCAL_WORLD_SIZE": self._plan.nproc,
+            "WORLD_SIZE": sum(counts),
+            "ROLE_NAME": "default",
+            "ROLE_WORLD_SIZE": sum(counts),
+            "MASTER_ADDR": meeting.address,
+            "MASTER_PORT": self._port(meeting, attempt),
             "TORCHELASTIC_RESTART_COUNT": attempt,
-            "TORCHELASTIC_MAX_RESTARTS": spec.max_restarts,
-            "TORCHELASTIC_RUN_ID": spec.rdzv_handler.get_run_id(),
-            "TORCHELASTIC_USE_AGENT_STORE": spec.rdzv_handler.use_agent_store,
+            "TORCHELASTIC_MAX_RESTARTS": self._most,
+            "TORCHELASTIC_RUN_ID": self._plan.run_id,
+            "TORCHELASTIC_USE_AGENT_STORE": meeting.shares_store,
             ATTEMPT_VARIABLE: attempt,
         }
         if machines == 1:  # of several, each counts the restarts after failures of its own
-            common[RESTARTS_VARIABLE] = self._remaining_restarts
-        environments = {
-            worker.local_rank: {name: str(value) for name, value in common.items()}
-            | {
-                "RANK": str(worker.global_rank),
-                "LOCAL_RANK": str(worker.local_rank),
-                "WORLD_SIZE": str(worker.world_size),
-                "ROLE_RANK": str(worker.role_rank),
-                "ROLE_WORLD_SIZE": str(worker.role_world_size),
-            }
-            for worker in worker_group.workers
-        }
+            common[RESTARTS_VARIABLE] = self._most - self._failed_times
+        environments = []
+        for local_rank in range(self._plan.nproc):
+            rank = sum(counts[:machine]) + local_rank
+            numbers = {"RANK": rank, "ROLE_RANK": rank, "LOCAL_RANK": local_rank}
+            environments.append({name: str(value) for name, value in {**common, **numbers}.items()})
         if machines > 1:
-            self._monitor = PeerMonitor(store, machine, self._machines(machines), hosts=self._hosts)
-        return self._own.start(environments)
+            self._monitor = PeerMonitor(store, machine, meeting.names, hosts=hosts)
+        self._ranks.start(environments)
 
-    def _attempt(self, store: Store, machine: int, machines: int) -> int:
-        """Return how often ranks were started before; a machine that was itself started again learns it from others."""
-        store.set(f"starts/{machine}", str(self._starts))
-        attempt = max(int(store.get(f"starts/{number}")) for number in range(machines))
-        self._starts = attempt + 1
-        return attempt
-
-    def _port(self, worker_group: WorkerGroup, attempt: int) -> int:
+    def _port(self, meeting: Round, attempt: int) -> int:
         """Return the port of the ranks' store; a new one after a restart, since the old store has stale entries."""
-        store: Any = worker_group.store
-        port: Any = worker_group.master_port
         if attempt == 0:
-            return port
-        if worker_group.group_rank == 0:
+            return meeting.port
+        if meeting.machine == 0:
             # The old store stays, because the machines still use it.
             self._rank_store = TCPStore("127.0.0.1", 0, is_master=True, timeout=STORE_TIME, wait_for_workers=False)
-            store.set("port", str(self._rank_store.port))
-        return int(store.get("port"))
+            meeting.store.set("port", str(self._rank_store.port))
+        return int(meeting.store.get("port"))
 
-    def _machines(self, count: int) -> list[str]:
-        handler = self._worker_group.spec.rdzv_handler
-        return handler.machines if isinstance(handler, StaticRendezvous) else [f"machine {n}" for n in range(count)]
-
-    def _stop_workers(self, worker_group: WorkerGroup, **_: Any) -> None:
-        self._own.stop()
-
-    def _shutdown(self, death_sig: signal.Signals | None = None, **_: Any) -> None:
-        """End the ranks; ``death_sig`` is the signal that this launcher received, which lets them save."""
-        if death_sig is None:
-            self._own.stop()
-        else:
-            self._own.stop(death_sig, saves=True)
-
-    def _restart_workers(self, worker_group: WorkerGroup) -> None:
-        self._own.stop()
+    def _restart(self) -> None:
+        self._ranks.stop()
         if self._monitor is not None:
             self._monitor.stop()
             self._monitor = None
         time.sleep(pause_s(self._failed_times))  # machines whose ranks have not failed wait for this one
-        super()._restart_workers(worker_group)  # type: ignore[call-arg]  # torch decorates it without types
+        self._begin()
 
-    def _initialize_workers(self, worker_group: WorkerGroup) -> None:
-        while True:
-            try:
-                super()._initialize_workers(worker_group)  # type: ignore[call-arg]  # torch decorates it without types
-                return
-            except DistError as error:  # a machine was lost after all had met
-                if self._failed_times >= worker_group.spec.max_restarts:
-                    raise
-                self._failed_times += 1
-                self._remaining_restarts -= 1  # torch's own count, which ends the run
-                self._print_restart(Failure.of(error))
-
-    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        if self._own.any_failed():
-            return self._failed()
-        if self._own.all_ended():
-            if self._monitor is None or self._monitor.over:
-                return RunResult(WorkerState.SUCCEEDED, return_values=dict.fromkeys(self._own.ranks))
-            self._monitor.done()  # keep running: the ranks' store may be on this machine, and others still need it
-        failed = None if self._monitor is None else self._monitor.failure()
+    def _is_over(self) -> bool:
+        """Look for what has happened, and restart the ranks if necessary; return True if the run has ended."""
+        assert self._rendezvous is not None
+        if self._ranks.any_failed():
+            return self._ends_after_failure()
+        monitor = self._monitor
+        if self._ranks.all_ended():
+            if monitor is None or monitor.over:
+                return True
+            monitor.done()  # keep running: the ranks' store may be on this machine, and others still need it
+        failed = None if monitor is None else monitor.failure()
         if failed is not None:
-            self._raise_or_restart(failed)
-            return RunResult(WorkerState.UNHEALTHY)
-        if self._monitor is not None and self._monitor.restart_requested:
-            self._restart_workers(worker_group)
-        return RunResult(WorkerState.HEALTHY)
+            # Ranks restart if the other machine was only lost.
+            if failed.failure.rank is not None or self._failed_times >= self._most:
+                raise MachineEnded(failed)
+            self._count_restart(failed.failure)
+            self._restart()
+        elif (monitor is not None and monitor.restart_requested) or self._rendezvous.waiting():
+            self._restart()
+        return False
 
-    def _failed(self) -> RunResult:
+    def _ends_after_failure(self) -> bool:
         """End the other ranks after one of this machine failed; if there is no restart, the other machines too.
 
         A rank that was stopped and has saved ends the run: whoever stopped it wants the machine. So does an error of
         fullshard's programs that would come again.
         """
-        self._own.stop()
-        failure = self._own.failures()[0]
-        if not failure.may_pass:
-            self._remaining_restarts = 0  # torch's agent restarts while some remain
-            if self._monitor is not None:
-                self.run_failure = self._post(self._monitor, failure)
-            return RunResult(WorkerState.FAILED)
-        self._failed_times += 1
-        if self._failed_times <= self._worker_group.spec.max_restarts:
-            self._print_restart(failure)
-        elif self._monitor is not None:
-            self.run_failure = self._post(self._monitor, failure)
-        return RunResult(WorkerState.FAILED)
+        self._ranks.stop()
+        failure = self._ranks.failures()[0]
+        if failure.may_pass and self._failed_times < self._most:
+            self._count_restart(failure)
+            self._restart()
+            return False
+        if self._monitor is not None:
+            self.failed = self._post(self._monitor, failure)
+        return True
 
-    def _print_restart(self, failure: Failure) -> None:
-        most = self._worker_group.spec.max_restarts
-        self._output.say(f"fullshard: {brief(failure)}; restart {self._failed_times} of {most}")
+    def _count_restart(self, failure: Failure) -> None:
+        self._failed_times += 1
+        self._output.say(f"fullshard: {brief(failure)}; restart {self._failed_times} of {self._most}")
 
     def _post(self, monitor: PeerMonitor, failure: Failure) -> RunFailure:
         """Report a failure to the other machines, unless one of them was first and this rank only lost it."""
@@ -204,140 +226,37 @@ class ScriptAgent(SimpleElasticAgent):
             time.sleep(_LOOK_SECONDS)
         return monitor.post(RunFailure(failure, monitor.here))
 
-    def _raise_or_restart(self, failed: RunFailure) -> None:
-        """End this machine after another one failed, or restart the ranks if that one was only lost."""
-        lost = failed.failure.rank is None
-        if not lost or self._failed_times >= self._worker_group.spec.max_restarts:
-            self.run_failure = failed
-            raise MachineEnded(failed)
-        self._failed_times += 1
-        self._print_restart(failed.failure)
+    def _post_stop(self, number: signal.Signals) -> None:
+        """Report to the other machines that a signal ended this one, or that its ranks have saved and stopped."""
+        if self._monitor is not None:
+            here = self._monitor.here
+            message = f"{here} was stopped by {number.name}."
+            failure = Failure(None, "Interrupted", message, None, 128 + number, time.time())
+            saved = [one for one in self._ranks.failures()[:1] if one.stopped is not None]
+            self._monitor.post(RunFailure(saved[0] if saved else failure, here))
 
-    def _exit_barrier(self) -> None:
-        """Do nothing: ranks count as ended when those of all machines have."""
-
-    def leave(self) -> None:
-        """Let the other machines read how the run ended."""
+    def _leave(self) -> None:
+        """Let the other machines read how the run ended; a request to stop comes too late now."""
+        self._ranks.asked = True
         if self._monitor is not None:
             self._monitor.leave()
 
-    def interrupted(self, number: signal.Signals) -> None:
-        """Report to the other machines that a signal ended this one, or that its ranks have saved and stopped."""
-        if self._monitor is not None:
-            saved = next((failure for failure in self._own.failures()[:1] if failure.stopped is not None), None)
-            if saved is not None:
-                self._monitor.post(RunFailure(saved, self._monitor.here))
-                return
-            message = f"{self._monitor.here} was stopped by {number.name}."
-            failure = Failure(None, "Interrupted", message, None, 128 + number, time.time())
-            self._monitor.post(RunFailure(failure, self._monitor.here))
+    def _saved(self) -> int | None:
+        """Return the step of the newest checkpoint that rank 0 recorded on this machine; None if there is no record."""
+        noted = last_note(self._kept)
+        return None if noted is None else noted.saved
 
-
-@contextlib.contextmanager
-def raised_signals(workers: Workers) -> Iterator[None]:
-    """Raise torch's SignalException on Ctrl-C, SIGTERM, SIGHUP and SIGUSR1 inside; on a second one kill the ranks.
-
-    Notices (:data:`~fullshard.program.launch.local.NOTICES`) count neither as first nor as second.
-    While ranks are being started, the exception is raised when all have been.
-    """
-    raised, counted = False, 0
-
-    def handle(number: int, _frame: object) -> None:
-        nonlocal raised, counted
-        counted += number not in NOTICES
-        if raised:
-            if counted > 1:
-                workers.kill()
-            return
-        raised = True
-        error = SignalException(f"received {signal.Signals(number).name}", signal.Signals(number))
-        if not workers.hold(error):
-            raise error
-
-    before: dict[int, Any] = {}
-    for number in STOP_SIGNALS:
-        if signal.getsignal(number) is not signal.SIG_IGN:  # ignored under nohup, for example
-            before[number] = signal.signal(number, handle)
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-@dataclass(frozen=True)
-class AgentEnd:
-    """How a run ended on this machine, in addition to the failures of its ranks."""
-
-    ranks: list[int]  # numbers of the ranks of this machine
-    # the failure shared by several machines; None if there was none, or there is one machine
-    failed: RunFailure | None = None
-    signal: signal.Signals | None = None  # the signal that ended this launcher, or None
-
-
-def run_agent(
-    plan: MachinePlan, workers: Workers, output: Output, kept: Path, *, max_restarts: int, timeout_s: float
-) -> AgentEnd:
-    """Run a script's ranks on this machine until they end.
-
-    Args:
-        plan: The machines.
-        workers: The ranks.
-        output: Prints the launcher's messages.
-        kept: The directory that outlives the ranks, where rank 0 notes what it has saved.
-        max_restarts: How many times to restart all ranks after one has failed.
-        timeout_s: Seconds to wait for all machines.
-
-    Raises:
-        ProcessGroupError: Not all machines arrived, or the connection to their store was lost.
-    """
-    agent: ScriptAgent | None = None
-    with raised_signals(workers):
-        try:
-            rendezvous = make_rendezvous(plan, timeout_s, partial(_saved, kept))
-            spec = WorkerSpec(
-                role="default",
-                local_world_size=plan.nproc,
-                entrypoint="fullshard launch",
-                rdzv_handler=rendezvous.handler,
-                max_restarts=max_restarts,
-                monitor_interval=_LOOK_SECONDS,
-                local_addr=address_towards(plan.host, plan.port),
-            )
-            agent = ScriptAgent(spec, workers, output, hosts=rendezvous.hosts)
-            try:
-                agent.run()
-            except (RendezvousError, DistError) as error:
-                raise ProcessGroupError(_rendezvous_error(plan, error, rendezvous, timeout_s)) from error
-            agent.leave()
-            rendezvous.handler.shutdown()
-        except MachineEnded as ended:
-            if agent is not None:
-                agent.leave()
-            return AgentEnd(workers.ranks, ended.failed)
-        except SignalException as received:
-            if agent is not None:
-                agent.interrupted(received.sigval)
-                agent.leave()
-            return AgentEnd(workers.ranks, None, received.sigval)
-    return AgentEnd(workers.ranks, agent.run_failure)
-
-
-def _saved(kept: Path) -> int | None:
-    """Return the step of the newest checkpoint that rank 0 recorded on this machine; None if there is no record."""
-    noted = last_note(kept)
-    return None if noted is None else noted.saved
-
-
-def _rendezvous_error(plan: MachinePlan, error: Exception, rendezvous: Rendezvous, timeout_s: float) -> str:
-    """Return the message for a rendezvous that failed, or whose store was lost."""
-    if isinstance(error, RendezvousTimeoutError):
-        with contextlib.suppress(RuntimeError):
-            return (
-                f"{rendezvous.joined()} of {plan.nnodes} machines arrived at {plan.place} within {timeout_s:.0f} s. "
-                "Start `fullshard launch` on the others with the same --rdzv_endpoint and --rdzv_id, or wait longer "
-                "with --rdzv_timeout."
-            )
-    if isinstance(error, RendezvousClosedError):
-        return f"The run {plan.run_id!r} at {plan.place} is over: start it again with another --rdzv_id."
-    return f"{plan.place}, where the machines meet, no longer answers ({first_line(error)}). See that machine's output."
+    def _rendezvous_error(self, error: Exception) -> str:
+        """Return the message for a rendezvous that failed, or whose store was lost."""
+        plan = self._plan
+        if isinstance(error, RendezvousTimeoutError) and self._rendezvous is not None:
+            with contextlib.suppress(RuntimeError):
+                return (
+                    f"{self._rendezvous.joined()} of {plan.nnodes} machines arrived at {plan.place} within "
+                    f"{self._timeout_s:.0f} s. Start `fullshard launch` on the others with the same --rdzv_endpoint "
+                    "and --rdzv_id, or wait longer with --rdzv_timeout."
+                )
+        if isinstance(error, RendezvousClosedError):
+            return f"The run {plan.run_id!r} at {plan.place} is over: start it again with another --rdzv_id."
+        reason = first_line(error)
+        return f"{plan.place}, where the machines meet, no longer answers ({reason}). See that machine's output."

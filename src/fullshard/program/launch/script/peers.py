@@ -8,13 +8,13 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING
 
+from torch.distributed import Store  # type: ignore[attr-defined]
+
+from fullshard.core.comm.board import Heartbeats
 from fullshard.errors import ProcessGroupError
 from fullshard.program.launch.failure import Failure
-
-if TYPE_CHECKING:
-    from torch.distributed import Store  # type: ignore[attr-defined]
+from fullshard.program.launch.processes import WATCH_THREAD
 
 BEAT_SECONDS = 0.5
 """Interval of a machine's heartbeat."""
@@ -27,9 +27,6 @@ DOUBT_SECONDS = 4.0
 
 LEAVE_SECONDS = 5.0
 """Time that the machine with the store waits for the others to read how the run ended."""
-
-_WATCH_THREAD = "fullshard-machines"
-_STORE_THREADS = (_WATCH_THREAD, "RendezvousKeepAliveTimer")  # the second one is that of torch's c10d rendezvous
 
 _LOST_CONNECTION = (
     "connection closed by peer",
@@ -83,14 +80,6 @@ def post_failure(store: Store, failed: RunFailure) -> RunFailure:
     return RunFailure(Failure(**stored["failure"]), stored["machine"])
 
 
-def waits_for_store() -> bool:
-    """Return whether a thread of this process still calls a store, as after a machine with one was lost.
-
-    No call ends it. If the store's answer, or its absence, comes while Python ends, C++ aborts the process.
-    """
-    return any(thread.name.startswith(_STORE_THREADS) for thread in threading.enumerate())
-
-
 class PeerMonitor:
     """Thread that sends this machine's heartbeat and watches the others while one set of ranks runs.
 
@@ -117,19 +106,17 @@ class PeerMonitor:
         self._failed: RunFailure | None = None
         self._over = False
         self._ended = threading.Event()
-        now = time.monotonic()
-        self._store_seen = now
-        self._beats: dict[int, tuple[bytes, float]] = {}
-        self._started = now
+        self._store_seen = time.monotonic()
+        self._heartbeats = Heartbeats(store, number, self._store_seen)
         # Only with the static rendezvous machine 0 has the store, so its silence is not always the store's.
         self._watched = range(1, len(machines)) if number == 0 else range(1)
-        self._thread = threading.Thread(target=self._run, name=_WATCH_THREAD, daemon=True)
+        self._thread = threading.Thread(target=self._run, name=WATCH_THREAD, daemon=True)
         self._thread.start()
 
     @property
     def here(self) -> str:
         """Name of this machine, for messages."""
-        return self._name(self._number)
+        return self._machines[self._number]
 
     @property
     def over(self) -> bool:
@@ -144,9 +131,8 @@ class PeerMonitor:
         if now - self._store_seen > silence:
             return self._lost(0, now - self._store_seen)
         for number in self._watched:
-            seen = self._beats.get(number, (b"", self._started))[1]
-            if now - seen > silence:
-                return self.post(self._lost(number, now - seen))
+            if (silent_s := self._heartbeats.silent_s(number, now)) > silence:
+                return self.post(self._lost(number, silent_s))
         return None
 
     def post(self, failed: RunFailure) -> RunFailure:
@@ -178,13 +164,10 @@ class PeerMonitor:
                 time.sleep(0.05)
                 left = self._store.add("left", 0)
 
-    def _name(self, number: int) -> str:
-        return self._machines[number]
-
     def _lost(self, number: int, seconds: float) -> RunFailure:
         message = (
-            f"{self._name(number)} has sent no heartbeat for {seconds:.0f} s: it is off, cut off from the network, or "
-            "its `fullshard launch` was killed. Look at its output."
+            f"{self._machines[number]} has sent no heartbeat for {seconds:.0f} s: it is off, cut off from the network, "
+            "or its `fullshard launch` was killed. Look at its output."
         )
         failure = Failure(None, ProcessGroupError.__name__, message, None, ProcessGroupError.exit_code, time.time())
         return RunFailure(failure, self.here)
@@ -195,22 +178,13 @@ class PeerMonitor:
         with contextlib.suppress(RuntimeError, ValueError):
             while not self._ended.wait(BEAT_SECONDS if beat else 0.0):
                 beat += 1
-                self._store.set(f"beat/{self._number}", str(beat))
-                self._check()
+                self._heartbeats.beat(str(beat))
+                self._heartbeats.listen(self._watched, time.monotonic())
+                if self._number == 0 and self._store.check([f"done/{number}" for number in range(len(self._machines))]):
+                    self._store.set("over", "1")
                 self._over = self._over or self._store.check(["over"])
                 self.restart_requested = self._store.check(["next"])
                 stored = read_failure(self._store)
                 if stored is not None:  # None may be older than a failure that post() has written since
                     self._failed = stored
                 self._store_seen = time.monotonic()
-
-    def _check(self) -> None:
-        """Check heartbeats, and on machine 0 whether the ranks of all machines have ended."""
-        for number in self._watched:
-            key = f"beat/{number}"
-            beat = self._store.get(key) if self._store.check([key]) else b""
-            if beat != self._beats.get(number, (b"", 0.0))[0]:
-                self._beats[number] = (beat, time.monotonic())
-        done = [f"done/{number}" for number in range(len(self._machines))]
-        if self._number == 0 and self._store.check(done):
-            self._store.set("over", "1")

@@ -1,6 +1,7 @@
 """The rendezvous of machines: torch's c10d, and a static one for machines with fixed numbers.
 
-In the static one each machine writes its card to a shared store and waits for those of the others.
+In the static one each machine writes its card to a shared store and waits for those of the others. Both have rounds,
+one for each start of the ranks.
 """
 
 from __future__ import annotations
@@ -13,22 +14,20 @@ import socket
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch.distributed import DistError, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.rendezvous import (
     RendezvousError,
     RendezvousHandler,
-    RendezvousInfo,
     RendezvousParameters,
     RendezvousStoreInfo,
 )
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_backend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
-from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
+from fullshard.core.comm.board import Heartbeats
 from fullshard.errors import ProcessGroupError
 from fullshard.program.launch.failure import Failure
 from fullshard.program.launch.messages import say
@@ -145,12 +144,13 @@ def _beats(store: Store, number: int) -> bool:
     """Return True if the machine with a number sends heartbeats after it has shown its card."""
     seconds = _ALIVE_BEATS * peers.BEAT_SECONDS
     say(f"a launcher with --node_rank {number} was here before; waiting {seconds:g} s to see if it still runs")
-    key = f"beat/{number}"
-    first = store.get(key) if store.check([key]) else b""
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
+    heartbeats = Heartbeats(store, number, now := time.monotonic())
+    heartbeats.listen([number], now)
+    first, deadline = heartbeats.texts.get(number), now + seconds
+    while (now := time.monotonic()) < deadline:
         time.sleep(_LOOK_SECONDS)
-        if store.check([key]) and store.get(key) != first:
+        heartbeats.listen([number], now)
+        if heartbeats.texts.get(number) != first:
             return True
     return False
 
@@ -198,6 +198,7 @@ def _missing(store: Store, plan: MachinePlan) -> list[int]:
 def _cards(store: Store, plan: MachinePlan, timeout_s: float, former: Store | None) -> list[Card] | None:
     """Wait for the cards of all machines; return them by number, or None if the next rendezvous has begun."""
     started = beaten = time.monotonic()
+    heartbeats = Heartbeats(store, plan.node_rank, started)
     while missing := _missing(store, plan):
         if store.check(["next"]):
             return None
@@ -212,7 +213,7 @@ def _cards(store: Store, plan: MachinePlan, timeout_s: float, former: Store | No
             raise ProcessGroupError(_missing_text(plan, missing, timeout_s))
         if now - beaten >= peers.BEAT_SECONDS:
             beaten = now
-            store.set(f"beat/{plan.node_rank}", f"waits {now}")
+            heartbeats.beat(f"waits {now}")
         time.sleep(_LOOK_SECONDS)
     return [json.loads(store.get(f"card/{number}")) for number in range(plan.nnodes.most)]
 
@@ -244,24 +245,37 @@ STORE_TIME = timedelta(seconds=60)
 """Timeout of one operation on the store."""
 
 
-class StaticRendezvous(StaticTCPRendezvous):
-    """Machines with fixed numbers meet at machine 0; one round per start of the ranks.
+class Round(NamedTuple):
+    """The machines that start ranks together."""
+
+    store: Store  # of this round
+    machine: int  # number of this machine
+    names: list[str]  # of all machines, for messages
+    address: str  # of machine 0
+    port: int  # there, of the ranks' store
+    shares_store: bool = True  # whether a launcher runs the ranks' store
+
+
+class StaticRendezvous:
+    """Machines with fixed numbers meet at machine 0.
 
     The store counts the rounds: a machine that is started again, or whose store was lost with machine 0, joins the
-    newest one. Ranks use the store too, since its port is already bound. Machines end by the failures that they
-    exchange, and the agent looks for others by its :class:`PeerMonitor`: the rest of torch's class is enough.
+    newest one. Ranks use the store too, since its port is already bound.
+
+    Attributes:
+        hosts: True if the store runs in this process.
     """
 
     def __init__(self, plan: MachinePlan, timeout_s: float) -> None:
         """Meet as set in ``plan``, within ``timeout_s`` seconds per round."""
-        super().__init__(plan.host, plan.port, plan.node_rank, plan.nnodes.most, plan.run_id, int(timeout_s))
+        self.hosts = plan.node_rank == 0
         self._plan = plan
         self._timeout_s = timeout_s
         self._rounds: TCPStore | None = None
         self._card = make_card(plan)
-        self.machines: list[str] = []
+        self._names: list[str] = []
 
-    def next_rendezvous(self) -> RendezvousInfo:
+    def next_round(self) -> Round:
         """Wait for all machines.
 
         Raises:
@@ -272,19 +286,29 @@ class StaticRendezvous(StaticTCPRendezvous):
             try:
                 return self._meet(deadline)
             except DistError:  # machine 0 was lost meanwhile, or cut off
-                if self._plan.node_rank == 0 or time.monotonic() > deadline:
+                if self.hosts or time.monotonic() > deadline:
                     raise
 
-    def _meet(self, deadline: float) -> RendezvousInfo:
-        if self._plan.node_rank != 0:
+    def _meet(self, deadline: float) -> Round:
+        if not self.hosts:
             # Connected anew: machine 0 may be another one by now, and a connection that was cut may be dead.
             self._rounds = _join_store(self._plan, deadline)
         elif self._rounds is None:
             self._rounds = _host_store(self._plan)
         assert self._rounds is not None
-        self.machines, store = meet_newest(self._rounds, self._plan, self._card, deadline)
-        place = RendezvousStoreInfo(self._plan.host, self._rounds.port)
-        return RendezvousInfo(store, self._plan.node_rank, self._plan.nnodes.most, place)
+        self._names, store = meet_newest(self._rounds, self._plan, self._card, deadline)
+        return Round(store, self._plan.node_rank, self._names, self._plan.host, self._rounds.port)
+
+    def joined(self) -> int:
+        """Return how many machines have arrived."""
+        return len(self._names)
+
+    def waiting(self) -> int:
+        """Return how many machines to admit now: none, as their number is fixed."""
+        return 0
+
+    def close(self) -> None:
+        """Do nothing: machines end by what they tell each other."""
 
 
 def meet_newest(store: Store, plan: MachinePlan, card: Card, deadline: float) -> tuple[list[str], Store]:
@@ -370,29 +394,40 @@ def first_line(error: BaseException) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
 
 
-class DynamicRendezvous(RendezvousHandler):
-    """Torch's c10d rendezvous, in which machines that arrive during a round wait for a save of the run."""
+class DynamicRendezvous:
+    """Torch's c10d rendezvous, in which machines that arrive during a round wait for a save of the run.
 
-    def __init__(self, handler: RendezvousHandler, saved: Callable[[], int | None]) -> None:
-        """Meet by ``handler``; ``saved`` returns the step of the newest checkpoint, None if none is recorded here."""
+    Attributes:
+        hosts: True if the store runs in this process.
+    """
+
+    def __init__(
+        self,
+        handler: RendezvousHandler,
+        saved: Callable[[], int | None],
+        joined: Callable[[], int] = lambda: 0,
+        *,
+        hosts: bool = False,
+    ) -> None:
+        """Meet by ``handler``.
+
+        Args:
+            handler: Torch's rendezvous.
+            saved: Returns the step of the newest checkpoint, None if none is recorded on this machine.
+            joined: Returns how many machines have arrived.
+            hosts: Whether the store runs in this process.
+        """
+        self.hosts = hosts
+        self.joined = joined
         self._handler = handler
         self._saved = saved
-        self._info: RendezvousInfo | None = None
+        self._round: Round | None = None
         self._arrived_at: int | None = None
 
-    def get_backend(self) -> str:
-        """See torch's RendezvousHandler."""
-        return self._handler.get_backend()
-
-    @property
-    def use_agent_store(self) -> bool:
-        """See torch's RendezvousHandler."""
-        return self._handler.use_agent_store
-
-    def next_rendezvous(self) -> RendezvousInfo:
+    def next_round(self) -> Round:
         """Tell the machines of this round that it is over, and wait for those of the next."""
-        if self._info is not None:
-            self._info.store.set("next", "1")
+        if self._round is not None:
+            self._round.store.set("next", "1")
         self._arrived_at = None
         info = self._handler.next_rendezvous()
         # Torch's handler says the address of rank 0 in its own first round, and keeps it: machines that are new in this
@@ -400,25 +435,19 @@ class DynamicRendezvous(RendezvousHandler):
         place = info.bootstrap_store_info
         assert place is not None, "torch's handler makes one for each round"
         place = RendezvousStoreInfo.build(info.rank, info.store, place.master_addr, place.master_port)
-        self._info = RendezvousInfo(info.store, info.rank, info.world_size, place)
-        return self._info
+        names = [f"machine {number}" for number in range(info.world_size)]
+        shares = self._handler.use_agent_store
+        self._round = Round(info.store, info.rank, names, place.master_addr, place.master_port, shares)
+        return self._round
 
-    def is_closed(self) -> bool:
-        """See torch's RendezvousHandler."""
-        return self._handler.is_closed()
-
-    def set_closed(self) -> None:
-        """See torch's RendezvousHandler."""
-        self._handler.set_closed()
-
-    def num_nodes_waiting(self) -> int:
+    def waiting(self) -> int:
         """Return how many machines to admit now; if there are any, the next round begins.
 
         Machine 0 decides, where rank 0 notes what it has saved: after the next checkpoint, so that no step is lost. A
         script that notes nothing is restarted at once. The other machines follow.
         """
         waiting = self._handler.num_nodes_waiting()
-        if not waiting or self._info is None or self._info.rank != 0:
+        if not waiting or self._round is None or self._round.machine != 0:
             return 0
         saved = self._saved()
         if saved is None:
@@ -428,25 +457,14 @@ class DynamicRendezvous(RendezvousHandler):
             say(f"another machine has arrived; it is taken in after the next checkpoint (the newest: step {saved:,})")
         return waiting if saved > self._arrived_at else 0
 
-    def get_run_id(self) -> str:
-        """See torch's RendezvousHandler."""
-        return self._handler.get_run_id()
-
-    def shutdown(self) -> bool:
-        """See torch's RendezvousHandler."""
-        return self._handler.shutdown()
+    def close(self) -> None:
+        """Tell machines that come later that the run is over."""
+        self._handler.shutdown()
 
 
-@dataclass(frozen=True)
-class Rendezvous:
-    """The rendezvous of a run's machines."""
-
-    handler: RendezvousHandler  # torch's interface for the agent
-    joined: Callable[[], int]  # returns how many machines have arrived so far
-    hosts: bool  # whether the store runs in this process
-
-
-def make_rendezvous(plan: MachinePlan, timeout_s: float, saved: Callable[[], int | None]) -> Rendezvous:
+def make_rendezvous(
+    plan: MachinePlan, timeout_s: float, saved: Callable[[], int | None]
+) -> StaticRendezvous | DynamicRendezvous:
     """Return the rendezvous of a plan; ``saved`` is that of :class:`DynamicRendezvous`.
 
     Raises:
@@ -454,8 +472,7 @@ def make_rendezvous(plan: MachinePlan, timeout_s: float, saved: Callable[[], int
             first round.
     """
     if plan.backend == STATIC:
-        handler = StaticRendezvous(plan, timeout_s)
-        return Rendezvous(handler, lambda: len(handler.machines), plan.node_rank == 0)
+        return StaticRendezvous(plan, timeout_s)
     seconds = max(1, int(timeout_s))
     hosts = is_here(plan.host) and port_is_free(plan.port)
     if not hosts:
@@ -475,7 +492,8 @@ def make_rendezvous(plan: MachinePlan, timeout_s: float, saved: Callable[[], int
         backend, store = create_backend(parameters)
         key = f"fullshard/{plan.run_id}/came"
         store.add(key, 1)
-        handler = DynamicRendezvous(create_handler(store, backend, parameters), saved)
-        return Rendezvous(handler, lambda: store.add(key, 0), hosts)
+        return DynamicRendezvous(
+            create_handler(store, backend, parameters), saved, lambda: store.add(key, 0), hosts=hosts
+        )
     except (RendezvousError, ValueError, OSError) as error:
         raise ProcessGroupError(f"The machines cannot meet at {plan.place}: {first_line(error)}.") from error

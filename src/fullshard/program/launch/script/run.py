@@ -19,12 +19,15 @@ import torch
 from fullshard.program.launch.attempts import kept_directory
 from fullshard.program.launch.failure import Failure, brief, in_words
 from fullshard.program.launch.local import default_variables
-from fullshard.program.launch.script.agent import AgentEnd, run_agent
+from fullshard.program.launch.output import Output, Stream, terminal_columns
+from fullshard.program.launch.processes import LAUNCHER_VARIABLE, Interpreters
+from fullshard.program.launch.ranks import Ranks, listening
+from fullshard.program.launch.script.agent import Agent
 from fullshard.program.launch.script.machines import MachinePlan
-from fullshard.program.launch.script.output import Output, Stream, terminal_columns
 from fullshard.program.launch.script.rendezvous import interface_to
-from fullshard.program.launch.script.workers import Workers
 from fullshard.variables import KEEP_VARIABLE, RESTARTS_VARIABLE
+
+CHILD = Path(__file__).with_name("child.py")
 
 _NAMED = 3
 """Number of ranks that failed after the first and are reported by name."""
@@ -88,13 +91,14 @@ def run_script(job: Job) -> Outcome:
     environment = _defaults(job.plan) | dict(job.environment)
     with tempfile.TemporaryDirectory(prefix="fullshard-") as scratch, kept_directory() as kept:
         environment |= {KEEP_VARIABLE: str(kept), RESTARTS_VARIABLE: str(job.max_restarts)}
-        workers = Workers(job.arguments, environment, output, Path(scratch))
-        try:
-            end = run_agent(job.plan, workers, output, kept, max_restarts=job.max_restarts, timeout_s=job.timeout_s)
-            failures = workers.failures()
-        finally:
-            workers.stop(seconds=0.0)
-    outcome = _outcome(end, failures, time.monotonic() - started)
+        environment = {**os.environ, **environment, LAUNCHER_VARIABLE: str(os.getpid())}
+        command = [sys.executable, str(CHILD), *job.arguments]
+        ranks = Ranks(Interpreters(command, environment, piped=True), Path(scratch), output)
+        agent = Agent(job.plan, ranks, output, kept, max_restarts=job.max_restarts, timeout_s=job.timeout_s)
+        with listening(ranks):
+            agent.run()
+        failures = ranks.failures()
+    outcome = _outcome(agent, ranks.numbers, failures, time.monotonic() - started)
     _print_outcome(outcome, failures, output)
     return outcome
 
@@ -120,17 +124,17 @@ def _defaults(plan: MachinePlan) -> dict[str, str]:
     return defaults
 
 
-def _outcome(end: AgentEnd, failures: Sequence[Failure], duration_s: float) -> Outcome:
+def _outcome(agent: Agent, ranks: Sequence[int], failures: Sequence[Failure], duration_s: float) -> Outcome:
     failure = failures[0] if failures else None
-    if end.signal is not None:
+    if agent.signal is not None:
         saved = failure if failure is not None and failure.stopped is not None else None
-        code = 128 + end.signal if saved is None else saved.exit_code
-        return Outcome(end.ranks, code, duration_s, saved, signal=end.signal.name)
+        code = 128 + agent.signal if saved is None else saved.exit_code
+        return Outcome(ranks, code, duration_s, saved, signal=agent.signal.name)
     machine = None
-    if end.failed is not None:
-        failure = end.failed.failure
-        machine = None if failure.rank in end.ranks else end.failed.machine
-    return Outcome(end.ranks, 0 if failure is None else failure.exit_code, duration_s, failure, machine)
+    if agent.failed is not None:
+        failure = agent.failed.failure
+        machine = None if failure.rank in ranks else agent.failed.machine
+    return Outcome(ranks, 0 if failure is None else failure.exit_code, duration_s, failure, machine)
 
 
 def _print_outcome(outcome: Outcome, failures: Sequence[Failure], output: Output) -> None:
