@@ -11,8 +11,7 @@ from fullshard.core.testing import run_ranks
 from fullshard.errors import CheckpointError, ConfigError, StoreError
 from fullshard.state.saving.export import ExportOptions, choose_checkpoint, export
 from fullshard.state.storage import as_place, find_checkpoints, object_client, object_lock, read_index
-from fullshard.state.storage.contents import inspect_path
-from fullshard.state.storage.verify import verify
+from fullshard.state.storage.contents import inspect_path, verify
 from support import object_stores
 from support.models import TinyLM, batches, lm_loss, t5
 from support.parity import replicas
@@ -124,7 +123,7 @@ def test_the_marker_is_put_last_and_deleted_first(url, monkeypatch):
 def test_without_its_marker_nothing_is_a_checkpoint_and_the_next_run_clears_it(url):
     save_steps(url, 1, [1, 2])
     one, two = find_checkpoints(as_place(url))
-    (two / "complete.json").delete()
+    (two / "complete.json").unlink()
     assert find_checkpoints(as_place(url)) == [one]
     notes = verify(url).notes
     assert any(two.name in note and "left by a killed process" in note for note in notes)
@@ -182,7 +181,7 @@ def test_a_run_that_lost_its_lock_marks_nothing(url):
 def test_a_damaged_one_is_an_error_and_going_back_sets_it_aside(url):
     save_steps(url, 1, [1, 2])
     one, two = find_checkpoints(as_place(url))
-    (two / "index.json").delete()
+    (two / "index.json").unlink()
 
     def work(model, comm):
         model = fully_shard(model, comm)

@@ -9,7 +9,7 @@ from fullshard import Checkpoints, fully_shard
 from fullshard.core.testing import run_ranks
 from fullshard.errors import CheckpointError
 from fullshard.state.storage import add_small_file, atomic, check_completion
-from fullshard.state.storage.verify import verify
+from fullshard.state.storage.contents import verify
 
 
 class KilledError(Exception):

@@ -115,8 +115,10 @@ def test_an_end_inside_a_tensor_is_an_error(path, monkeypatch):
 
 
 def test_what_the_file_system_refuses(tmp_path):
-    with pytest.raises(CheckpointError, match="cannot be read: Is a directory"):
-        SafetensorsFile(tmp_path)
+    os.mkfifo(tmp_path / "pipe")  # is not waited for
+    for path in (tmp_path, tmp_path / "pipe"):
+        with pytest.raises(CheckpointError, match="cannot be read: it is not a regular file"):
+            SafetensorsFile(path)
     with pytest.raises(CheckpointError, match=r"missing\.safetensors cannot be read: No such file"):
         SafetensorsFile(tmp_path / "missing.safetensors")
 

@@ -18,7 +18,7 @@ from torch import nn
 from fullshard.core.comm import Mesh, as_mesh, await_all, device_of, together, together_in_background
 from fullshard.core.optim.average import ExponentialMovingAverage
 from fullshard.core.policy import ShardingStrategy
-from fullshard.errors import CheckpointError, StoreError
+from fullshard.errors import CheckpointError
 from fullshard.state.resilience import Every, KeepDirectory, OfOtherRanks
 from fullshard.state.saving.background import JOIN_SECONDS
 from fullshard.state.saving.described import (
@@ -50,7 +50,6 @@ from fullshard.state.storage import (
     Survey,
     as_place,
     backend_of,
-    clear_leftovers,
     read_index,
     set_aside,
     survey,
@@ -138,14 +137,9 @@ class Checkpoints:
     def _take(self) -> None:
         """Lock the directory and delete leftovers; on rank 0."""
         if self.ranks.rank == 0:
-            self._lock = backend_of(self.directory).lock(self.directory)
             try:
-                clear_leftovers(self.directory)
-            except StoreError:
-                self._lock.release()
-                raise
+                self._lock = backend_of(self.directory).lock(self.directory)
             except OSError as error:
-                self._lock.release()
                 raise CheckpointError(
                     f"The leftovers of a killed save in {self.directory} cannot be deleted: {error}."
                 ) from error

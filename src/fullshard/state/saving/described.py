@@ -24,7 +24,6 @@ from fullshard.state.storage import (
     SaveJob,
     SavePlan,
     as_json,
-    backend_of,
     begin,
     commit_save,
     read_part,
@@ -97,12 +96,7 @@ def begin_files(job: SaveJob, lock: Lock | None, assets: Callable[[Path], None])
     if job.rank == 0:
         if lock is not None:
             lock.require_held()
-        begin(job)
-        try:
-            with backend_of(job.directory).small_files(job.temporary / "model") as directory:
-                assets(directory)
-        except OSError as error:
-            raise CheckpointError(f"Could not write to {job.temporary}: {error}.") from error
+        begin(job, assets)
 
 
 def write_others(ranks: Mesh, job: SaveJob, plans: Mapping[int, SavePlan]) -> None:

@@ -39,8 +39,8 @@ from fullshard.state.storage import (
     WeightsWriter,
     as_place,
     atomic_directory,
-    backend_of,
     changed_small_files,
+    copy_small_files,
     dtype_of,
     find_completions,
     instead_of,
@@ -262,7 +262,7 @@ def export(
     specs = [_in_dtype(spec, dtype) for spec in parts.specs]
     total = sum(spec.size_bytes for spec in specs)
     with atomic_directory(directory) as temporary:
-        _copy_assets(assets, temporary, options.lora, dtype)
+        _copy_assets(checkpoint, temporary, options.lora, dtype)
         if options.lora == "adapter":
             writer = SafetensorsWriter(temporary / ADAPTER_NAME, specs)
         else:
@@ -457,10 +457,10 @@ def _read_matrix(source: CheckpointReader, name: str, dtype: torch.dtype) -> tor
     return tensor.view(entry.shape)
 
 
-def _copy_assets(assets: Place, target: Path, lora: str | None, dtype: str | None) -> None:
+def _copy_assets(checkpoint: Place, target: Path, lora: str | None, dtype: str | None) -> None:
     """Copy the checkpoint's small files, except those that do not belong to this kind of export."""
     left_out = {"adapter": (*_MODEL_ONLY, TIED_NAME), "merge": (ADAPTER_CONFIG_NAME, TIED_NAME), None: ()}[lora]
-    backend_of(assets).copy_directory(assets, target, left_out)
+    copy_small_files(checkpoint, target, left_out)
     config = _read_json(target / CONFIG_NAME)
     if config is not None and dtype is not None:
         config["dtype"] = dtype

@@ -15,6 +15,14 @@ from fullshard.state.storage.completion import (
     add_small_file as add_small_file,
     changed_small_files as changed_small_files,
     check_completion as check_completion,
+    copy_small_files as copy_small_files,
+)
+from fullshard.state.storage.contents import (
+    CHECKPOINTS_NAME as CHECKPOINTS_NAME,
+    FINISHED_NAME as FINISHED_NAME,
+    WEIGHT_SUFFIXES as WEIGHT_SUFFIXES,
+    Kind as Kind,
+    kind_of as kind_of,
 )
 from fullshard.state.storage.index import Index as Index, PieceEntry as PieceEntry, TensorEntry as TensorEntry
 from fullshard.state.storage.json_file import (
@@ -25,14 +33,6 @@ from fullshard.state.storage.json_file import (
     read_json as read_json,
     require_sealed as require_sealed,
     seal as seal,
-)
-from fullshard.state.storage.kinds import (
-    ADAPTER_NAME as ADAPTER_NAME,
-    CHECKPOINTS_NAME as CHECKPOINTS_NAME,
-    FINISHED_NAME as FINISHED_NAME,
-    WEIGHT_SUFFIXES as WEIGHT_SUFFIXES,
-    Kind as Kind,
-    kind_of as kind_of,
 )
 from fullshard.state.storage.lock import DirectoryLock as DirectoryLock
 from fullshard.state.storage.object_client import file_system as file_system
@@ -50,7 +50,6 @@ from fullshard.state.storage.shard_file import dtype_of as dtype_of, is_shard_na
 from fullshard.state.storage.store import (
     Keep as Keep,
     Survey as Survey,
-    clear_leftovers as clear_leftovers,
     find_checkpoints as find_checkpoints,
     find_completions as find_completions,
     instead_of as instead_of,
@@ -64,7 +63,7 @@ from fullshard.state.storage.store import (
     survey as survey,
 )
 from fullshard.state.storage.torch_reader import load_plain as load_plain, why_refused as why_refused
-from fullshard.state.storage.weight_files import WeightFiles as WeightFiles
+from fullshard.state.storage.weight_files import ADAPTER_NAME as ADAPTER_NAME, WeightFiles as WeightFiles
 from fullshard.state.storage.weights_writer import (
     WeightsWriter as WeightsWriter,
     holds_model as holds_model,

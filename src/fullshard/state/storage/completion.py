@@ -5,12 +5,14 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from math import isnan
+from pathlib import Path
 from typing import Any
 
 from fullshard.errors import CheckpointError
+from fullshard.file_names import stays_inside
 from fullshard.state.storage import rules
 from fullshard.state.storage.backend import backend_of
 from fullshard.state.storage.index import INDEX_BOUNDS, INDEX_NAME, VERSION, Index
@@ -166,12 +168,12 @@ def check_completion(path: Place) -> Completion:
 
 
 def _wrong_sizes(path: Place, done: Completion) -> Iterator[str]:
-    found = backend_of(path).sizes_of(path, list(done.files))
+    found = backend_of(path).sizes(path)
     for name, size in done.files.items():
-        if found[name] != size:
-            yield (
-                f"{name} is missing" if found[name] is None else f"{name} has {found[name]:,} bytes instead of {size:,}"
-            )
+        if name not in found:
+            yield f"{name} is missing"
+        elif found[name] != size:
+            yield f"{name} has {found[name]:,} bytes instead of {size:,}"
 
 
 def sha256_of_index(path: Place) -> str:
@@ -183,6 +185,27 @@ def sha256_of_index(path: Place) -> str:
     return hashlib.sha256(read_bounded(path / INDEX_NAME, INDEX_BOUNDS.nbytes)).hexdigest()
 
 
+def copy_small_files(path: Place, target: Path, left_out: Sequence[str] = ()) -> None:
+    """Copy the small files of a checkpoint to an existing directory on a disk; one process.
+
+    Raises:
+        CheckpointError: A name would lead out of ``target``; nothing has been written.
+        OSError: One cannot be read or written.
+    """
+    sizes = backend_of(path).sizes(path).items()
+    found = {name.removeprefix(_SMALL): size for name, size in sizes if name.startswith(_SMALL)}
+    for name in found:
+        if not stays_inside(name):
+            raise CheckpointError(
+                f"{path} has a file named {rules.shown(name)}, which would be written outside of {target}. Nothing was "
+                "written. Delete it; no save of fullshard makes such a name."
+            )
+    for name, size in found.items():
+        if name not in left_out:
+            (target / name).parent.mkdir(parents=True, exist_ok=True)
+            (target / name).write_bytes(read_bounded(path / _SMALL / name, size))
+
+
 def changed_small_files(path: Place, done: Completion) -> Iterator[tuple[str, str]]:
     """Find small files of a checkpoint that changed after they were written, with the same size; any rank.
 
@@ -192,9 +215,9 @@ def changed_small_files(path: Place, done: Completion) -> Iterator[tuple[str, st
     Raises:
         OSError: One cannot be read.
     """
-    sizes = backend_of(path).sizes_of(path, list(done.sha256))
+    sizes = backend_of(path).sizes(path)
     for name, written in done.sha256.items():
-        if name in done.files and sizes[name] == done.files[name]:
+        if name in done.files and sizes.get(name) == done.files[name]:
             found = sha256_of(path / name)
             if found != written:
                 yield name, f"has SHA-256 {found}, expected {written}"

@@ -76,7 +76,7 @@ class ObjectLock:
         with self._writing, contextlib.suppress(StoreError):
             found = self._read()
             if found is not None and found["token"] == self._token:
-                self._path.delete()
+                self._path.unlink(missing_ok=True)
 
     def _take(self) -> None:
         """Put the object if there is none or its holder is gone."""

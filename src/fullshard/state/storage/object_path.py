@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fullshard.errors import ConfigError
+from fullshard.errors import CheckpointError, ConfigError
 from fullshard.state.storage.object_client import request
 
 
@@ -107,20 +107,31 @@ class ObjectPath:
         """Yield those of :meth:`iterdir` whose names match a pattern of one component."""
         yield from (path for path in self.iterdir() if fnmatch.fnmatchcase(path.name, pattern))
 
-    def delete(self) -> None:
-        """Delete the object; nothing happens if there is none.
+    def unlink(self, *, missing_ok: bool = False) -> None:
+        """Delete the object.
 
         Raises:
+            FileNotFoundError: There is none, unless ``missing_ok``.
             StoreError: See :func:`~fullshard.state.storage.object_client.request`.
         """
         try:
             request(self.url, lambda files: files.rm_file(self.key))
         except FileNotFoundError:
-            return
+            if not missing_ok:
+                raise
 
 
 Place = Path | ObjectPath
 """Where checkpoints are: on a disk, or in an object store."""
+
+
+@dataclass(frozen=True)
+class Listed:
+    """The checkpoints in a directory by what their names, or the objects under them, show."""
+
+    candidates: Sequence[Place]  # those with a checkpoint's name, complete or damaged, by step
+    unfinished: Sequence[Place]  # being written, replaced or deleted, or left in that state by a killed process
+    aside: Sequence[Place]  # damaged ones that were set aside
 
 
 def relative(path: Place, top: Place) -> str:
@@ -147,6 +158,20 @@ def as_place(path: str | Path | ObjectPath) -> Place:
     if not protocol or not key.strip("/"):
         raise ConfigError(f"{str(path)!r} names no place in an object store; write s3://bucket/prefix.")
     return ObjectPath(str(path).rstrip("/"))
+
+
+def on_disk(path: Place) -> Path:
+    """Return the path of a run or a model, which must be on a disk.
+
+    Raises:
+        CheckpointError: It is in an object store.
+    """
+    if isinstance(path, ObjectPath):
+        raise CheckpointError(
+            f"{path} is no step-… checkpoint and holds none. Of an object store only checkpoints are read; copy a run "
+            "or a model to a disk first."
+        )
+    return path
 
 
 def _fresh(files: Any) -> Any:

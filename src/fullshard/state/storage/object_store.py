@@ -17,20 +17,17 @@ Objects appear complete or not at all: a put replaces one in a single step, and 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import re
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from fullshard.errors import CheckpointError
-from fullshard.file_names import stays_inside
 from fullshard.state.storage.object_client import ATTEMPTS, PART_BYTES, no_bucket, put, refusal, request
 from fullshard.state.storage.object_lock import ObjectLock
-from fullshard.state.storage.object_path import ObjectPath
-from fullshard.state.storage.rules import shown
+from fullshard.state.storage.object_path import Listed, ObjectPath
 
 COMPLETE_NAME = "complete.json"
 WRITING_NAME = "writing.json"
@@ -45,21 +42,6 @@ class ObjectStore:
     """Objects under a prefix; see :mod:`fullshard.state.storage.backend`."""
 
     fetches = 8
-    look_seconds = 0.1
-
-    def read(self, path: ObjectPath, nbytes: int) -> bytes:
-        """Read an object in one request, after its size."""
-        size = _required_size(path)
-        if size > nbytes:
-            raise ValueError(f"it has {size:,} bytes; at most {nbytes:,} are read")
-        return request(path.url, lambda files: files.cat_file(path.key))
-
-    def sha256(self, path: ObjectPath) -> str:
-        """Hash an object, a part at a time."""
-        digest = hashlib.sha256()
-        for start in range(0, _required_size(path), PART_BYTES):
-            digest.update(_range(path, start, start + PART_BYTES))
-        return digest.hexdigest()
 
     @contextlib.contextmanager
     def opened(self, path: ObjectPath, known: tuple[Any, ...] | None) -> Iterator[_Object]:
@@ -74,68 +56,39 @@ class ObjectStore:
         """Put an object, which appears complete."""
         put(path.url, text.encode())
 
-    def delete_file(self, path: ObjectPath) -> None:
-        """Delete an object."""
-        path.delete()
-
     def sizes(self, path: ObjectPath) -> dict[str, int]:
         """List a prefix in one request (one for each thousand objects)."""
         return dict(sorted(path.sizes().items()))
-
-    def sizes_of(self, path: ObjectPath, names: Sequence[str]) -> Mapping[str, int | None]:
-        """List the prefix: one request instead of one for each name."""
-        found = path.sizes()
-        return {name: found.get(name) for name in names}
-
-    def copy_directory(self, source: ObjectPath, target: Path, left_out: Sequence[str]) -> None:
-        """Fetch each object, once the names of all are known to stay inside ``target``.
-
-        Raises:
-            CheckpointError: A name does not; nothing has been written.
-        """
-        found = {name: size for name, size in source.sizes().items() if name not in left_out}
-        for name in found:
-            if not stays_inside(name):
-                raise CheckpointError(
-                    f"{source} has an object named {shown(name)}, which would be written outside of {target}. Nothing "
-                    "was written. Delete the object; no save of fullshard puts such a name."
-                )
-        for name, size in found.items():
-            (target / name).parent.mkdir(parents=True, exist_ok=True)
-            (target / name).write_bytes(self.read(source / name, size))
 
     def names(self, directory: ObjectPath, step: int, attempt: str) -> tuple[ObjectPath, ObjectPath]:
         """Return the same prefix twice; no other save uses it."""
         path = directory / f"step-{step:08d}.{attempt}"
         return path, path
 
-    def begin(self, temporary: ObjectPath) -> None:
-        """Put an object that the other ranks can see."""
-        self.write_text(temporary / WRITING_NAME, json.dumps({"note": "this checkpoint is not complete"}) + "\n")
-
     @contextlib.contextmanager
-    def small_files(self, path: ObjectPath) -> Iterator[Path]:
-        """Provide a temporary directory, and put its files at the end."""
+    def begin(self, temporary: ObjectPath) -> Iterator[Path]:
+        """Put an object that the other ranks can see; the small files are put from a temporary directory at the end."""
+        self._clear_leftovers(temporary.parent)
+        self.write_text(temporary / WRITING_NAME, json.dumps({"note": "this checkpoint is not complete"}) + "\n")
         with tempfile.TemporaryDirectory(prefix="fullshard-") as scratch:
             yield Path(scratch)
             for file in sorted(one for one in Path(scratch).rglob("*") if one.is_file()):
-                put((path / file.relative_to(scratch)).url, file.read_bytes())
+                put((temporary / "model" / file.relative_to(scratch)).url, file.read_bytes())
 
     def finish(self, temporary: ObjectPath, final: ObjectPath, mark: Callable[[], None]) -> None:
         """Put the marker last: that is the commit. Nothing is renamed."""
         assert temporary == final, "a store has no renames"
-        (temporary / WRITING_NAME).delete()
+        (temporary / WRITING_NAME).unlink(missing_ok=True)
         mark()
 
     def remove(self, path: ObjectPath) -> None:
-        """Delete the marker first: without it, the prefix is not a checkpoint."""
-        self.discard(path)
+        """Delete every object under the prefix, including objects whose put seemed to fail.
 
-    def discard(self, temporary: ObjectPath) -> None:
-        """Delete every object under the prefix, the marker first, including objects whose put seemed to fail."""
-        (temporary / COMPLETE_NAME).delete()
-        for name in temporary.sizes():
-            (temporary / name).delete()
+        The marker goes first: without it, the prefix is not a checkpoint.
+        """
+        (path / COMPLETE_NAME).unlink(missing_ok=True)
+        for name in path.sizes():
+            (path / name).unlink(missing_ok=True)
 
     def set_aside_text(self, path: ObjectPath) -> str:
         """Return the object that marks it."""
@@ -147,39 +100,35 @@ class ObjectStore:
         self.write_text(path / DAMAGED_NAME, json.dumps({"note": "set aside by a run that went back"}) + "\n")
         return path / DAMAGED_NAME
 
-    def clear_leftovers(self, directory: ObjectPath) -> None:
-        """Delete saves without a marker; holding the lock means that no run is writing them."""
-        for name, files in _by_name(directory).items():
-            if _SAVED_HERE.fullmatch(name) and COMPLETE_NAME not in files and DAMAGED_NAME not in files:
-                self.discard(directory / name)
-
-    def candidates(self, directory: ObjectPath) -> list[ObjectPath]:
-        """Return the prefixes that have a marker."""
-        return [
-            directory / name
-            for name, files in sorted(_by_name(directory).items(), key=lambda one: (one[0].partition(".")[0], one[0]))
-            if _NAMED.fullmatch(name) and COMPLETE_NAME in files and DAMAGED_NAME not in files
-        ]
-
-    def is_candidate(self, path: ObjectPath) -> bool:
-        """Return True if its marker is still there."""
-        return (path / COMPLETE_NAME).is_file()
-
-    def unfinished(self, directory: ObjectPath) -> list[ObjectPath]:
-        """Return the prefixes without a marker."""
-        return [
-            directory / name
-            for name, files in sorted(_by_name(directory).items())
-            if _NAMED.fullmatch(name) and COMPLETE_NAME not in files and DAMAGED_NAME not in files
-        ]
-
-    def aside(self, directory: ObjectPath) -> list[ObjectPath]:
-        """Return the prefixes that are marked as damaged."""
-        return [directory / name for name, files in sorted(_by_name(directory).items()) if DAMAGED_NAME in files]
+    def listed(self, directory: ObjectPath) -> Listed:
+        """List the prefixes: one with a marker is a candidate, one without it unfinished."""
+        found: dict[str, set[str]] = {}
+        for path in directory.sizes():
+            name, _, rest = path.partition("/")
+            if rest:
+                found.setdefault(name, set()).add(rest)
+        aside = [name for name, files in found.items() if DAMAGED_NAME in files]
+        named = [name for name in found if _NAMED.fullmatch(name) and name not in aside]
+        named.sort(key=lambda name: (name.partition(".")[0], name))
+        complete = [name for name in named if COMPLETE_NAME in found[name]]
+        unfinished = [name for name in named if name not in complete]
+        return Listed(*([directory / name for name in names] for names in (complete, unfinished, sorted(aside))))
 
     def lock(self, directory: ObjectPath) -> ObjectLock:
         """Take the lock object, which only one run renews."""
-        return ObjectLock(directory)
+        lock = ObjectLock(directory)
+        try:
+            self._clear_leftovers(directory)
+        except BaseException:
+            lock.release()
+            raise
+        return lock
+
+    def _clear_leftovers(self, directory: ObjectPath) -> None:
+        """Delete saves without a marker; holding the lock means that no run is writing them."""
+        for path in self.listed(directory).unfinished:
+            if _SAVED_HERE.fullmatch(path.name):
+                self.remove(directory / path.name)
 
 
 class _Object:
@@ -195,6 +144,10 @@ class _Object:
         content = _range(self._path, position, min(position + len(view), self.size))
         view[: len(content)] = content
         return len(content)
+
+    def content(self) -> bytes:
+        """Fetch all of it in one request."""
+        return request(self._path.url, lambda files: files.cat_file(self._path.key))
 
 
 class _NewObject:
@@ -248,13 +201,3 @@ def _required_size(path: ObjectPath) -> int:
     if size is None:
         raise FileNotFoundError(f"there is no {path}")
     return size
-
-
-def _by_name(directory: ObjectPath) -> dict[str, set[str]]:
-    """Return the objects under each prefix that is one component longer, from one listing."""
-    found: dict[str, set[str]] = {}
-    for path in directory.sizes():
-        name, _, rest = path.partition("/")
-        if rest:
-            found.setdefault(name, set()).add(rest)
-    return found

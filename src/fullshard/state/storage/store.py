@@ -26,16 +26,15 @@ from fullshard.state.storage.backend import backend_of
 from fullshard.state.storage.completion import COMPLETE_NAME, Completion, check_completion, parse_completion
 from fullshard.state.storage.index import INDEX_BOUNDS, INDEX_NAME, Index, parse_index
 from fullshard.state.storage.json_file import SMALL, read_bounded
-from fullshard.state.storage.object_path import ObjectPath, Place
+from fullshard.state.storage.object_path import Place
 from fullshard.state.storage.rules import shown
 from fullshard.state.storage.shard_file import dtype_of
 
 
 def step_directory(directory: Place, step: int) -> Place:
     """Return the directory of a step's checkpoint, which need not exist; in an object store the newest save of it."""
-    complete = backend_of(directory).candidates(directory) if isinstance(directory, ObjectPath) else []
     name = f"step-{step:08d}"
-    saves = [path for path in complete if path.name.partition(".")[0] == name]
+    saves = [path for path in backend_of(directory).listed(directory).candidates if path.name.partition(".")[0] == name]
     return saves[-1] if saves else directory / name
 
 
@@ -205,14 +204,14 @@ def survey(directory: Place, *, parse_newest: bool = False) -> Survey:
     complete: list[tuple[Completion, Place]] = []
     damaged: list[Damaged] = []
     backend = backend_of(directory)
-    for path in backend.candidates(directory):
+    for path in backend.listed(directory).candidates:
         try:
             complete.append((check_completion(path), path))
         except StoreError:
             raise
         except CheckpointError as error:
             # A reader does not hold the lock: the checkpoint may have been deleted or replaced since it was listed.
-            if backend.is_candidate(path):
+            if path in backend.listed(directory).candidates:
                 damaged.append(_damaged(path, str(error)))
     complete.sort(key=lambda one: (one[0].serial, one[0].step, one[1]))
     while parse_newest and complete:
@@ -298,15 +297,6 @@ def rank_by_metric(found: Sequence[tuple[Completion, Place]], *, otherwise: bool
     comparable = [one for one in judged if one[0].greater_is_better in (None, greater)]
     comparable.sort(key=lambda one: (one[2] if greater else -one[2], one[0].step), reverse=True)
     return Ranking(tuple(path for _, path, _ in comparable), greater, bool(recorded))
-
-
-def clear_leftovers(directory: Place) -> None:
-    """Restore what a killed writer was replacing, and delete what it was writing; on one rank, under the lock.
-
-    Raises:
-        OSError, StoreError: The file system or the store refused.
-    """
-    backend_of(directory).clear_leftovers(directory)
 
 
 @dataclass(frozen=True)

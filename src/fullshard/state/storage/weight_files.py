@@ -16,6 +16,9 @@ from fullshard.state.storage.torch_reader import TorchFile
 
 INDEX_SUFFIX = ".index.json"
 
+ADAPTER_NAME = "adapter_model.safetensors"
+"""Name of the weight file in a directory written by peft."""
+
 WEIGHTS_IN_DIRECTORY = (
     "model.safetensors",
     "model.safetensors.index.json",

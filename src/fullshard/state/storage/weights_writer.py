@@ -12,8 +12,8 @@ import torch
 
 from fullshard.errors import ConfigError
 from fullshard.state.storage.atomic import publish
-from fullshard.state.storage.kinds import ADAPTER_NAME
 from fullshard.state.storage.safetensors_writer import SafetensorsWriter, TensorSpec
+from fullshard.state.storage.weight_files import ADAPTER_NAME
 
 WEIGHTS_NAME = "model.safetensors"
 WEIGHTS_INDEX_NAME = "model.safetensors.index.json"

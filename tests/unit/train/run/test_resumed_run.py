@@ -11,7 +11,7 @@ from fullshard.errors import CheckpointError, ConfigError
 from fullshard.program.train.run import loop, step
 from fullshard.state.saving import Checkpoints
 from fullshard.state.storage import find_checkpoints, find_completions, rank_by_metric
-from fullshard.state.storage.verify import verify
+from fullshard.state.storage.contents import verify
 from support.interrupted_run import (
     OFTEN,
     SMALL,

@@ -228,14 +228,13 @@ def delete_superseded(start: StartingPoint, config: RunConfig) -> None:
     try:
         # Order matters if this is killed in between: the next run must neither resume a finished run nor take a resumed
         # one for finished. A resuming run removes its mark first, a replaced run loses its checkpoints first.
-        if start.path is not None and finished.exists():
-            backend_of(finished).delete_file(finished)
+        if start.path is not None:
+            finished.unlink(missing_ok=True)
         for path in start.superseded:
             remove_checkpoint(path)
         for path in start.damaged:
             set_aside(path)
-        if finished.exists():
-            backend_of(finished).delete_file(finished)
+        finished.unlink(missing_ok=True)
     except OSError as error:
         raise CheckpointError(f"An earlier run's checkpoints could not be deleted or renamed: {error}.") from error
 
