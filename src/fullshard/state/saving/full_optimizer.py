@@ -11,12 +11,12 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from fullshard.core.comm import Comm, Mesh, together
+from fullshard.core.comm import Mesh, together
 from fullshard.core.engine import gathered, local_tensors, mesh_of, plain_name, require_one_state
 from fullshard.core.layout import elementwise
 from fullshard.core.optim.exchange import PieceExchange
 from fullshard.core.optim.in_backward import StepInBackward
-from fullshard.core.optim.shards import comm_of, holds_rows, meta_of
+from fullshard.core.optim.shards import comm_of, meta_of
 from fullshard.errors import CheckpointError
 from fullshard.state.saving.stepped import Stepped, Stepping, stepped
 
@@ -145,7 +145,7 @@ class StatesOfAll:
         self.model, self.mesh = model, mesh_of(model)
         self.own = {one.local.name: one for one in own}
         self._locals = {local.name: local for local in local_tensors(model) if local.param is not None}
-        mine = together(self.mesh, lambda: {one.local.name: _described(one) for one in own if holds_rows(one.param)})
+        mine = together(self.mesh, lambda: {one.local.name: _described(one) for one in own})
         found: dict[str, StateDict] = {}
         # By name and key, the elements contributed by each of the ranks that share the parameter.
         self._runs: dict[tuple[str, str], dict[int, tuple[int, int]]] = {}
@@ -191,7 +191,9 @@ class StatesOfAll:
         comm = comm_of(cast("nn.Parameter", local.param))
         runs = self._runs[name, key]
         receivers = range(1 if rank0_only else comm.size)
-        run = self._run(name, key, described.dtype, comm)
+        here = self.own[name].values() if name in self.own else []
+        run = next((said.run.to(comm.device) for said in here if said.key == key and said.part is not None), None)
+        run = torch.empty(0, dtype=described.dtype, device=comm.device) if run is None else run
         sent = {rank: [run] for rank in receivers}
         awaited = {rank: {0: stop - start} for rank, (start, stop) in runs.items()} if comm.rank in receivers else {}
         exchange = PieceExchange(comm, sent, awaited, described.dtype, f"exchange of {key} of {name}")
@@ -203,16 +205,6 @@ class StatesOfAll:
         for rank, (start, stop) in runs.items():
             full[start:stop] = exchange.received[rank, 0]
         return full.view(described.shape)
-
-    def _run(self, name: str, key: str, dtype: torch.dtype, comm: Comm) -> torch.Tensor:
-        """Return the run that this rank contributes to a tensor, (n,)."""
-        one = self.own.get(name)
-        value = None if one is None else one.state.get(key)
-        part = None if one is None else one.part(key, value)
-        if value is None or part is None:
-            return torch.empty(0, dtype=dtype, device=comm.device)
-        start, stop = (at - part.held[0] for at in part.written)
-        return value.detach().reshape(-1)[max(start, 0) : max(stop, 0)].to(comm.device)
 
 
 def _described(one: Stepped) -> tuple[int, StateDict, dict[str, tuple[int, int]]]:
@@ -228,8 +220,8 @@ def _described(one: Stepped) -> tuple[int, StateDict, dict[str, tuple[int, int]]
     meta = meta_of(one.param)
     state: StateDict = {}
     runs: dict[str, tuple[int, int]] = {}
-    for key, value in one.state.items():
-        part = one.part(key, value)
+    for said in one.values():
+        key, value, part = said.key, said.value, said.part
         if part is None:
             state[key] = value.detach().to("cpu", copy=True) if isinstance(value, torch.Tensor) else value
         else:

@@ -16,7 +16,7 @@ from fullshard.core.layout import StatePart
 from fullshard.core.optim.walk import load_parameter_states
 from fullshard.errors import CheckpointError
 from fullshard.state.saving.load_plan import LoadPlan
-from fullshard.state.saving.stepped import Stepped, Stepping, saved_options, stepped
+from fullshard.state.saving.stepped import Stepped, Stepping, stepped
 from fullshard.state.storage import Piece, TensorSpec, load_plain
 
 _NO_DECAY = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
@@ -79,13 +79,12 @@ def _plan(
     saved = _state_dicts(state)
     groups = [(of_one["state"], group) for of_one in saved for group in of_one["param_groups"]]
     own = stepped(local_tensors(model), optimizer)
-    options: dict[str, Mapping[str, Any]] = {}
     states: dict[str, dict[str, Any]] = {}
     tensors: dict[str, torch.Tensor] = {}
     names = _names_of_groups(model, own, [group for _, group in groups], names)
     for (of_one, group), of_group in zip(groups, names, strict=True):
         for name, number in zip(of_group, group["params"], strict=True):
-            options[name], states[name] = group, {}
+            states[name] = {}
             for key, value in _unnested(of_one.get(number, {})).items():
                 states[name][key] = value
                 if isinstance(value, torch.Tensor):
@@ -93,7 +92,8 @@ def _plan(
                     states[name][key] = TensorSpec(f"{name}/{key}", tuple(value.shape), value.dtype)
     _check(model, own, states)
     plan = LoadPlan()
-    plan.add_optimizer(own, states, saved_options(own, options))
+    named = [{**group, "params": of_group} for (_, group), of_group in zip(groups, names, strict=True)]
+    plan.add_optimizer(own, states, named)
     for piece, _ in plan.constants:
         _read_piece(piece, tensors)
     plan.compare()

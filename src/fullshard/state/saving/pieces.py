@@ -10,10 +10,9 @@ from torch import nn
 
 from fullshard.core.engine import LocalTensor, local_tensors, mesh_of, require_one_state
 from fullshard.core.optim.average import ExponentialMovingAverage
-from fullshard.core.optim.shards import holds_rows
 from fullshard.core.shards import on_rows
 from fullshard.errors import CheckpointError
-from fullshard.state.saving.stepped import Stepped, Stepping, stepped
+from fullshard.state.saving.stepped import StateValue, Stepped, Stepping, stepped
 from fullshard.state.storage import Piece, SavePlan
 
 MODEL, OPTIMIZER, GRADIENT, AVERAGE = "model/", "optimizer/", "gradient/", "average/"
@@ -33,6 +32,7 @@ def plan_save(
     gradients: bool,
     average: ExponentialMovingAverage | None = None,
     frozen: bool = True,
+    everything: bool = False,
 ) -> SavePlan:
     """Return what this rank writes of a training state; together the ranks write each element once. No communication.
 
@@ -42,6 +42,7 @@ def plan_save(
         gradients: Whether ``.grad`` of the shards is written too.
         average: The average of the weights to write too; None: none is.
         frozen: Whether parameters that are not trained are written.
+        everything: Whether this rank writes all that it holds, replicas and empty parts included, for itself.
 
     Returns:
         Views of the memory that training uses.
@@ -49,57 +50,58 @@ def plan_save(
     Raises:
         CheckpointError: The optimizer has parameters of another model, or state that cannot be cut by rows.
     """
-    require_one_state(model)
+    if not everything:
+        require_one_state(model)
     plan = SavePlan()
     held = local_tensors(model)
     averages = {} if average is None else average.averages
     for local in held:
-        if not frozen and local.param is not None and not local.param.requires_grad:
+        if local.is_frozen and not frozen:
             continue
-        low, high = _share(local, local.tensor.numel())
-        if high > low:
-            plan.pieces.append(Piece(MODEL + local.name, local.shape, local.start + low, local.tensor[low:high]))
-            if gradients and local.param is not None and local.param.grad is not None:
-                part = local.param.grad.detach().reshape(-1)[low:high]
-                plan.pieces.append(Piece(GRADIENT + local.name, local.shape, local.start + low, part))
-            if local.name in averages:
-                part = averages[local.name].reshape(-1)[low:high]
-                plan.pieces.append(Piece(AVERAGE + local.name, local.shape, local.start + low, part))
-    if average is not None and mesh_of(model).rank == 0:
+        gradient = local.param.grad if gradients and local.param is not None else None
+        low, high = _share(local, local.tensor.numel(), everything=everything)
+        named = {MODEL: local.tensor, GRADIENT: gradient, AVERAGE: averages.get(local.name)}
+        plan.pieces += [
+            Piece(kind + local.name, local.shape, local.start + low, tensor.detach().reshape(-1)[low:high])
+            for kind, tensor in named.items()
+            if tensor is not None and (high > low or everything)
+        ]
+    if average is not None and (everything or mesh_of(model).rank == 0):
         plan.pieces.append(Piece(UPDATES, (), 0, torch.tensor([average.updates])))
     if optimizer is not None:
         own = stepped(held, optimizer)
         for one in own:
-            for key, value in one.state.items() if holds_rows(one.param) else ():
-                _add_state(plan, one, key, value)
+            for said in one.values():
+                _add_state(plan, one.local, said, everything=everything)
         plan.groups += groups_as_plain(own)
     return plan
 
 
-def _share(local: LocalTensor, numel: int) -> tuple[int, int]:
+def _share(local: LocalTensor, numel: int, *, everything: bool = False) -> tuple[int, int]:
     """Return which of ``numel`` elements this rank writes: all, or its share if other ranks hold copies of them."""
+    if everything:
+        return 0, numel
     # Buffers may differ between ranks (running statistics): shares of each would combine into no rank's buffer.
     if local.replicas > 1 and (local.param is None or numel < _SPLIT_NUMEL):
         return (0, numel) if local.replica == 0 else (0, 0)
     return numel * local.replica // local.replicas, numel * (local.replica + 1) // local.replicas
 
 
-def _add_state(plan: SavePlan, one: Stepped, key: str, value: Any) -> None:
+def _add_state(plan: SavePlan, local: LocalTensor, said: StateValue, *, everything: bool) -> None:
     """Add one value of a parameter's optimizer state to what this rank writes."""
-    local, part = one.local, one.part(key, value)
-    name = f"{OPTIMIZER}{local.name}/{key}"
-    if part is not None:
-        start, stop = part.written
-        low, high = _share(local, stop - start)
+    name = f"{OPTIMIZER}{local.name}/{said.key}"
+    if said.part is not None and everything:
+        plan.pieces.append(Piece(name, said.part.shape, said.part.held[0], said.value.detach().reshape(-1)))
+    elif said.part is not None:
+        low, high = _share(local, said.run.numel())
         if high > low:
-            run = value.detach().reshape(-1)[start - part.held[0] :][low:high]
-            plan.pieces.append(Piece(name, part.shape, start + low, run))
-    elif local.start == 0 and local.replica == 0:
-        if isinstance(value, torch.Tensor):
-            plan.pieces.append(Piece(name, (), 0, value.detach().reshape(1)))
+            plan.pieces.append(Piece(name, said.part.shape, said.part.written[0] + low, said.run[low:high]))
+    elif everything or (local.start == 0 and local.replica == 0):
+        if isinstance(said.value, torch.Tensor):
+            plan.pieces.append(Piece(name, (), 0, said.value.detach().reshape(1)))
         else:
-            require_plain(f"state {key!r} of {local.name}", value)
-            plan.scalars.setdefault(local.name, {})[key] = value
+            require_plain(f"state {said.key!r} of {local.name}", said.value)
+            plan.scalars.setdefault(local.name, {})[said.key] = said.value
 
 
 def groups_as_plain(own: Sequence[Stepped]) -> list[dict[str, Any]]:

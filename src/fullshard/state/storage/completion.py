@@ -203,7 +203,7 @@ def copy_small_files(path: Place, target: Path, left_out: Sequence[str] = ()) ->
     for name, size in found.items():
         if name not in left_out:
             (target / name).parent.mkdir(parents=True, exist_ok=True)
-            (target / name).write_bytes(read_bounded(path / _SMALL / name, size))
+            (target / name).write_bytes(read_bounded(path / f"{_SMALL}{name}", size))
 
 
 def changed_small_files(path: Place, done: Completion) -> Iterator[tuple[str, str]]:
