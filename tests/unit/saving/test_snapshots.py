@@ -251,6 +251,14 @@ def test_a_snapshot_of_another_model_is_refused(tmp_path, monkeypatch):
         run_ranks(1, work)
 
 
+def test_a_snapshot_of_other_shards_is_refused_and_names_both_runs(tmp_path, monkeypatch):
+    attempt(2, tmp_path / "run", 1)
+    monkeypatch.setenv("FULLSHARD_ATTEMPT", "1")
+    holds = r"holds elements 0 to [\d,]+ of model/\S+, and the snapshot has 0 to [\d,]+\."
+    with pytest.raises(CheckpointError, match=holds):
+        attempt(2, tmp_path / "run", 2, strategy=ShardingStrategy.NO_SHARD)
+
+
 def train_with_trouble(tmp_path):
     _, models = replicas(TinyLM, 2)
 

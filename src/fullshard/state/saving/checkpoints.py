@@ -21,18 +21,10 @@ from fullshard.core.policy import ShardingStrategy
 from fullshard.errors import CheckpointError
 from fullshard.state.resilience import Every, KeepDirectory, OfOtherRanks
 from fullshard.state.saving.background import JOIN_SECONDS
-from fullshard.state.saving.described import (
-    SaveReport,
-    begin_files,
-    index_of,
-    require_between_steps,
-    require_shared,
-    write_others,
-)
+from fullshard.state.saving.described import SaveReport, begin_files, index_of, require_between_steps, write_others
 from fullshard.state.saving.full import write_assets
-from fullshard.state.saving.host_copies import HostCopies
 from fullshard.state.saving.loading import Restored, load_checkpoint
-from fullshard.state.saving.pieces import plan_save
+from fullshard.state.saving.pieces import HostCopies, plan_save
 from fullshard.state.saving.rng import rng_bytes, rng_name
 from fullshard.state.saving.snapshot import InMemory, checkpoint_plans
 from fullshard.state.saving.stepped import Stepping
@@ -51,7 +43,6 @@ from fullshard.state.storage import (
     as_place,
     backend_of,
     read_index,
-    set_aside,
     survey,
 )
 
@@ -219,8 +210,7 @@ class Checkpoints:
         self.wait()
         plan = partial(plan_save, model, optimizer, gradients=gradients, average=average, frozen=base is None)
         job = together(self.ranks, lambda: self._job(model, plan, step, values, metric, base))
-        together_in_background(self.ranks, lambda: begin_files(job, self._lock, assets or partial(write_assets, model)))
-        together_in_background(self.ranks, lambda: require_shared(job))
+        begin_files(self.ranks, job, self._lock, assets or partial(write_assets, model))
         save = self._save = Save(self._copies.take(job) if background else job)
         self._stall_seconds = time.monotonic() - started
         if background:
@@ -248,8 +238,7 @@ class Checkpoints:
         was, frozen = others.described, base is None
         plan = partial(self._job, model, SavePlan, was.step, was.values, None, base, of_ranks=was.world_size)
         job = together(self.ranks, plan)
-        together_in_background(self.ranks, lambda: begin_files(job, self._lock, assets or partial(write_assets, model)))
-        together_in_background(self.ranks, lambda: require_shared(job))
+        begin_files(self.ranks, job, self._lock, assets or partial(write_assets, model))
         write_others(self.ranks, job, together(self.ranks, lambda: checkpoint_plans(others, model, frozen=frozen)))
         return job.final
 
@@ -362,7 +351,7 @@ class Checkpoints:
             raise CheckpointError(f"{self.directory} is closed; only a run that holds its lock can go back.")
         for one in newer:
             try:
-                name = set_aside(one.path)
+                name = backend_of(self.directory).set_aside(one.path)
             except OSError as error:
                 raise CheckpointError(f"{one.path} is damaged and cannot be renamed: {error}.") from error
             _log.warning("%s The checkpoint before it is loaded; the damaged one is now %s.", one.problem, name)

@@ -23,12 +23,12 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.storage import WriteResult
 
 from fullshard.core.comm import Mesh, together
-from fullshard.core.engine import LocalTensor, local_tensors, mesh_of, plain_name, require_one_state
+from fullshard.core.engine import local_tensors, mesh_of, plain_name, require_one_state
 from fullshard.core.optim import load_parameter_states
 from fullshard.errors import CheckpointError
 from fullshard.state.saving.dcp_reader import MARKER, DcpPlanner, DcpReader, read_metadata
-from fullshard.state.saving.full_optimizer import named_groups
 from fullshard.state.saving.load_plan import LoadPlan
+from fullshard.state.saving.optimizer_state import named_groups
 from fullshard.state.saving.shard_tensor import part_or_full, state_as_part
 from fullshard.state.saving.stepped import Stepped, Stepping, stepped
 from fullshard.state.storage import Piece, TensorSpec
@@ -125,9 +125,9 @@ def _load(model: nn.Module, optimizer: Stepping | None, path: Path, *, with_mode
     _require_all_ranks(model)
     saved = together(mesh, lambda: _Saved(path))
     if with_model:
-        held = [
-            one for one in _held(model) if frozen or not one.is_frozen or {one.name, *one.aliases} & saved.model.keys()
-        ]
+        names = _names(model)
+        own = [replace(one, aliases=tuple(names.get(one.name, ())[1:])) for one in local_tensors(model)]
+        held = [one for one in own if frozen or not one.is_frozen or {one.name, *one.aliases} & saved.model.keys()]
         together(mesh, lambda: plan.add_model(held, saved.model, f"The distributed checkpoint {path}"))
     if optimizer is not None:
         values = together(mesh, saved.optimizer_values)
@@ -249,12 +249,6 @@ class _Saved:
             for name, keys in self.state.items()
         }
         plan.add_optimizer(own, states, groups)
-
-
-def _held(model: nn.Module) -> list[LocalTensor]:
-    """Return this rank's part of the model, each tensor with all its names in torch's ``state_dict``."""
-    names = _names(model)
-    return [replace(one, aliases=tuple(names.get(one.name, ())[1:])) for one in local_tensors(model)]
 
 
 def _names(model: nn.Module) -> dict[str, list[str]]:

@@ -82,21 +82,34 @@ def index_of(
     return Index(step, size, metric, plain, (), {}, versions, table, greater_is_better=greater, base=base)
 
 
-def require_shared(job: SaveJob) -> None:
-    """Check that this rank sees the directory that rank 0 made."""
-    if not job.temporary.is_dir():
-        raise CheckpointError(
-            f"Rank {job.rank} does not see {job.temporary}, which rank 0 made. All ranks write checkpoints and need a "
-            "directory that they share."
-        )
+def begin_files(ranks: Mesh, job: SaveJob, lock: Lock | None, assets: Callable[[Path], None]) -> None:
+    """Make the directory and write the small files by ``assets``, on rank 0; every rank calls it.
 
+    Args:
+        ranks: All ranks of the run.
+        job: This rank's share of the save.
+        lock: The lock of the directory, where this rank holds it.
+        assets: Writes the small files into a directory.
 
-def begin_files(job: SaveJob, lock: Lock | None, assets: Callable[[Path], None]) -> None:
-    """Make the directory and write the small files by ``assets``; on rank 0, under the lock if it holds one."""
-    if job.rank == 0:
+    Raises:
+        CheckpointError: Another run has the lock, rank 0 could not write, or a rank does not see what it made; on every
+            rank.
+    """
+
+    def make() -> None:
         if lock is not None:
             lock.require_held()
         begin(job, assets)
+
+    def require_shared() -> None:
+        if not job.temporary.is_dir():
+            raise CheckpointError(
+                f"Rank {job.rank} does not see {job.temporary}, which rank 0 made. All ranks write checkpoints and "
+                "need a directory that they share."
+            )
+
+    together_in_background(ranks, make if job.rank == 0 else lambda: None)
+    together_in_background(ranks, require_shared)
 
 
 def write_others(ranks: Mesh, job: SaveJob, plans: Mapping[int, SavePlan]) -> None:

@@ -73,13 +73,12 @@ class ExportedTensor:
 
 def holds_adapter(names: Iterable[str]) -> bool:
     """Return True if any of a model's tensors has a name that peft gives to an adapter's."""
-    patterns = (_VECTORS, _TOKENS, _PROMPT)
-    return any(_is_factor(name) or any(pattern.fullmatch(name) for pattern in patterns) for name in names)
-
-
-def _is_factor(name: str) -> bool:
-    match = _LORA.fullmatch(name)
-    return match is not None and match["kind"] in _FACTORS
+    for name in names:
+        match = _LORA.fullmatch(name)
+        is_factor = match is not None and match["kind"] in _FACTORS
+        if is_factor or any(pattern.fullmatch(name) for pattern in (_VECTORS, _TOKENS, _PROMPT)):
+            return True
+    return False
 
 
 def adapter_tensors(tensors: Mapping[str, TensorEntry], config: Mapping[str, Any]) -> list[ExportedTensor]:
@@ -158,9 +157,9 @@ def merged_tensors(
         if match is not None or update is not None:
             _require_untied(plain, entry, model_config)
         merged.append(ExportedTensor(plain.removeprefix(_PREFIX), MODEL + name, update))
-    lost = [f"{module}.weight" for module in factors] + [
-        plain for plain, name in trained.items() if _original_of(name) not in tensors
-    ]
+    untrained = {name: re.sub(r"\.modules_to_save\.[^.]+\.", ".original_module.", name) for name in trained.values()}
+    lost = [f"{module}.weight" for module in factors]
+    lost += [plain for plain, name in trained.items() if untrained[name] not in tensors]
     if lost:
         raise CheckpointError(
             f"{lost[0]} shares its base weight with another tensor, so the merged model would have one tensor more "
@@ -190,7 +189,8 @@ def merged_updates(
     _require_one_adapter(tensors, config)
     # Here a weight is merged as one piece, so that the norms of its rows can be computed.
     _require_plain_lora({name: value for name, value in config.items() if name != "use_dora"})
-    magnitudes = _magnitudes(tensors)
+    matches = [match for name in tensors if (match := _LORA.fullmatch(name))]
+    magnitudes = {match["module"]: match[0] for match in matches if match["kind"] == _MAGNITUDE}
     updates = {}
     for module, found in _factors(set(tensors) - set(magnitudes.values())).items():
         name = f"{module.removeprefix(_PREFIX)}.weight"
@@ -217,11 +217,6 @@ def trained_copies(tensors: Mapping[str, TensorEntry], model_config: Mapping[str
     for plain, name in found.items():
         _require_untied(plain, tensors[name], model_config)
     return found
-
-
-def _original_of(name: str) -> str:
-    """Return the name of the untrained copy of a tensor of a fully trained module."""
-    return re.sub(r"\.modules_to_save\.[^.]+\.", ".original_module.", name)
 
 
 def _require_one_adapter(names: Iterable[str], config: Mapping[str, Any]) -> None:
@@ -252,12 +247,6 @@ def _require_plain_lora(config: Mapping[str, Any]) -> None:
             f"The adapter computes more than W + scaling * B @ A ({', '.join(f'{n}={config[n]!r}' for n in special)}); "
             f"only peft merges that. {_REMEDY}"
         )
-
-
-def _magnitudes(names: Iterable[str]) -> dict[str, str]:
-    """Return the names of DoRA's magnitudes by module."""
-    matches = (_LORA.fullmatch(name) for name in names)
-    return {match["module"]: match[0] for match in matches if match is not None and match["kind"] == _MAGNITUDE}
 
 
 def _with_magnitude(module: str, update: LowRank, name: str, tensors: Mapping[str, TensorEntry]) -> LowRank:

@@ -44,7 +44,10 @@ class OverBase:
                 ``scaling * B @ A`` and DoRA's magnitudes.
             ConfigError: bitsandbytes is missing or too old.
         """
-        self.files = _open(base, moved)
+        directory = moved or Path(base.directory)
+        remedy = "Give the directory where that model is now (--base DIR), or export with --adapter."
+        require_base(directory, base.facts, "The checkpoint, which has the adapter alone,", remedy)
+        self.files = WeightFiles(directory)
         self.format = format_of(Quantize(base.type, double_quant=base.double_quant))
         names = _Names(self.files)
         self.quantised = {names.stored(name) for name in base.layers}
@@ -82,11 +85,3 @@ class _Names:
         if len(found) != 1:
             raise CheckpointError(f"The base model in {self._path} has no tensor {name}: it is another model.")
         return found[0]
-
-
-def _open(base: Base, moved: Path | None) -> WeightFiles:
-    """Open the base model's files if they are those that the run read."""
-    directory = moved or Path(base.directory)
-    remedy = "Give the directory where that model is now (--base DIR), or export with --adapter."
-    require_base(directory, base.facts, "The checkpoint, which has the adapter alone,", remedy)
-    return WeightFiles(directory)

@@ -20,7 +20,7 @@ from fullshard.state.storage.completion import (
 from fullshard.state.storage.contents import (
     CHECKPOINTS_NAME as CHECKPOINTS_NAME,
     FINISHED_NAME as FINISHED_NAME,
-    WEIGHT_SUFFIXES as WEIGHT_SUFFIXES,
+    WEIGHT_SUFFIXES as WEIGHT_SUFFIXES,  # the command line looks it up by name
     Kind as Kind,
     kind_of as kind_of,
 )
@@ -42,11 +42,15 @@ from fullshard.state.storage.object_path import (
     as_place as as_place,
     is_url as is_url,
 )
-from fullshard.state.storage.piece import Piece as Piece, SavePlan as SavePlan
 from fullshard.state.storage.reader import CheckpointReader as CheckpointReader
 from fullshard.state.storage.rules import shown as shown
 from fullshard.state.storage.safetensors_writer import SafetensorsWriter as SafetensorsWriter, TensorSpec as TensorSpec
-from fullshard.state.storage.shard_file import dtype_of as dtype_of, is_shard_name as is_shard_name
+from fullshard.state.storage.shard_file import (
+    Piece as Piece,
+    SavePlan as SavePlan,
+    dtype_of as dtype_of,
+    is_shard_name as is_shard_name,
+)
 from fullshard.state.storage.store import (
     Keep as Keep,
     Survey as Survey,
@@ -56,9 +60,6 @@ from fullshard.state.storage.store import (
     rank_by_metric as rank_by_metric,
     read_completion as read_completion,
     read_index as read_index,
-    remove_checkpoint as remove_checkpoint,
-    set_aside as set_aside,
-    set_aside_text as set_aside_text,
     step_directory as step_directory,
     survey as survey,
 )

@@ -151,9 +151,14 @@ def check_completion(path: Place) -> Completion:
     file = path / COMPLETE_NAME
     try:
         done = parse_completion(read_bounded(file, _BOUNDS.nbytes))
-        wrong = list(_wrong_sizes(path, done))
+        found = backend_of(path).sizes(path)
+        wrong = [
+            f"{name} has {found[name]:,} bytes instead of {size:,}" if name in found else f"{name} is missing"
+            for name, size in done.files.items()
+            if found.get(name) != size
+        ]
         file = path / INDEX_NAME
-        if not wrong and sha256_of_index(path) != done.index_sha256:
+        if not wrong and hashlib.sha256(read_bounded(file, INDEX_BOUNDS.nbytes)).hexdigest() != done.index_sha256:
             wrong = [f"{INDEX_NAME} was changed after it was written"]
     except FileNotFoundError as error:
         raise CheckpointError(
@@ -165,24 +170,6 @@ def check_completion(path: Place) -> Completion:
     if wrong:
         raise CheckpointError(f"{path} is not complete: {'; '.join(wrong[:5])}.")
     return done
-
-
-def _wrong_sizes(path: Place, done: Completion) -> Iterator[str]:
-    found = backend_of(path).sizes(path)
-    for name, size in done.files.items():
-        if name not in found:
-            yield f"{name} is missing"
-        elif found[name] != size:
-            yield f"{name} has {found[name]:,} bytes instead of {size:,}"
-
-
-def sha256_of_index(path: Place) -> str:
-    """Return the SHA-256 of a checkpoint's index.
-
-    Raises:
-        OSError, ValueError: It cannot be read.
-    """
-    return hashlib.sha256(read_bounded(path / INDEX_NAME, INDEX_BOUNDS.nbytes)).hexdigest()
 
 
 def copy_small_files(path: Place, target: Path, left_out: Sequence[str] = ()) -> None:

@@ -274,16 +274,11 @@ def inspect_path(path: str | Place) -> Contents | Listing:
 
 def _of_checkpoint(path: Place) -> Contents:
     index = read_index(path)
-    tensors = tuple(_stored_run_by_run(name, entry) for name, entry in index.tensors.items())
-    return Contents(path, Kind.CHECKPOINT, _facts(index), tensors, _files(path))
-
-
-def _stored_run_by_run(name: str, entry: TensorEntry) -> TensorInfo:
-    return TensorInfo(name, entry.dtype, entry.shape, entry.numel * dtype_of(entry).itemsize)
-
-
-def _facts(index: Index) -> dict[str, Any]:
-    return {
+    tensors = tuple(
+        TensorInfo(name, one.dtype, one.shape, one.numel * dtype_of(one).itemsize)
+        for name, one in index.tensors.items()
+    )
+    facts = {
         "step": index.step,
         "world_size": index.world_size,
         "metric": index.metric,
@@ -294,6 +289,7 @@ def _facts(index: Index) -> dict[str, Any]:
         "optimizer_groups": [dict(group) for group in index.groups],
         "values": dict(index.values),
     }
+    return Contents(path, Kind.CHECKPOINT, facts, tensors, _files(path))
 
 
 def _of_weights(path: Place, kind: Kind) -> Contents:

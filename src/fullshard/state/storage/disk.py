@@ -47,8 +47,13 @@ class Disk:
         """List the directory, and ``model/`` with its subdirectories; of a file, itself."""
         if path.is_file():
             return {path.name: path.stat().st_size}
-        found = sorted([*path.iterdir(), *(path / "model").rglob("*")])
-        return {str(one.relative_to(path)): one.stat().st_size for one in found if one.is_file()}
+        found: dict[str, int] = {}
+        with contextlib.suppress(FileNotFoundError):  # another process may delete all of it meanwhile
+            for one in sorted([*path.iterdir(), *(path / "model").rglob("*")]):
+                with contextlib.suppress(OSError):
+                    if one.is_file():
+                        found[str(one.relative_to(path))] = one.stat().st_size
+        return found
 
     def names(self, directory: Path, step: int, attempt: str) -> tuple[Path, Path]:
         """Return the temporary and the final name; the commit is a rename."""

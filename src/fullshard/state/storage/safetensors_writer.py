@@ -19,8 +19,11 @@ import torch
 
 from fullshard.errors import CheckpointError
 from fullshard.state.storage.backend import backend_of
-from fullshard.state.storage.dtypes import CODES
 from fullshard.state.storage.object_path import Place
+from fullshard.state.storage.safetensors_reader import DTYPES
+
+CODES = {dtype: code for code, dtype in DTYPES.items()}
+"""The code of each torch dtype in a file's header."""
 
 _PIECE_BYTES = 1 << 20
 """Bytes cast and written at once, which is all the memory that writing takes; also small enough for Ctrl-C."""

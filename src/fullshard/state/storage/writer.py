@@ -32,8 +32,7 @@ from fullshard.state.storage.index import (
 )
 from fullshard.state.storage.json_file import read_bounded
 from fullshard.state.storage.object_path import Place
-from fullshard.state.storage.piece import SavePlan
-from fullshard.state.storage.shard_file import shard_name, write_shard_file
+from fullshard.state.storage.shard_file import SavePlan, shard_name, write_shard_file
 from fullshard.state.storage.store import Keep, contradiction, next_serial, prune
 
 _log = logging.getLogger("fullshard")
@@ -153,8 +152,10 @@ class Save:
             # Any error: if this thread ended unreported, the other ranks would wait for it.
             self._problem = f"{self.final}: rank {self.job.rank} could not write its part: {error!r}"
         self.seconds = time.monotonic() - self._started
-        if self._problem is not None:
-            self._withdraw()
+        if self._problem is not None and self.job.rank == 0:
+            # Delete what was written; the next save deletes the remainder.
+            with contextlib.suppress(OSError, StoreError):
+                backend_of(self.job.directory).remove(self.job.temporary)
 
     def _write_mine(self) -> None:
         self.job.ready()
@@ -188,12 +189,6 @@ class Save:
                 )
             # In an object store each look is one or two requests: the interval is a tenth of the wait so far.
             self._cancelled.wait(min(max(_LOOK_SECONDS[0], waited / 10), _LOOK_SECONDS[1]))
-
-    def _withdraw(self) -> None:
-        """Delete what was written, after a failure; on rank 0. The next save deletes the remainder."""
-        if self.job.rank == 0:
-            with contextlib.suppress(OSError, StoreError):
-                backend_of(self.job.directory).remove(self.job.temporary)
 
 
 def write_part(job: SaveJob, count: Callable[[int], None] = lambda nbytes: None) -> None:

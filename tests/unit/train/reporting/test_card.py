@@ -17,7 +17,7 @@ from fullshard.core.testing import run_ranks
 from fullshard.errors import RunStopped
 from fullshard.program.config import RunConfig
 from fullshard.program.models import build_model, train_tokenizer
-from fullshard.program.sharing.recorded_card import recorded_facts
+from fullshard.program.sharing.contents import recorded_facts
 from fullshard.program.train import FileSink, StopRequest, train
 from fullshard.program.train.reporting.card import CardSink
 from fullshard.program.train.reporting.card_curves import draw_curves

@@ -28,9 +28,6 @@ from fullshard.state.storage import (
     find_checkpoints,
     is_url,
     read_json,
-    remove_checkpoint,
-    set_aside,
-    set_aside_text,
     survey,
 )
 
@@ -231,9 +228,9 @@ def delete_superseded(start: StartingPoint, config: RunConfig) -> None:
         if start.path is not None:
             finished.unlink(missing_ok=True)
         for path in start.superseded:
-            remove_checkpoint(path)
+            backend_of(path).remove(path)
         for path in start.damaged:
-            set_aside(path)
+            backend_of(path).set_aside(path)
         finished.unlink(missing_ok=True)
     except OSError as error:
         raise CheckpointError(f"An earlier run's checkpoints could not be deleted or renamed: {error}.") from error
@@ -398,9 +395,8 @@ def or_snapshot(start: StartingPoint, snapshot: Snapshot | None, others: OfOther
 
 
 def _aside_notes(paths: Sequence[Place]) -> list[str]:
-    return [
-        f"{path.name} is damaged and is {set_aside_text(path)}; delete that if you do not need it" for path in paths
-    ]
+    aside = [(path.name, backend_of(path).set_aside_text(path)) for path in paths]
+    return [f"{name} is damaged and is {text}; delete that if you do not need it" for name, text in aside]
 
 
 def _at(path: Place, fresh: StartingPoint, found: Survey) -> StartingPoint:
