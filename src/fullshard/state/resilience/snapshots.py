@@ -281,7 +281,8 @@ class Snapshots:
             self._off = True
             if self._ranks.rank == 0:
                 _log.warning(
-                    "No snapshots are kept in memory: %s. After a failure the newest checkpoint is used.", problems[0]
+                    "No snapshots are kept in memory: %s. After a failure the newest checkpoint is used.",
+                    problems[0].rstrip("."),
                 )
             return
         if rooms and self._ranks.rank == 0:

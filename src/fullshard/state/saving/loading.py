@@ -17,7 +17,7 @@ from fullshard.core.optim.shards import holds_rows
 from fullshard.core.shards import rows_of
 from fullshard.errors import CheckpointError
 from fullshard.state.saving.load_plan import LoadPlan
-from fullshard.state.saving.pieces import AVERAGE, GRADIENT, MODEL, OPTIMIZER, UPDATES, plan_save
+from fullshard.state.saving.pieces import AVERAGE, GRADIENT, MODEL, OPTIMIZER, UPDATES, plan_save, split_state_name
 from fullshard.state.saving.rng import restore_rng, rng_name
 from fullshard.state.saving.stepped import Stepped, Stepping, stepped, take_options
 from fullshard.state.storage import (
@@ -177,10 +177,11 @@ class Target:
         self._own: list[Stepped] = []
         self._gradients: list[tuple[nn.Parameter, torch.Tensor | None]] = []
         self._average, self._updates = average, torch.zeros(1, dtype=torch.int64)
-        held = [_as_saved(local, index) for local in local_tensors(model) if frozen or not local.is_frozen]
+        held = [_as_saved(local, index) for local in local_tensors(model)]
+        kept = [local for local in held if frozen or not local.is_frozen]
         stored = {name.removeprefix(MODEL): spec for name, spec in self._specs.items() if name.startswith(MODEL)}
-        self.plan.add_model(held, stored, f"The {source}", index.base)
-        for local in held:
+        self.plan.add_model(kept, stored, f"The {source}", index.base)
+        for local in kept:
             if local.param is not None:
                 self._gradients.append((local.param, self._gradient(local, local.param)))
         if optimizer is not None:
@@ -221,12 +222,14 @@ class Target:
         return gradient
 
     def _add_optimizer(self) -> None:
-        if not self.index.groups:
+        # A rank without rows of any parameter has no optimizers of step_in_backward, and its own snapshot no groups.
+        if self._own and not self.index.groups:
             raise CheckpointError(f"The {self._source} was saved without an optimizer: load it with optimizer=None.")
         states: dict[str, dict[str, Any]] = {name: dict(values) for name, values in self.index.scalars.items()}
+        known = {name for group in self.index.groups for name in group["params"]}
         for name, spec in self._specs.items():
             if name.startswith(OPTIMIZER):
-                parameter, _, key = name.removeprefix(OPTIMIZER).rpartition("/")
+                parameter, key = split_state_name(name, known)
                 states.setdefault(parameter, {})[key] = spec
         self.plan.add_optimizer(self._own, states, self.index.groups)
 

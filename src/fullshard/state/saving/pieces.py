@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -58,11 +58,10 @@ def plan_save(
     held = local_tensors(model)
     averages = {} if average is None else average.averages
     for local in held:
-        if local.is_frozen and not frozen:
-            continue
-        gradient = local.param.grad if gradients and local.param is not None else None
+        left_out = local.is_frozen and not frozen
+        gradient = local.param.grad if gradients and local.param is not None and not left_out else None
         low, high = _share(local, local.tensor.numel(), everything=everything)
-        named = {MODEL: local.tensor, GRADIENT: gradient, AVERAGE: averages.get(local.name)}
+        named = {MODEL: None if left_out else local.tensor, GRADIENT: gradient, AVERAGE: averages.get(local.name)}
         plan.pieces += [
             Piece(kind + local.name, local.shape, local.start + low, tensor.detach().reshape(-1)[low:high])
             for kind, tensor in named.items()
@@ -72,9 +71,10 @@ def plan_save(
         plan.pieces.append(Piece(UPDATES, (), 0, torch.tensor([average.updates])))
     if optimizer is not None:
         own = stepped(held, optimizer)
+        known = {one.local.name for one in own}
         for one in own:
             for said in one.values():
-                _add_state(plan, one.local, said, everything=everything)
+                _add_state(plan, one.local, said, known, everything=everything)
         plan.groups += groups_as_plain(own)
     return plan
 
@@ -89,9 +89,29 @@ def _share(local: LocalTensor, numel: int, *, everything: bool = False) -> tuple
     return numel * local.replica // local.replicas, numel * (local.replica + 1) // local.replicas
 
 
-def _add_state(plan: SavePlan, local: LocalTensor, said: StateValue, *, everything: bool) -> None:
+def split_state_name(name: str, known: Collection[str]) -> tuple[str, str]:
+    """Split the name of a tensor of optimizer state into its parameter, the longest that is ``known``, and its key.
+
+    Raises:
+        CheckpointError: No known parameter begins it.
+    """
+    rest = name.removeprefix(OPTIMIZER)
+    ends = [at for at, letter in enumerate(rest) if letter == "/" and rest[:at] in known]
+    if not ends:
+        raise CheckpointError(f"{name} is state of a parameter that is in no group of the saved optimizer.")
+    return rest[: ends[-1]], rest[ends[-1] + 1 :]
+
+
+def _add_state(
+    plan: SavePlan, local: LocalTensor, said: StateValue, known: Collection[str], *, everything: bool
+) -> None:
     """Add one value of a parameter's optimizer state to what this rank writes."""
     name = f"{OPTIMIZER}{local.name}/{said.key}"
+    if split_state_name(name, known) != (local.name, said.key):
+        raise CheckpointError(
+            f"State {said.key!r} of {local.name} would be saved under a name of another parameter's state. Give the "
+            "optimizer a key without a slash."
+        )
     if said.part is not None and everything:
         plan.pieces.append(Piece(name, said.part.shape, said.part.held[0], said.value.detach().reshape(-1)))
     elif said.part is not None:

@@ -190,8 +190,9 @@ def take(
     plain: dict[str, Any] = {"groups": plan.groups, "scalars": plan.scalars, "frozen": frozen, "written": None}
     plain["pieces"] = {piece.name: [list(piece.shape), piece.start] for piece in plan.pieces}
     if cut and average is None:
-        written = plan_save(model, optimizer, gradients=False, frozen=frozen_too).pieces
-        plain["written"] = [[piece.name, piece.start, piece.tensor.numel()] for piece in written]
+        written = plan_save(model, optimizer, gradients=False, frozen=frozen_too)
+        runs = [[piece.name, piece.start, piece.tensor.numel()] for piece in written.pieces]
+        plain["written"] = {"pieces": runs, "scalars": written.scalars}
     tensors = {piece.name: piece.tensor for piece in plan.pieces}
     rng = rng_bytes(device)
     padded = torch.full((-(-rng.numel() // _RNG_BYTES) * _RNG_BYTES,), ord(" "), dtype=torch.uint8)
@@ -215,11 +216,11 @@ def checkpoint_plans(others: OfOtherRanks, model: nn.Module, *, frozen: bool) ->
         plain, rng = one.described.plain, one.tensors[RNG]
         held = _held(one.tensors, plain)
         pieces = []
-        for name, start, numel in plain["written"]:
+        for name, start, numel in plain["written"]["pieces"]:
             at = start - held[name].start
             pieces.append(Piece(name, held[name].shape, start, held[name].tensor[at : at + numel]))
         pieces.append(Piece(rng_name(one.described.rank), tuple(rng.shape), 0, rng))
-        plans[one.described.rank] = SavePlan(pieces, plain["groups"], plain["scalars"])
+        plans[one.described.rank] = SavePlan(pieces, plain["groups"], plain["written"]["scalars"])
     if frozen and others.described.plain["frozen"] is not None:
         names = {MODEL + local.name for local in local_tensors(model) if local.is_frozen}
         made = [piece for piece in plan_save(model, None, gradients=False).pieces if piece.name in names]
@@ -253,6 +254,11 @@ def put_back(
 
     def stored(piece: Piece) -> torch.Tensor:
         found = held[piece.name]
+        if found.tensor.dtype != piece.tensor.dtype:
+            raise CheckpointError(
+                f"The snapshot does not fit the model: {piece.name} is {piece.tensor.dtype} on this rank, and the "
+                f"snapshot has {found.tensor.dtype}. Build the model with the dtypes of before."
+            )
         if not found.start <= piece.start <= piece.stop <= found.stop:
             raise CheckpointError(
                 f"The snapshot does not fit the model: this rank holds elements {piece.start:,} to {piece.stop:,} of "

@@ -6,7 +6,7 @@ a checkpoint by a rename, a store by its last object.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Protocol
@@ -91,8 +91,12 @@ class Backend(Protocol):
         """Replace a small file, atomically and durably."""
         ...
 
-    def sizes(self, path: Any) -> dict[str, int]:
-        """List the files of a checkpoint with their sizes, by relative path: its own and those in ``model/``."""
+    def sizes(self, path: Any, names: Iterable[str] | None = None) -> dict[str, int]:
+        """Return the sizes of the files ``names`` of a checkpoint that exist, by path relative to it.
+
+        None lists it: its own files and those in ``model/``. A file that cannot be looked at is an error, because a
+        save records by this what it vouches for.
+        """
         ...
 
     def names(self, directory: Any, step: int, attempt: str) -> tuple[Any, Any]:

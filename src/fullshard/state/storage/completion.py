@@ -151,7 +151,7 @@ def check_completion(path: Place) -> Completion:
     file = path / COMPLETE_NAME
     try:
         done = parse_completion(read_bounded(file, _BOUNDS.nbytes))
-        found = backend_of(path).sizes(path)
+        found = backend_of(path).sizes(path, done.files)
         wrong = [
             f"{name} has {found[name]:,} bytes instead of {size:,}" if name in found else f"{name} is missing"
             for name, size in done.files.items()
@@ -202,7 +202,7 @@ def changed_small_files(path: Place, done: Completion) -> Iterator[tuple[str, st
     Raises:
         OSError: One cannot be read.
     """
-    sizes = backend_of(path).sizes(path)
+    sizes = backend_of(path).sizes(path, done.sha256)
     for name, written in done.sha256.items():
         if name in done.files and sizes.get(name) == done.files[name]:
             found = sha256_of(path / name)

@@ -26,7 +26,7 @@ from fullshard.state.storage.completion import (
 )
 from fullshard.state.storage.index import INDEX_BOUNDS, INDEX_NAME, Index, PieceEntry, TensorEntry, parse_index
 from fullshard.state.storage.json_file import SMALL, read_bounded, read_json
-from fullshard.state.storage.object_path import Listed, Place, as_place, on_disk, relative
+from fullshard.state.storage.object_path import Listed, Place, as_place, is_url, on_disk, relative
 from fullshard.state.storage.safetensors_reader import STAGING_BYTES, SafetensorsFile
 from fullshard.state.storage.shard_file import BLOCK_BYTES, crc_of, dtype_name, dtype_of, is_shard_name
 from fullshard.state.storage.store import (
@@ -85,13 +85,21 @@ def kind_of(path: Place) -> Kind:
             f"{path} is not a weight file (*{', *'.join(WEIGHT_SUFFIXES)}). Give one, or a directory: a run's, its "
             f"{CHECKPOINTS_NAME}, one checkpoint (step-…) or a model's{_around(path)}."
         )
-    names = {one.name for one in path.iterdir()}
-    if re.match(r"step-\d{8,}", path.name) or names & {COMPLETE_NAME, INDEX_NAME}:
+    if re.match(r"step-\d{8,}", path.name):
         return Kind.CHECKPOINT
+    try:
+        names = {one.name for one in path.iterdir()}
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error}.") from error
+    if names & {COMPLETE_NAME, INDEX_NAME}:
+        return Kind.CHECKPOINT
+    checkpoints = path.name == CHECKPOINTS_NAME or any(name.startswith("step-") for name in names)
+    if checkpoints and is_url(path):
+        return Kind.CHECKPOINTS  # of an object store nothing else is read, whatever files lie beside them
     signs = {
         Kind.RUN: names & {CHECKPOINTS_NAME, *_RUN_FILES},
         Kind.MODEL: names & {*MODEL_WEIGHTS},
-        Kind.CHECKPOINTS: path.name == CHECKPOINTS_NAME or any(name.startswith("step-") for name in names),
+        Kind.CHECKPOINTS: checkpoints,
     }
     found = next((kind for kind, sign in signs.items() if sign), None)
     if found is Kind.CHECKPOINTS:
@@ -289,7 +297,7 @@ def _of_checkpoint(path: Place) -> Contents:
         "optimizer_groups": [dict(group) for group in index.groups],
         "values": dict(index.values),
     }
-    return Contents(path, Kind.CHECKPOINT, facts, tensors, _files(path))
+    return Contents(path, Kind.CHECKPOINT, facts, tensors, backend_of(path).sizes(path))
 
 
 def _of_weights(path: Place, kind: Kind) -> Contents:
@@ -305,7 +313,7 @@ def _of_weights(path: Place, kind: Kind) -> Contents:
             facts = {name: values[name] for name in ("model_type", "architectures", "dtype") if name in values}
         except ValueError as error:
             raise CheckpointError(f"{config} cannot be read: {error}.") from error
-    return Contents(path, kind, facts, tensors, _files(path))
+    return Contents(path, kind, facts, tensors, backend_of(path).sizes(path))
 
 
 def _list(path: Place, kind: Kind) -> Listing:
@@ -315,8 +323,7 @@ def _list(path: Place, kind: Kind) -> Listing:
     listed, models = _listed(path, kind)
     entries = [_checkpoint_entry(found, is_best=found in best) for found in listed.candidates]
     entries += [
-        ListingEntry(found, Kind.MODEL, None, None, sum(_files(found).values()), _problem_of_model(found))
-        for found in models
+        ListingEntry(found, Kind.MODEL, None, None, _nbytes(found), _problem_of_model(found)) for found in models
     ]
     greater = ranking.greater_is_better if best else None
     aside = tuple(listed.aside)
@@ -324,7 +331,7 @@ def _list(path: Place, kind: Kind) -> Listing:
 
 
 def _checkpoint_entry(path: Place, *, is_best: bool) -> ListingEntry:
-    nbytes = sum(_files(path).values())
+    nbytes = _nbytes(path)
     try:
         done = check_completion(path)
     except CheckpointError as error:
@@ -340,9 +347,11 @@ def _problem_of_model(path: Place) -> str | None:
     return None
 
 
-def _files(path: Place) -> dict[str, int]:
-    """Return the sizes of a file or of a directory's files, including a checkpoint's ``model/``."""
-    return backend_of(path).sizes(path)
+def _nbytes(path: Place, suffixes: str | tuple[str, ...] = "") -> int:
+    """Return the bytes of a file, or of a directory's files with certain suffixes; 0 if it was deleted meanwhile."""
+    with contextlib.suppress(OSError):
+        return sum(size for name, size in backend_of(path).sizes(path).items() if name.endswith(suffixes))
+    return 0
 
 
 Progress = Callable[[int, int], None]
@@ -435,7 +444,7 @@ def verify(path: str | Place, progress: Progress = lambda done, total: None) -> 
             raise CheckpointError(f"{path} has no checkpoint and no model yet: there is nothing to verify.")
         notes += [f"{one} is being written or deleted, or was left by a killed process" for one in listed.unfinished]
         notes += [f"{one} was damaged and set aside by resume=previous, and is not verified" for one in listed.aside]
-    sizes = [_weight_bytes(found) for found, _ in work]
+    sizes = [_nbytes(found, WEIGHT_SUFFIXES[:-1]) for found, _ in work]  # an estimate of what will be read
     results, done = [], 0
     for (found, what), size in zip(work, sizes, strict=True):
         meter = _Meter(progress, done, sum(sizes))
@@ -460,13 +469,6 @@ def _what_resumes(path: Place, kind: Kind, results: Sequence[VerifyResult]) -> l
     elif kind is Kind.CHECKPOINT and any(result.problems for result in results):
         return [instead_of(path)]
     return []
-
-
-def _weight_bytes(path: Place) -> int:
-    """Estimate the bytes that will be read."""
-    with contextlib.suppress(OSError):
-        return sum(size for name, size in _files(path).items() if name.endswith(WEIGHT_SUFFIXES[:-1]))
-    return 0
 
 
 class _Meter:
@@ -557,7 +559,7 @@ def _check_marker(path: Place, problems: list[Problem]) -> Completion | None:
     except (OSError, ValueError) as error:
         problems.append(Problem(COMPLETE_NAME, f"cannot be read: {error}"))
         return None
-    sizes = _files(path)
+    sizes = backend_of(path).sizes(path, done.files)
     for name, size in done.files.items():
         found = sizes.get(name)
         if found is None:

@@ -7,7 +7,7 @@ import itertools
 import os
 import re
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from fullshard.state.storage.atomic import commit, delete, fsync, recover, sibling, write_text
@@ -43,17 +43,12 @@ class Disk:
         """Replace a small file."""
         write_text(path, text)
 
-    def sizes(self, path: Path) -> dict[str, int]:
-        """List the directory, and ``model/`` with its subdirectories; of a file, itself."""
-        if path.is_file():
-            return {path.name: path.stat().st_size}
-        found: dict[str, int] = {}
-        with contextlib.suppress(FileNotFoundError):  # another process may delete all of it meanwhile
-            for one in sorted([*path.iterdir(), *(path / "model").rglob("*")]):
-                with contextlib.suppress(OSError):
-                    if one.is_file():
-                        found[str(one.relative_to(path))] = one.stat().st_size
-        return found
+    def sizes(self, path: Path, names: Iterable[str] | None = None) -> dict[str, int]:
+        """Look at each name; a directory that may be entered but not listed is enough. Of a file, list itself."""
+        if names is None:
+            names = [path.name] if path.is_file() else sorted(_listed(path))
+        top = path if path.is_dir() else path.parent
+        return {name: size for name in names if (size := _size_of(top / name)) is not None}
 
     def names(self, directory: Path, step: int, attempt: str) -> tuple[Path, Path]:
         """Return the temporary and the final name; the commit is a rename."""
@@ -106,10 +101,11 @@ class Disk:
             if _CHECKPOINT.fullmatch(name) and (not name.endswith(".old") or name.removesuffix(".old") not in names)
         ]
         unfinished = [name for name in sorted(names) if _UNFINISHED.fullmatch(name) and name not in candidates]
+        # os.path.isdir and not Path.is_dir: a link that cannot be followed is none, and hides no checkpoint.
         aside = [name for name in sorted(names) if _SET_ASIDE.fullmatch(name)]
         return Listed(
             [directory / name for name in candidates],
-            [directory / name for name in unfinished if (directory / name).is_dir()],
+            [directory / name for name in unfinished if os.path.isdir(directory / name)],
             [directory / name for name in aside],
         )
 
@@ -175,6 +171,24 @@ class _NewFile:
     def close(self) -> None:
         """Close the file."""
         os.close(self._descriptor)
+
+
+def _listed(path: Path) -> Iterator[str]:
+    """Yield the names of a checkpoint's own files and of those in ``model/``, also behind links to directories."""
+
+    def refuse(error: OSError) -> None:
+        raise error
+
+    yield from os.listdir(path)
+    for directory, _, names in os.walk(path / "model", onerror=refuse, followlinks=True):
+        yield from (str((Path(directory) / name).relative_to(path)) for name in names)
+
+
+def _size_of(path: Path) -> int | None:
+    """Return the size of a file; None if there is none of this name."""
+    with contextlib.suppress(FileNotFoundError):
+        return path.stat().st_size if path.is_file() else None
+    return None
 
 
 def _aside_name(path: Path) -> Path:

@@ -20,7 +20,7 @@ import contextlib
 import json
 import re
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -56,9 +56,10 @@ class ObjectStore:
         """Put an object, which appears complete."""
         put(path.url, text.encode())
 
-    def sizes(self, path: ObjectPath) -> dict[str, int]:
-        """List a prefix in one request (one for each thousand objects)."""
-        return dict(sorted(path.sizes().items()))
+    def sizes(self, path: ObjectPath, names: Iterable[str] | None = None) -> dict[str, int]:
+        """List a prefix in one request (one for each thousand objects), in which all names are found."""
+        found = sorted(path.sizes().items())
+        return {name: size for name, size in found if names is None or name in set(names)}
 
     def names(self, directory: ObjectPath, step: int, attempt: str) -> tuple[ObjectPath, ObjectPath]:
         """Return the same prefix twice; no other save uses it."""
