@@ -15,7 +15,7 @@ from fullshard.core.engine.setup import initial
 from fullshard.core.testing import run_ranks
 from fullshard.errors import CheckpointError, ConfigError, MismatchError, ShardingError
 from fullshard.state.saving import Pretrained, load
-from fullshard.state.storage import safetensors_reader
+from fullshard.state.storage import safetensors_file
 from support.models import (
     TinyLM,
     bart,
@@ -207,7 +207,7 @@ def test_a_module_computes_its_buffers_while_its_parameters_have_no_memory(tmp_p
 
 @pytest.mark.parametrize(("stored", "kept"), [("bfloat16", "float32"), ("float32", "bfloat16"), ("float64", "float16")])
 def test_dtypes_are_converted_on_the_way(stored, kept, tmp_path, monkeypatch):
-    monkeypatch.setattr(safetensors_reader, "STAGING_BYTES", 1024)
+    monkeypatch.setattr(safetensors_file, "STAGING_BYTES", 1024)
     reference = seeded(t5)
     write(copy.deepcopy(reference).to(getattr(torch, stored)), tmp_path)
     expected = {k: v.to(getattr(torch, stored)).to(getattr(torch, kept)) for k, v in reference.state_dict().items()}
@@ -560,7 +560,7 @@ def test_a_fault_leaves_a_model_without_memory_as_it_was(tmp_path):
 def test_a_disk_that_fails_in_the_middle_on_one_rank_reaches_every_rank(tmp_path, monkeypatch):
     write(seeded(t5), tmp_path)
     models = skeletons(t5, 3)
-    fill, calls = safetensors_reader.SafetensorsFile._fill, []
+    fill, calls = safetensors_file.SafetensorsFile._fill, []
 
     def failing(self, *args):
         calls.append(self)
@@ -568,7 +568,7 @@ def test_a_disk_that_fails_in_the_middle_on_one_rank_reaches_every_rank(tmp_path
             raise OSError(5, "Input/output error")
         fill(self, *args)
 
-    monkeypatch.setattr(safetensors_reader.SafetensorsFile, "_fill", failing)
+    monkeypatch.setattr(safetensors_file.SafetensorsFile, "_fill", failing)
 
     def work(comm):
         with pytest.raises(CheckpointError) as caught:

@@ -9,7 +9,7 @@ import pytest
 
 from fullshard.errors import CheckpointError
 from fullshard.state.storage import atomic, atomic_directory, publish_model, recover, write_text
-from fullshard.state.storage.weights_writer import WEIGHTS_INDEX_NAME as INDEX
+from fullshard.state.storage.weight_files import WEIGHTS_INDEX_NAME as INDEX
 
 
 class Killed(BaseException):

@@ -17,11 +17,11 @@ from fullshard.state.saving.lora import (
     TIED_NAME,
     ExportedTensor,
     LowRank,
+    OverBase,
     adapter_tensors,
     holds_adapter,
     merged_tensors,
 )
-from fullshard.state.saving.over_base import OverBase
 from fullshard.state.saving.pieces import MODEL
 from fullshard.state.storage import (
     ADAPTER_NAME,

@@ -17,8 +17,17 @@ from fullshard.core.optim.shards import holds_rows
 from fullshard.core.shards import rows_of
 from fullshard.errors import CheckpointError
 from fullshard.state.saving.load_plan import LoadPlan
-from fullshard.state.saving.pieces import AVERAGE, GRADIENT, MODEL, OPTIMIZER, UPDATES, plan_save, split_state_name
-from fullshard.state.saving.rng import restore_rng, rng_name
+from fullshard.state.saving.pieces import (
+    AVERAGE,
+    GRADIENT,
+    MODEL,
+    OPTIMIZER,
+    UPDATES,
+    plan_save,
+    restore_rng,
+    rng_name,
+    split_state_name,
+)
 from fullshard.state.saving.stepped import Stepped, Stepping, stepped, take_options
 from fullshard.state.storage import (
     CheckpointReader,

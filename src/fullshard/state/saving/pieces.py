@@ -1,21 +1,74 @@
-"""The training state as pieces of named tensors: model, optimizer, gradients and average; each rank writes a part."""
+"""The training state as pieces of named tensors: model, optimizer, gradients, average, random state of each rank."""
 
 from __future__ import annotations
 
+import base64
+import json
+import random
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
 from fullshard.core.comm import Mesh, device_of, together
-from fullshard.core.engine import LocalTensor, local_tensors, mesh_of, require_one_state
+from fullshard.core.engine import LocalTensor, local_tensors, mesh_of, require_one_state, unreduced
 from fullshard.core.optim.average import ExponentialMovingAverage
 from fullshard.core.shards import on_rows
 from fullshard.errors import CheckpointError
 from fullshard.state.saving.stepped import StateValue, Stepped, Stepping, stepped
 from fullshard.state.storage import Piece, SaveJob, SavePlan
+
+
+def rng_bytes(device: torch.device) -> torch.Tensor:
+    """Return this rank's current random state, on CUDA with its generator: JSON as uint8, (bytes,), on the CPU."""
+    kind, keys, *rest = np.random.get_state(legacy=True)
+    values: dict[str, Any] = {
+        "torch": _encode(torch.get_rng_state()),
+        "python": random.getstate(),
+        "numpy": [kind, np.asarray(keys).tolist(), *rest],
+    }
+    if device.type == "cuda":
+        values["cuda"] = _encode(torch.cuda.get_rng_state(device))
+    return torch.frombuffer(bytearray(json.dumps(values).encode()), dtype=torch.uint8)
+
+
+def restore_rng(state: torch.Tensor, device: torch.device) -> None:
+    """Restore the random state that :func:`rng_bytes` returned.
+
+    Raises:
+        CheckpointError: The bytes are not such a state.
+    """
+    try:
+        values = json.loads(bytes(state.tolist()))
+        torch.set_rng_state(_decode(values["torch"]))
+        version, keys, gauss = values["python"]
+        random.setstate((version, tuple(keys), gauss))
+        kind, words, *rest = values["numpy"]
+        np.random.set_state((kind, np.array(words, dtype=np.uint32), *rest))
+        if device.type == "cuda" and "cuda" in values:
+            torch.cuda.set_rng_state(_decode(values["cuda"]), device)
+    except (ValueError, KeyError, TypeError, RuntimeError) as error:
+        raise CheckpointError(
+            f"The checkpoint's random state cannot be read: {error!r}. Check it with `fullshard verify`, or load an "
+            "earlier checkpoint."
+        ) from error
+
+
+def _encode(state: torch.Tensor) -> str:
+    return base64.b64encode(bytes(state.tolist())).decode()
+
+
+def _decode(text: str) -> torch.Tensor:
+    return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
+
+
+def rng_name(rank: int) -> str:
+    """Return the name of a rank's random state among a checkpoint's tensors."""
+    return f"rank/{rank:05d}/rng"
+
 
 MODEL, OPTIMIZER, GRADIENT, AVERAGE = "model/", "optimizer/", "gradient/", "average/"
 
@@ -24,6 +77,27 @@ UPDATES = "averaged"
 
 _SPLIT_NUMEL = 1 << 14
 """Size from which on the ranks that hold copies of a tensor each write a share, in elements."""
+
+
+def require_between_steps(ranks: Mesh, model: nn.Module, step: int) -> None:
+    """Check that the model is between two steps and on these ranks; no communication.
+
+    Raises:
+        CheckpointError: The state cannot be saved as it is.
+    """
+    if ranks.size != mesh_of(model).size:
+        raise CheckpointError(
+            f"The model is on {mesh_of(model).size} ranks and these checkpoints are on {ranks.size}. Pass the "
+            "same ranks to both."
+        )
+    waiting = unreduced(model)
+    if waiting:
+        raise CheckpointError(
+            f"Gradients of {len(waiting)} units are not reduced yet (no_sync or no_all_reduce), the first is "
+            f"{waiting[0]}; a checkpoint would lose them. Save after the optimizer's step."
+        )
+    if not isinstance(step, int) or step < 0:
+        raise CheckpointError(f"step must be a number of optimizer steps, an int of at least 0; got {step!r}.")
 
 
 @on_rows

@@ -17,10 +17,8 @@ from fullshard.core.optim.average import ExponentialMovingAverage
 from fullshard.core.shards import on_rows
 from fullshard.errors import CheckpointError
 from fullshard.state.resilience import Every, KeepDirectory, OfOtherRanks, Snapshot, Snapshots, checksums
-from fullshard.state.saving.described import require_between_steps
 from fullshard.state.saving.loading import Restored, Target, index_of_specs
-from fullshard.state.saving.pieces import MODEL, plan_save
-from fullshard.state.saving.rng import restore_rng, rng_bytes, rng_name
+from fullshard.state.saving.pieces import MODEL, plan_save, require_between_steps, restore_rng, rng_bytes, rng_name
 from fullshard.state.saving.stepped import Stepping
 from fullshard.state.storage import Piece, SavePlan, TensorSpec
 
@@ -31,7 +29,7 @@ _RNG_BYTES = 1 << 15
 have to be mapped again."""
 
 
-class InMemory:
+class InMemory(Snapshots):
     """The snapshots of a run's training state in the memory of its machines; every rank has one object.
 
     Attributes:
@@ -39,23 +37,11 @@ class InMemory:
     """
 
     def __init__(self, ranks: Mesh, keep: KeepDirectory, every: Every) -> None:
-        """Write nothing yet; see :class:`fullshard.resilience.Snapshots`."""
+        """Write nothing yet."""
+        super().__init__(ranks, keep, every)
         self.attempt = keep.attempt
-        self._ranks = ranks
-        self._keep = keep
-        self._snapshots = Snapshots(ranks, keep, every)
         self._made: list[int] | None = None
         self._frozen: list[int] | None = None  # checksums that replace frozen parameters; None: these are kept
-
-    @property
-    def every(self) -> int:
-        """Current number of steps from one snapshot to the next."""
-        return self._snapshots.every
-
-    @property
-    def costs(self) -> list[float]:
-        """Seconds of training that each snapshot so far has cost this rank, without the last one."""
-        return self._snapshots.costs
 
     def begun(self) -> int:
         """Return the number of ranks that the run began on, if an earlier attempt passed its start somewhere, else 0.
@@ -85,14 +71,6 @@ class InMemory:
         same = self._made is not None and frozen_sums(model) == self._made
         self._frozen = self._made if all(self._ranks.all_gather_object(same)) else None
 
-    def due(self, step: int) -> bool:
-        """Return True if a snapshot follows a step; the same on every rank, without communication."""
-        return self._snapshots.due(step)
-
-    def tick(self) -> None:
-        """Record the end of a step, to measure the time of steps; every rank calls it after each step."""
-        self._snapshots.tick()
-
     def take(
         self,
         model: nn.Module,
@@ -117,17 +95,13 @@ class InMemory:
 
         def state() -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
             require_between_steps(self._ranks, model, step)
-            return take(model, optimizer, average, self._ranks.device, self._frozen, cut=self._snapshots.several)
+            return take(model, optimizer, average, self._ranks.device, self._frozen, cut=self.several)
 
-        return self._snapshots.write(state, step, values)
-
-    def newest(self) -> Snapshot | None:
-        """Return this rank's part of the newest snapshot that every rank has undamaged; every rank calls it."""
-        return self._snapshots.newest()
+        return self.write(state, step, values)
 
     def of_other_ranks(self) -> OfOtherRanks | None:
         """Return the newest complete snapshots of another number of ranks; every rank calls it."""
-        found = self._snapshots.of_other_ranks()
+        found = super().of_other_ranks()
         if found is None:
             return None
         # An average of the weights is not cut. Frozen weights that are left out come from each rank, in the file of one
@@ -155,10 +129,6 @@ class InMemory:
         together(self._ranks, lambda: restore_rng(snapshot.tensors[RNG], self._ranks.device))
         where = (snapshot.directory, described.step, described.world_size)
         return Restored(*where, described.values, None, rng_restored=True)
-
-    def wait(self) -> None:
-        """Wait until this rank's last snapshot is complete."""
-        self._snapshots.wait()
 
 
 @on_rows

@@ -24,6 +24,7 @@ from fullshard.state.storage.contents import (
     Kind as Kind,
     kind_of as kind_of,
 )
+from fullshard.state.storage.disk import DirectoryLock as DirectoryLock
 from fullshard.state.storage.index import Index as Index, PieceEntry as PieceEntry, TensorEntry as TensorEntry
 from fullshard.state.storage.json_file import (
     SMALL as SMALL,
@@ -34,17 +35,16 @@ from fullshard.state.storage.json_file import (
     require_sealed as require_sealed,
     seal as seal,
 )
-from fullshard.state.storage.lock import DirectoryLock as DirectoryLock
-from fullshard.state.storage.object_client import file_system as file_system
 from fullshard.state.storage.object_path import (
     ObjectPath as ObjectPath,
     Place as Place,
     as_place as as_place,
+    file_system as file_system,
     is_url as is_url,
 )
 from fullshard.state.storage.reader import CheckpointReader as CheckpointReader
 from fullshard.state.storage.rules import shown as shown
-from fullshard.state.storage.safetensors_writer import SafetensorsWriter as SafetensorsWriter, TensorSpec as TensorSpec
+from fullshard.state.storage.safetensors_file import SafetensorsWriter as SafetensorsWriter, TensorSpec as TensorSpec
 from fullshard.state.storage.shard_file import (
     Piece as Piece,
     SavePlan as SavePlan,
@@ -64,8 +64,9 @@ from fullshard.state.storage.store import (
     survey as survey,
 )
 from fullshard.state.storage.torch_reader import load_plain as load_plain, why_refused as why_refused
-from fullshard.state.storage.weight_files import ADAPTER_NAME as ADAPTER_NAME, WeightFiles as WeightFiles
-from fullshard.state.storage.weights_writer import (
+from fullshard.state.storage.weight_files import (
+    ADAPTER_NAME as ADAPTER_NAME,
+    WeightFiles as WeightFiles,
     WeightsWriter as WeightsWriter,
     holds_model as holds_model,
     parse_size as parse_size,

@@ -27,7 +27,7 @@ from fullshard.state.storage.completion import (
 from fullshard.state.storage.index import INDEX_BOUNDS, INDEX_NAME, Index, PieceEntry, TensorEntry, parse_index
 from fullshard.state.storage.json_file import SMALL, read_bounded, read_json
 from fullshard.state.storage.object_path import Listed, Place, as_place, is_url, on_disk, relative
-from fullshard.state.storage.safetensors_reader import STAGING_BYTES, SafetensorsFile
+from fullshard.state.storage.safetensors_file import STAGING_BYTES, SafetensorsFile
 from fullshard.state.storage.shard_file import BLOCK_BYTES, crc_of, dtype_name, dtype_of, is_shard_name
 from fullshard.state.storage.store import (
     contradiction,
@@ -37,8 +37,13 @@ from fullshard.state.storage.store import (
     read_index,
     survey,
 )
-from fullshard.state.storage.weight_files import ADAPTER_NAME, INDEX_SUFFIX, WEIGHTS_IN_DIRECTORY, WeightFiles
-from fullshard.state.storage.weights_writer import WEIGHTS_INDEX_NAME
+from fullshard.state.storage.weight_files import (
+    ADAPTER_NAME,
+    INDEX_SUFFIX,
+    WEIGHTS_IN_DIRECTORY,
+    WEIGHTS_INDEX_NAME,
+    WeightFiles,
+)
 
 CHECKPOINTS_NAME = "checkpoints"
 """Name of the directory of checkpoints inside a run's directory."""

@@ -14,7 +14,7 @@ from fullshard.errors import CheckpointError
 from fullshard.state.storage.backend import backend_of
 from fullshard.state.storage.index import Index, PieceEntry, TensorEntry
 from fullshard.state.storage.object_path import Place
-from fullshard.state.storage.safetensors_reader import SafetensorsFile
+from fullshard.state.storage.safetensors_file import SafetensorsFile
 from fullshard.state.storage.shard_file import BLOCK_BYTES, Piece, crc_of, dtype_of
 from fullshard.state.storage.store import or_instead_of
 

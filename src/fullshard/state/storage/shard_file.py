@@ -16,7 +16,7 @@ from fullshard.errors import CheckpointError
 from fullshard.state.storage.index import SHARD_NAME, PieceEntry, TensorEntry
 from fullshard.state.storage.object_path import Place
 from fullshard.state.storage.rules import shown
-from fullshard.state.storage.safetensors_writer import SafetensorsWriter, TensorSpec, file_order
+from fullshard.state.storage.safetensors_file import SafetensorsWriter, TensorSpec, file_order
 
 BLOCK_BYTES = 4 * 1024 * 1024
 """Bytes per checksum. A reader reads complete blocks, even if it needs only part of one: without a checksum per block
