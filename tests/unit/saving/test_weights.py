@@ -119,34 +119,21 @@ def test_every_form_of_file_gives_what_from_pretrained_gives(kind, form, tmp_pat
         same(state, theirs)
 
 
-def test_a_model_filled_by_shard_trains_as_the_unsharded_one(tmp_path):
-    reference = seeded(t5)
+@pytest.mark.parametrize(("make", "loss_of"), [(t5, seq2seq_loss), (llama, causal_loss)])
+def test_a_model_filled_by_shard_trains_as_the_unsharded_one(make, loss_of, tmp_path):
+    """Also with rotary tables, which no file holds and Llama computes."""
+    reference = seeded(make)
     write(reference, tmp_path)
-    models = skeletons(t5, 2)
+    models = skeletons(make, 2)
     tokens = batches(1, 2)[0]
 
     def work(comm):
         model = fully_shard(models[comm.rank], comm, weights=Pretrained(tmp_path))
-        loss = seq2seq_loss(model, tokens)
+        loss = loss_of(model, tokens)
         loss.backward()
         return loss.item()
 
-    expected = seq2seq_loss(reference, tokens).item()
-    assert run_ranks(2, work) == pytest.approx([expected, expected], abs=1e-6)
-
-
-def test_tables_that_no_file_holds_are_computed(tmp_path):
-    """Rotary tables: a Llama's forward is the unsharded one."""
-    reference = seeded(llama)
-    write(reference, tmp_path)
-    models = skeletons(llama, 2)
-    tokens = batches(1, 2)[0]
-
-    def work(comm):
-        model = fully_shard(models[comm.rank], comm, weights=Pretrained(tmp_path))
-        return causal_loss(model, tokens).item()
-
-    expected = causal_loss(reference, tokens).item()
+    expected = loss_of(reference, tokens).item()
     assert run_ranks(2, work) == pytest.approx([expected, expected], abs=1e-6)
 
 

@@ -259,7 +259,8 @@ def export(
     parts = _parts(CheckpointReader(checkpoint, index), tensors, index.base, options, assets)
     if isinstance(parts, _OfBase):
         dtype = dtype or "bfloat16"  # the base was rounded to 4 or 8 bits: float32 would hold no more
-    specs = [_in_dtype(spec, dtype) for spec in parts.specs]
+    cast = None if dtype is None else getattr(torch, dtype)
+    specs = [replace(one, dtype=cast) if cast and one.dtype.is_floating_point else one for one in parts.specs]
     total = sum(spec.size_bytes for spec in specs)
     with atomic_directory(directory) as temporary:
         _copy_assets(checkpoint, temporary, options.lora, dtype)
@@ -408,11 +409,6 @@ class _OfBase:
             return
         values, update = self._base.read(name), self._base.updates.get(name)
         yield 0, values if update is None else _Update(self._source, update, torch.float32).added(values, 0)
-
-
-def _in_dtype(spec: TensorSpec, dtype: str | None) -> TensorSpec:
-    """Return a tensor's specification in the files: floating ones in ``dtype``, if there is one."""
-    return replace(spec, dtype=getattr(torch, dtype)) if dtype and spec.dtype.is_floating_point else spec
 
 
 def _runs(source: CheckpointReader, exported: ExportedTensor) -> Iterator[tuple[int, torch.Tensor]]:

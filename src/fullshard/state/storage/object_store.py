@@ -202,7 +202,10 @@ class ObjectStore:
     @contextlib.contextmanager
     def opened(self, path: ObjectPath, known: tuple[Any, ...] | None) -> Iterator[_Object]:
         """Ask for the size once; it stays valid, because no save writes an object of this name again."""
-        yield _Object(path, _required_size(path) if known is None else known[1])
+        size = path.size() if known is None else known[1]
+        if size is None:
+            raise FileNotFoundError(f"there is no {path}")
+        yield _Object(path, size)
 
     def create(self, path: ObjectPath, nbytes: int) -> _NewObject:
         """Start an upload in parts."""
@@ -298,7 +301,8 @@ class _Object:
 
     def read_into(self, view: memoryview, position: int) -> int:
         """Fetch one range of bytes."""
-        content = _range(self._path, position, min(position + len(view), self.size))
+        key, stop = self._path.key, min(position + len(view), self.size)
+        content = request(self._path.url, lambda files: files.cat_file(key, start=position, end=stop))
         view[: len(content)] = content
         return len(content)
 
@@ -347,14 +351,3 @@ class _NewObject:
         except Exception as error:
             problem = refusal(self._path.url, error, ATTEMPTS)
             raise (problem or error) from error
-
-
-def _range(path: ObjectPath, start: int, stop: int) -> bytes:
-    return request(path.url, lambda files: files.cat_file(path.key, start=start, end=stop))
-
-
-def _required_size(path: ObjectPath) -> int:
-    size = path.size()
-    if size is None:
-        raise FileNotFoundError(f"there is no {path}")
-    return size
