@@ -318,6 +318,8 @@ def _listed(path: Path) -> Iterator[str]:
         raise error
 
     yield from os.listdir(path)
+    if not (path / "model").is_dir():
+        return
     for directory, _, names in os.walk(path / "model", onerror=refuse, followlinks=True):
         yield from (str((Path(directory) / name).relative_to(path)) for name in names)
 
