@@ -16,7 +16,7 @@ from torch import nn
 from fullshard import Checkpoints, fully_shard, load_checkpoint
 from fullshard.core.testing import run_ranks
 from fullshard.state.storage import read_index
-from fullshard.state.storage.verify import verify
+from fullshard.state.storage.contents import verify
 from support.states import rank_runs, whole
 
 GOLDEN = Path(__file__).parent

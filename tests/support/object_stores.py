@@ -8,7 +8,7 @@ import uuid
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
-from fullshard.state.storage import object_client
+from fullshard.state.storage import object_path
 
 HAS_S3 = all(importlib.util.find_spec(name) for name in ("s3fs", "moto", "flask"))
 
@@ -110,12 +110,12 @@ def s3(monkeypatch):
         "AWS_ENDPOINT_URL": f"http://{host}:{port}",
     }.items():
         monkeypatch.setenv(name, value)
-    object_client._file_system.cache_clear()
+    object_path._file_system.cache_clear()
     # The server keeps its objects in this process, for the next server too: a lock left by a test was waited for.
     bucket = f"bucket{uuid.uuid4().hex[:8]}"
     boto3.client("s3").create_bucket(Bucket=bucket)
     try:
         yield f"s3://{bucket}/run"
     finally:
-        object_client._file_system.cache_clear()
+        object_path._file_system.cache_clear()
         server.stop()

@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from fullshard import Checkpoints, fully_shard, save
 from fullshard.core.comm import SoloComm
 from fullshard.state.storage import atomic_directory, find_checkpoints, publish_model
-from fullshard.state.storage.safetensors_reader import SafetensorsFile
+from fullshard.state.storage.safetensors_file import SafetensorsFile
 from support.rank_script import parse, print_result
 from support.states import rank_runs, whole
 

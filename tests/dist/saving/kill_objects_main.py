@@ -19,8 +19,7 @@ import kill_main
 from fullshard import Checkpoints
 from fullshard.core.comm import SoloComm
 from fullshard.state.saving import checkpoints
-from fullshard.state.storage import as_place, find_checkpoints
-from fullshard.state.storage.object_store import ObjectStore
+from fullshard.state.storage import as_place, find_checkpoints, writer
 from support.object_stores import ObjectFiles
 from support.rank_script import parse, print_result
 from support.states import rank_runs, whole
@@ -101,7 +100,7 @@ def prepare(url, comm, expected):
 
 
 if __name__ == "__main__":
-    ObjectStore.look_seconds = 0.002
+    writer._LOOK_SECONDS = 0.002, 0.04
     checkpoints.JOIN_SECONDS = 0.2  # a rank whose peer was killed waits this long for a save that cannot end
     cases = {"objects": survive}
     options = parse(cases, __doc__, ranks=1)

@@ -20,8 +20,7 @@ from fullshard.core.optim.muon.muon_groups import muon_groups
 from fullshard.core.testing import run_ranks
 from fullshard.errors import CheckpointError
 from fullshard.state.saving.dcp import load_dcp, save_dcp
-from fullshard.state.saving.full_optimizer import full_optimizer_state
-from fullshard.state.saving.optimizer_state import load_optimizer_state
+from fullshard.state.saving.optimizer_state import full_optimizer_state, load_optimizer_state
 from fullshard.state.storage import read_index
 from support.optimizers import LAYOUTS, assert_same_updates, batches, loss_of, of_rank, train, zoo
 from support.states import assert_same_bits, rank_runs, whole as put_together

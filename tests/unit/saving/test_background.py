@@ -6,8 +6,8 @@ import threading
 import pytest
 
 from fullshard.errors import CheckpointError
-from fullshard.state.saving import background
-from fullshard.state.saving.background import BackgroundWriter
+from fullshard.state.saving import full
+from fullshard.state.saving.full import BackgroundWriter
 
 
 class Disk:
@@ -89,7 +89,7 @@ def test_what_is_no_user_error_is_told_by_its_kind():
 @pytest.mark.parametrize("waits", [True, False])
 def test_ctrl_c_ends_the_thread_without_a_commit(waits, monkeypatch):
     """A disk that answers within reason is waited for; one that does not is left behind and stops by itself."""
-    monkeypatch.setattr(background, "JOIN_SECONDS", 10.0 if waits else 0.01)
+    monkeypatch.setattr(full, "JOIN_SECONDS", 10.0 if waits else 0.01)
     disk = Disk()
     disk.gate.clear()
     writer = BackgroundWriter(disk.opened(), most=10)

@@ -97,6 +97,7 @@ def test_a_tied_parameter_whose_other_name_comes_first_keeps_its_state_and_gradi
             {"step": 1, "values": {"scheduler": [{"milestones": {30: 1}}]}},
             r"\['scheduler'\]\[0\]\['milestones'\] has the",
         ),
+        ({"step": 1, "values": {"x": torch.ones(2)}}, "values must be representable in JSON"),
     ],
 )
 def test_what_would_not_be_found_or_not_come_back_the_same_is_refused(options, words, tmp_path):

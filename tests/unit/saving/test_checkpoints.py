@@ -368,17 +368,6 @@ def test_as_many_are_kept_as_there_are_until_there_are_more(keep, tmp_path):
     assert on_ranks(1, work)[0] == [min(step, keep) for step in range(1, 8)]
 
 
-def test_small_files_go_in_beside_the_tensors(tmp_path):
-    def work(model, comm):
-        with Checkpoints(tmp_path, ranks=comm) as checkpoints:
-            checkpoints.save(
-                fully_shard(model, comm), step=1, assets=lambda path: (path / "config.json").write_text("{}")
-            )
-
-    on_ranks(2, work)
-    assert (tmp_path / "step-00000001" / "model" / "config.json").read_text() == "{}"
-
-
 def same_error(size, work):
     """The one text with which ``work`` fails on every rank."""
 
@@ -520,11 +509,3 @@ def test_without_an_optimizer_in_it_none_is_loaded(tmp_path):
             checkpoints.load(model, adamw(model))
 
     assert "saved without an optimizer" in same_error(2, work)
-
-
-def test_values_that_json_cannot_hold_are_refused(tmp_path):
-    def work(model, comm):
-        with Checkpoints(tmp_path, ranks=comm) as checkpoints:
-            checkpoints.save(fully_shard(model, comm), step=1, values={"x": torch.ones(2)})
-
-    assert "JSON" in same_error(2, work)

@@ -11,7 +11,7 @@ from fullshard import Checkpoints, fully_shard, load_checkpoint
 from fullshard.core.engine import local_tensors
 from fullshard.core.testing import run_ranks
 from fullshard.errors import CheckpointError
-from fullshard.state.storage.verify import verify
+from fullshard.state.storage.contents import verify
 from support.forged import as_version_1, forge_index
 from support.parity import replicas
 

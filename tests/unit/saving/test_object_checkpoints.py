@@ -10,9 +10,9 @@ from fullshard import Checkpoints, fully_shard, load_checkpoint
 from fullshard.core.testing import run_ranks
 from fullshard.errors import CheckpointError, ConfigError, StoreError
 from fullshard.state.saving.export import ExportOptions, choose_checkpoint, export
-from fullshard.state.storage import as_place, find_checkpoints, object_client, object_lock, read_index
-from fullshard.state.storage.contents import inspect_path
-from fullshard.state.storage.verify import verify
+from fullshard.state.storage import as_place, find_checkpoints, object_path, object_store, read_index
+from fullshard.state.storage.backend import backend_of
+from fullshard.state.storage.contents import inspect_path, verify
 from support import object_stores
 from support.models import TinyLM, batches, lm_loss, t5
 from support.parity import replicas
@@ -24,7 +24,7 @@ ROWS = 2
 @pytest.fixture(params=["memory", pytest.param("s3", marks=pytest.mark.skipif(
     not object_stores.HAS_S3, reason="needs s3fs, moto and flask"))])  # fmt: skip
 def url(request, monkeypatch):
-    monkeypatch.setattr(object_client, "FIRST_WAIT_SECONDS", 0.0)
+    monkeypatch.setattr(object_path, "FIRST_WAIT_SECONDS", 0.0)
     with object_stores.memory() if request.param == "memory" else object_stores.s3(monkeypatch) as prefix:
         yield prefix
 
@@ -99,7 +99,7 @@ def test_the_newest_is_kept_and_another_save_of_its_step_replaces_it(url):
 
 def test_the_marker_is_put_last_and_deleted_first(url, monkeypatch):
     events = []
-    files = object_client.file_system(url)
+    files = object_path.file_system(url)
     for name in ("pipe_file", "rm_file"):
         do = getattr(files, name)
 
@@ -124,7 +124,7 @@ def test_the_marker_is_put_last_and_deleted_first(url, monkeypatch):
 def test_without_its_marker_nothing_is_a_checkpoint_and_the_next_run_clears_it(url):
     save_steps(url, 1, [1, 2])
     one, two = find_checkpoints(as_place(url))
-    (two / "complete.json").delete()
+    (two / "complete.json").unlink()
     assert find_checkpoints(as_place(url)) == [one]
     notes = verify(url).notes
     assert any(two.name in note and "left by a killed process" in note for note in notes)
@@ -137,24 +137,24 @@ def test_a_second_run_is_refused_while_the_first_one_lives(url, monkeypatch):
     solo = fullshard.comm.SoloComm(torch.device("cpu"))
     place = as_place(url)
     with Checkpoints(url, ranks=solo):
-        content = json.loads(object_client.request(url, lambda files: files.cat_file((place / "lock").key)))
+        content = json.loads(object_path.request(url, lambda files: files.cat_file((place / "lock").key)))
         assert content["renewals"] == 1
         with pytest.raises(CheckpointError, match=r"Another run is writing to .* \(process \d+ on "):
             Checkpoints(url, ranks=solo)
     # One of another machine, which is gone, does not change: it is taken over. One that changes is not.
     foreign = {"token": "x", "renewals": 1, "process": ["another boot", "pid:[1]", 1], "host": "far"}
-    monkeypatch.setattr(object_lock, "RENEW_SECONDS", 0.02)
+    monkeypatch.setattr(object_store, "RENEW_SECONDS", 0.02)
 
     def put(renewals):
         text = json.dumps({**foreign, "renewals": renewals}).encode()
-        object_client.request(url, lambda files: files.pipe_file((place / "lock").key, text))
+        object_path.request(url, lambda files: files.pipe_file((place / "lock").key, text))
 
     put(1)
-    monkeypatch.setattr(object_lock.time, "sleep", lambda _: put(2))
+    monkeypatch.setattr(object_store.time, "sleep", lambda _: put(2))
     with pytest.raises(CheckpointError, match=r"Another run is writing to .* \(process 1 on far\)"):
         Checkpoints(url, ranks=solo)
     monkeypatch.undo()
-    monkeypatch.setattr(object_lock, "RENEW_SECONDS", 0.02)
+    monkeypatch.setattr(object_store, "RENEW_SECONDS", 0.02)
     if not url.startswith("memory"):
         return
     with Checkpoints(url, ranks=solo):
@@ -169,7 +169,7 @@ def test_a_run_that_lost_its_lock_marks_nothing(url):
         checkpoints = Checkpoints(url, ranks=comm)
         checkpoints.save(model, optimizer, step=1)
         foreign = json.dumps({"token": "x", "renewals": 1, "process": [], "host": "far"}).encode()
-        object_client.request(url, lambda files: files.pipe_file((place / "lock").key, foreign))
+        object_path.request(url, lambda files: files.pipe_file((place / "lock").key, foreign))
         with pytest.raises(CheckpointError, match=r"Another run \(far\) has taken the lock"):
             checkpoints.save(model, optimizer, step=2)
         checkpoints.close()
@@ -182,7 +182,7 @@ def test_a_run_that_lost_its_lock_marks_nothing(url):
 def test_a_damaged_one_is_an_error_and_going_back_sets_it_aside(url):
     save_steps(url, 1, [1, 2])
     one, two = find_checkpoints(as_place(url))
-    (two / "index.json").delete()
+    (two / "index.json").unlink()
 
     def work(model, comm):
         model = fully_shard(model, comm)
@@ -201,9 +201,9 @@ def test_damage_in_a_tensor_is_found(url):
     save_steps(url, 2, [1, 2])
     path = find_checkpoints(as_place(url))[-1]
     shard = path / "shard-00001-of-00002.safetensors"
-    content = bytearray(object_client.request(url, lambda files: files.cat_file(shard.key)))
+    content = bytearray(object_path.request(url, lambda files: files.cat_file(shard.key)))
     content[-5] ^= 1
-    object_client.request(url, lambda files: files.pipe_file(shard.key, bytes(content)))
+    object_path.request(url, lambda files: files.pipe_file(shard.key, bytes(content)))
     with pytest.raises(CheckpointError, match=r"is damaged: block 0 of .* The newest other complete one is"):
         load(url, 2)
     assert verify(url).problems == 1
@@ -211,7 +211,7 @@ def test_damage_in_a_tensor_is_found(url):
 
 def test_a_rank_fetches_only_what_it_needs(url, monkeypatch):
     save_steps(url, 1, [1])
-    files, fetched = object_client.file_system(url), []
+    files, fetched = object_path.file_system(url), []
     do = files.cat_file
 
     def noted(path, start=None, end=None, **more):
@@ -236,6 +236,7 @@ def test_a_rank_fetches_only_what_it_needs(url, monkeypatch):
 
 def test_the_verbs_take_a_url(url, tmp_path):
     saved = save_steps(url, 2, [1, 2], make=t5)
+    backend_of(as_place(url)).write_text(as_place(url) / "metrics.jsonl", "{}")  # its own, or another program's
     found = verify(url)
     assert not found.problems
     assert [one.checksums > 0 for one in found.results] == [True, True]
@@ -278,9 +279,9 @@ class NoCredentialsError(Exception):
     ],
 )
 def test_a_refusal_is_one_sentence_on_every_rank(error, text, monkeypatch):
-    monkeypatch.setattr(object_client, "FIRST_WAIT_SECONDS", 0.0)
+    monkeypatch.setattr(object_path, "FIRST_WAIT_SECONDS", 0.0)
     with object_stores.memory() as url:
-        monkeypatch.setattr(object_client.file_system(url), "cat_file", Refusing(error))
+        monkeypatch.setattr(object_path.file_system(url), "cat_file", Refusing(error))
         texts = []
 
         def work(_, comm):
@@ -293,21 +294,21 @@ def test_a_refusal_is_one_sentence_on_every_rank(error, text, monkeypatch):
 
 
 def test_one_that_passes_is_repeated(monkeypatch):
-    monkeypatch.setattr(object_client, "FIRST_WAIT_SECONDS", 0.0)
+    monkeypatch.setattr(object_path, "FIRST_WAIT_SECONDS", 0.0)
     with object_stores.memory() as url:
         refusing = Refusing(OSError("503"), times=3)
-        assert object_client.request(url, lambda _: refusing()) == {}
+        assert object_path.request(url, lambda _: refusing()) == {}
 
 
 def test_the_store_failing_during_a_save_leaves_the_earlier_one(monkeypatch):
-    monkeypatch.setattr(object_client, "FIRST_WAIT_SECONDS", 0.0)
+    monkeypatch.setattr(object_path, "FIRST_WAIT_SECONDS", 0.0)
     with object_stores.memory() as url:
         save_steps(url, 2, [1])
 
         def work(model, comm):
             model, optimizer = trained(model, comm)
             with Checkpoints(url, ranks=comm) as checkpoints:
-                files = object_client.file_system(url)
+                files = object_path.file_system(url)
                 with monkeypatch.context() as patch:
                     comm.barrier()
                     if comm.rank == 0:

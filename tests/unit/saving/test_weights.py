@@ -15,7 +15,7 @@ from fullshard.core.engine.setup import initial
 from fullshard.core.testing import run_ranks
 from fullshard.errors import CheckpointError, ConfigError, MismatchError, ShardingError
 from fullshard.state.saving import Pretrained, load
-from fullshard.state.storage import safetensors_reader
+from fullshard.state.storage import safetensors_file
 from support.models import (
     TinyLM,
     bart,
@@ -119,34 +119,21 @@ def test_every_form_of_file_gives_what_from_pretrained_gives(kind, form, tmp_pat
         same(state, theirs)
 
 
-def test_a_model_filled_by_shard_trains_as_the_unsharded_one(tmp_path):
-    reference = seeded(t5)
+@pytest.mark.parametrize(("make", "loss_of"), [(t5, seq2seq_loss), (llama, causal_loss)])
+def test_a_model_filled_by_shard_trains_as_the_unsharded_one(make, loss_of, tmp_path):
+    """Also with rotary tables, which no file holds and Llama computes."""
+    reference = seeded(make)
     write(reference, tmp_path)
-    models = skeletons(t5, 2)
+    models = skeletons(make, 2)
     tokens = batches(1, 2)[0]
 
     def work(comm):
         model = fully_shard(models[comm.rank], comm, weights=Pretrained(tmp_path))
-        loss = seq2seq_loss(model, tokens)
+        loss = loss_of(model, tokens)
         loss.backward()
         return loss.item()
 
-    expected = seq2seq_loss(reference, tokens).item()
-    assert run_ranks(2, work) == pytest.approx([expected, expected], abs=1e-6)
-
-
-def test_tables_that_no_file_holds_are_computed(tmp_path):
-    """Rotary tables: a Llama's forward is the unsharded one."""
-    reference = seeded(llama)
-    write(reference, tmp_path)
-    models = skeletons(llama, 2)
-    tokens = batches(1, 2)[0]
-
-    def work(comm):
-        model = fully_shard(models[comm.rank], comm, weights=Pretrained(tmp_path))
-        return causal_loss(model, tokens).item()
-
-    expected = causal_loss(reference, tokens).item()
+    expected = loss_of(reference, tokens).item()
     assert run_ranks(2, work) == pytest.approx([expected, expected], abs=1e-6)
 
 
@@ -207,7 +194,7 @@ def test_a_module_computes_its_buffers_while_its_parameters_have_no_memory(tmp_p
 
 @pytest.mark.parametrize(("stored", "kept"), [("bfloat16", "float32"), ("float32", "bfloat16"), ("float64", "float16")])
 def test_dtypes_are_converted_on_the_way(stored, kept, tmp_path, monkeypatch):
-    monkeypatch.setattr(safetensors_reader, "STAGING_BYTES", 1024)
+    monkeypatch.setattr(safetensors_file, "STAGING_BYTES", 1024)
     reference = seeded(t5)
     write(copy.deepcopy(reference).to(getattr(torch, stored)), tmp_path)
     expected = {k: v.to(getattr(torch, stored)).to(getattr(torch, kept)) for k, v in reference.state_dict().items()}
@@ -560,7 +547,7 @@ def test_a_fault_leaves_a_model_without_memory_as_it_was(tmp_path):
 def test_a_disk_that_fails_in_the_middle_on_one_rank_reaches_every_rank(tmp_path, monkeypatch):
     write(seeded(t5), tmp_path)
     models = skeletons(t5, 3)
-    fill, calls = safetensors_reader.SafetensorsFile._fill, []
+    fill, calls = safetensors_file.SafetensorsFile._fill, []
 
     def failing(self, *args):
         calls.append(self)
@@ -568,7 +555,7 @@ def test_a_disk_that_fails_in_the_middle_on_one_rank_reaches_every_rank(tmp_path
             raise OSError(5, "Input/output error")
         fill(self, *args)
 
-    monkeypatch.setattr(safetensors_reader.SafetensorsFile, "_fill", failing)
+    monkeypatch.setattr(safetensors_file.SafetensorsFile, "_fill", failing)
 
     def work(comm):
         with pytest.raises(CheckpointError) as caught:

@@ -9,7 +9,7 @@ import pytest
 
 from fullshard.errors import CheckpointError
 from fullshard.state.storage import atomic, atomic_directory, publish_model, recover, write_text
-from fullshard.state.storage.weights_writer import WEIGHTS_INDEX_NAME as INDEX
+from fullshard.state.storage.weight_files import WEIGHTS_INDEX_NAME as INDEX
 
 
 class Killed(BaseException):
@@ -50,24 +50,14 @@ def names(directory: Path) -> list[str]:
     return sorted(path.name for path in directory.iterdir())
 
 
-def test_appears_whole_with_its_parents(tmp_path):
+def test_appears_whole_with_its_parents_and_is_replaced_at_the_end_only(tmp_path):
     write(tmp_path / "runs" / "best", "one")
-    assert content(tmp_path / "runs" / "best") == {"one"}
-    assert names(tmp_path / "runs") == ["best"]
-
-
-def test_replaces_and_leaves_nothing_beside(tmp_path):
-    write(tmp_path / "best", "one")
-    write(tmp_path / "best", "two")
-    assert content(tmp_path / "best") == {"two"}
-    assert names(tmp_path) == ["best"]
-
-
-def test_nothing_is_seen_before_the_end(tmp_path):
-    write(tmp_path / "best", "one")
-    with atomic_directory(tmp_path / "best") as directory:
+    with atomic_directory(tmp_path / "runs" / "best") as directory:
         (directory / "weights").write_text("half")
-        assert content(tmp_path / "best") == {"one"}
+        assert content(tmp_path / "runs" / "best") == {"one"}
+    write(tmp_path / "runs" / "best", "two")
+    assert content(tmp_path / "runs" / "best") == {"two"}
+    assert names(tmp_path / "runs") == ["best"]
 
 
 def test_an_error_inside_leaves_the_old_one(tmp_path):

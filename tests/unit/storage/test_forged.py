@@ -17,10 +17,9 @@ from fullshard import Checkpoints, fully_shard
 from fullshard.core.testing import run_ranks
 from fullshard.errors import CheckpointError
 from fullshard.file_names import stays_inside
-from fullshard.state.storage import find_checkpoints, read_index, rules, survey
+from fullshard.state.storage import completion, copy_small_files, find_checkpoints, read_index, rules, survey
+from fullshard.state.storage.contents import verify
 from fullshard.state.storage.object_path import ObjectPath
-from fullshard.state.storage.object_store import ObjectStore
-from fullshard.state.storage.verify import verify
 from fullshard.state.storage.weight_files import WeightFiles
 from support.forged import as_version_1, forge_completion, forge_index, put_index
 from support.parity import replicas
@@ -318,16 +317,16 @@ def test_a_name_that_leads_out_is_refused_wherever_it_comes_from(name, tmp_path)
 @pytest.mark.parametrize("name", HOSTILE)
 def test_a_buckets_listing_with_a_hostile_name_writes_nothing(name, tmp_path, monkeypatch):
     """Reached by ``export s3://…``; a bucket may list any key, and other writers may have put one."""
-    listed = {"config.json": 2, name: 2}
+    listed = {"model/config.json": 2, f"model/{name}": 2}
     monkeypatch.setattr(ObjectPath, "sizes", lambda path: listed)
-    monkeypatch.setattr(ObjectStore, "read", lambda store, path, nbytes: b"{}")
+    monkeypatch.setattr(completion, "read_bounded", lambda path, nbytes: b"{}")
     target = tmp_path / "inside" / "target"
     with pytest.raises(CheckpointError, match=r"outside of .*target. Nothing was written"):
-        ObjectStore().copy_directory(ObjectPath("s3://bucket/run"), target, ())
+        copy_small_files(ObjectPath("s3://bucket/run"), target)
     assert not list(tmp_path.rglob("*"))
     assert not os.path.exists("/escaped")
-    del listed[name]
-    ObjectStore().copy_directory(ObjectPath("s3://bucket/run"), target, ())
+    del listed[f"model/{name}"]
+    copy_small_files(ObjectPath("s3://bucket/run"), target)
     assert [path.name for path in target.iterdir()] == ["config.json"]
 
 

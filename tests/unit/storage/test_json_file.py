@@ -69,5 +69,5 @@ def test_a_hundred_thousand_levels_are_a_value_error():
 def test_a_pipe_or_a_directory_is_refused_and_not_waited_for(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     for path in (tmp_path / "pipe", tmp_path):
-        with pytest.raises(ValueError, match="not a regular file"):
+        with pytest.raises(OSError, match="not a regular file"):
             read_json(path)

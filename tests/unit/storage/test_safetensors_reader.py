@@ -12,8 +12,8 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from fullshard.errors import CheckpointError
-from fullshard.state.storage import safetensors_reader
-from fullshard.state.storage.safetensors_reader import SafetensorsFile
+from fullshard.state.storage import safetensors_file
+from fullshard.state.storage.safetensors_file import SafetensorsFile
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -64,7 +64,7 @@ def test_a_run_of_elements(path, start, stop):
 @pytest.mark.parametrize("stored", FLOATS)
 @pytest.mark.parametrize("wanted", FLOATS)
 def test_dtypes_are_converted_piece_by_piece_as_torch_does(tmp_path, stored, wanted, monkeypatch):
-    monkeypatch.setattr(safetensors_reader, "STAGING_BYTES", 64)
+    monkeypatch.setattr(safetensors_file, "STAGING_BYTES", 64)
     save_file({"a": values(101, stored)}, tmp_path / "x.safetensors")
     out = torch.zeros(90, dtype=wanted)
     SafetensorsFile(tmp_path / "x.safetensors").read("a", 5, out)
@@ -115,8 +115,10 @@ def test_an_end_inside_a_tensor_is_an_error(path, monkeypatch):
 
 
 def test_what_the_file_system_refuses(tmp_path):
-    with pytest.raises(CheckpointError, match="cannot be read: Is a directory"):
-        SafetensorsFile(tmp_path)
+    os.mkfifo(tmp_path / "pipe")  # is not waited for
+    for path in (tmp_path, tmp_path / "pipe"):
+        with pytest.raises(CheckpointError, match="cannot be read: it is not a regular file"):
+            SafetensorsFile(path)
     with pytest.raises(CheckpointError, match=r"missing\.safetensors cannot be read: No such file"):
         SafetensorsFile(tmp_path / "missing.safetensors")
 

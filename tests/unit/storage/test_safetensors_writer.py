@@ -9,7 +9,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from fullshard.errors import CheckpointError
-from fullshard.state.storage import SafetensorsWriter, TensorSpec, safetensors_writer
+from fullshard.state.storage import SafetensorsWriter, TensorSpec, safetensors_file
 
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16]
 
@@ -97,7 +97,7 @@ def test_runs_in_any_order_make_the_tensor(tmp_path, order):
 
 
 def test_a_run_is_cast_in_pieces_and_never_as_a_whole(tmp_path, monkeypatch):
-    monkeypatch.setattr(safetensors_writer, "_PIECE_BYTES", 64)
+    monkeypatch.setattr(safetensors_file, "_PIECE_BYTES", 64)
     sizes, pwrite = [], os.pwrite
     monkeypatch.setattr(os, "pwrite", lambda fd, data, at: (sizes.append(len(data)), pwrite(fd, data, at))[1])
     tensor = torch.randn(2, 501)

@@ -10,9 +10,8 @@ from torch import nn
 from fullshard import Checkpoints, fully_shard
 from fullshard.core.testing import run_ranks
 from fullshard.errors import CheckpointError
-from fullshard.state.storage import read_index, shard_file, verify
-from fullshard.state.storage.kinds import Kind
-from fullshard.state.storage.verify import verify as verify_path
+from fullshard.state.storage import contents, read_index, shard_file
+from fullshard.state.storage.contents import Kind, verify as verify_path
 from support.forged import as_version_1, forge_completion, forge_index
 from support.models import t5
 from support.parity import replicas
@@ -50,7 +49,7 @@ def written(tmp_path_factory):
 @pytest.fixture
 def checkpoint(written, tmp_path, monkeypatch):
     """A copy of it to damage."""
-    monkeypatch.setattr(verify, "BLOCK_BYTES", 1024)
+    monkeypatch.setattr(contents, "BLOCK_BYTES", 1024)
     return shutil.copytree(written, tmp_path / "step-00000001")
 
 

@@ -24,8 +24,7 @@ from fullshard.core.layout import StatePart
 from fullshard.core.optim.shards import comm_of, holds_rows
 from fullshard.core.shards import STATE_ON_ALL_RANKS
 from fullshard.errors import CheckpointError, InvariantError, ProcessGroupError, ShardingError
-from fullshard.state.saving.full_optimizer import Described, StateDict, StatesOfAll, group_options
-from fullshard.state.saving.optimizer_state import cut
+from fullshard.state.saving.optimizer_state import Described, StateDict, StatesOfAll, cut, group_options
 from fullshard.state.saving.shard_tensor import ShardTensor, state_as_part
 from fullshard.state.saving.stepped import Stepped, by_parameter, local_of, saved_options
 

@@ -11,7 +11,7 @@ from fullshard.errors import CheckpointError
 from fullshard.program.cli.common import ByteProgress, add_json, describe_base, load_program, path_or_url
 from fullshard.sizes import format_bytes
 
-PROGRAM = "fullshard.state.storage.verify"
+PROGRAM = "fullshard.state.storage.contents"
 
 SUMMARY = "check that checkpoints and models are complete"
 

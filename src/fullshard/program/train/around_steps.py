@@ -25,10 +25,8 @@ from fullshard.program.train.setup.prepare import Prepared
 from fullshard.program.train.setup.quantization import describe_quantization
 from fullshard.state.resilience import room_of
 from fullshard.state.saving.full import stream_start
-from fullshard.state.saving.host_copies import HostCopies
 from fullshard.state.saving.loading import resume_unread
-from fullshard.state.saving.pieces import plan_save
-from fullshard.state.saving.rng import rng_bytes, rng_name
+from fullshard.state.saving.pieces import HostCopies, plan_save, rng_bytes, rng_name
 from fullshard.state.saving.snapshot import take
 from fullshard.state.storage import Piece
 

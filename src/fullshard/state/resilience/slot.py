@@ -22,6 +22,9 @@ from fullshard.state.storage import SMALL, parse_bounded, read_bounded, require_
 
 MANIFEST_NAME, BYTES_NAME = "manifest.json", "state.bin"
 
+_FORMAT = 3
+"""Of the manifest and of what ``plain`` holds; after an update under a running launcher, another one is no snapshot."""
+
 _ALIGNED = 64
 """Each tensor starts at a multiple of this many bytes, which suits every dtype."""
 
@@ -98,7 +101,13 @@ class Slot:
         def seal_it(described: Described) -> None:
             ready()
             stored = [[name, str(dtype).removeprefix("torch."), numel] for name, dtype, numel in layout]
-            whole = {**asdict(described), "tensors": stored, "nbytes": buffer.numel(), "sums": checksum(buffer)}
+            whole = {
+                **asdict(described),
+                "format": _FORMAT,
+                "tensors": stored,
+                "nbytes": buffer.numel(),
+                "sums": checksum(buffer),
+            }
             self._publish(seal(json.dumps(whole, separators=(",", ":"))).encode())
 
         return seal_it
@@ -141,7 +150,10 @@ class Slot:
     def _manifest(self) -> dict[str, Any]:
         content = read_bounded(self.directory / MANIFEST_NAME, SMALL.nbytes)
         require_sealed(content, needed=True)
-        return parse_bounded(content, SMALL)
+        whole = parse_bounded(content, SMALL)
+        if whole["format"] != _FORMAT:
+            raise ValueError("a snapshot of another version")
+        return whole
 
     def _room(self, layout: list[tuple[str, torch.dtype, int]]) -> dict[str, torch.Tensor]:
         """Return host memory for tensors of a layout; the last one's if equal, because its pages exist already."""

@@ -239,12 +239,15 @@ class Snapshots:
         holders = senders(everyone)
 
         def send() -> None:
-            for owner, (key, source) in holders.items():
-                if source == rank:
-                    self._partners.send(owner, mine[owner][key].directory)
+            try:
+                for owner, (key, source) in holders.items():
+                    if source == rank:
+                        self._partners.send(owner, mine[owner][key].directory)
+            except OSError as error:
+                raise CheckpointError(f"A snapshot could not be brought back from another machine: {error}") from error
 
         try:
-            together_in_background(self._ranks, lambda: _as_checkpoint_error(send))
+            together_in_background(self._ranks, send)
         except CheckpointError as error:
             _log.warning("%s; an older state is used.", error)
         return bool(holders)
@@ -278,7 +281,8 @@ class Snapshots:
             self._off = True
             if self._ranks.rank == 0:
                 _log.warning(
-                    "No snapshots are kept in memory: %s. After a failure the newest checkpoint is used.", problems[0]
+                    "No snapshots are kept in memory: %s. After a failure the newest checkpoint is used.",
+                    problems[0].rstrip("."),
                 )
             return
         if rooms and self._ranks.rank == 0:
@@ -369,13 +373,6 @@ def room_of(tensors: Mapping[str, torch.Tensor], *, several: bool) -> int:
     With ``several`` machines it is twice as much: each rank also stores its partner's.
     """
     return _GENERATIONS * (2 if several else 1) * nbytes_of(tensors)
-
-
-def _as_checkpoint_error(action: Callable[[], None]) -> None:
-    try:
-        action()
-    except OSError as error:
-        raise CheckpointError(f"A snapshot could not be brought back from another machine: {error}") from error
 
 
 def _interval(cost_s: float, written_s: float, step_s: float, life_s: float = math.inf) -> int:

@@ -3,42 +3,36 @@
 from __future__ import annotations
 
 import logging
+import platform
 import secrets
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
+from math import isnan
 from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import Any
 
+import torch
 from torch import nn
 
 from fullshard.core.comm import Mesh, as_mesh, await_all, device_of, together, together_in_background
+from fullshard.core.engine import mesh_of, units
 from fullshard.core.optim.average import ExponentialMovingAverage
 from fullshard.core.policy import ShardingStrategy
-from fullshard.errors import CheckpointError, StoreError
+from fullshard.errors import CheckpointError
 from fullshard.state.resilience import Every, KeepDirectory, OfOtherRanks
-from fullshard.state.saving.background import JOIN_SECONDS
-from fullshard.state.saving.described import (
-    SaveReport,
-    begin_files,
-    index_of,
-    require_between_steps,
-    require_shared,
-    write_others,
-)
-from fullshard.state.saving.full import write_assets
-from fullshard.state.saving.host_copies import HostCopies
+from fullshard.state.saving.full import JOIN_SECONDS, write_assets
 from fullshard.state.saving.loading import Restored, load_checkpoint
-from fullshard.state.saving.pieces import plan_save
-from fullshard.state.saving.rng import rng_bytes, rng_name
+from fullshard.state.saving.pieces import HostCopies, plan_save, require_between_steps, rng_bytes, rng_name
 from fullshard.state.saving.snapshot import InMemory, checkpoint_plans
 from fullshard.state.saving.stepped import Stepping
 from fullshard.state.storage import (
     GIVEN_UP,
     Base,
+    Index,
     Keep,
     Lock,
     ObjectPath,
@@ -48,13 +42,107 @@ from fullshard.state.storage import (
     SaveJob,
     SavePlan,
     Survey,
+    as_json,
     as_place,
     backend_of,
-    clear_leftovers,
+    begin,
+    commit_save,
     read_index,
-    set_aside,
+    read_part,
     survey,
+    write_part,
 )
+from fullshard.version import __version__
+
+
+@dataclass(frozen=True)
+class SaveReport:
+    """A committed checkpoint."""
+
+    path: Place  # its directory
+    step: int  # optimizer steps taken
+    nbytes: int  # bytes of tensors that this rank wrote
+    seconds: float  # from the start of the save to its commit; on ranks other than 0 to the end of their own file
+    stall_seconds: float  # time during which ``save`` and ``wait`` blocked training on this rank
+
+
+def index_of(
+    model: nn.Module, step: int, values: Mapping[str, Any], metric: float | None, keep: Keep, base: Base | None = None
+) -> Index:
+    """Return a checkpoint's index without its tensors; any rank, no communication.
+
+    Raises:
+        CheckpointError: JSON cannot hold ``values``.
+    """
+    if metric is not None:
+        metric = None if isnan(metric) else float(metric)
+    versions = {"fullshard": __version__, "torch": torch.__version__, "python": platform.python_version()}
+    table = [f"{row.unit}: {row.kind}, {row.tensors} tensors" for row in units(model).rows]
+    greater = None if metric is None else keep.greater_is_better
+    plain = as_json(values)
+    size = mesh_of(model).size
+    return Index(step, size, metric, plain, (), {}, versions, table, greater_is_better=greater, base=base)
+
+
+def begin_files(ranks: Mesh, job: SaveJob, lock: Lock | None, assets: Callable[[Path], None]) -> None:
+    """Make the directory and write the small files by ``assets``, on rank 0; every rank calls it.
+
+    Args:
+        ranks: All ranks of the run.
+        job: This rank's share of the save.
+        lock: The lock of the directory, where this rank holds it.
+        assets: Writes the small files into a directory.
+
+    Raises:
+        CheckpointError: Another run has the lock, rank 0 could not write, or a rank does not see what it made; on every
+            rank.
+    """
+
+    def make() -> None:
+        if lock is not None:
+            lock.require_held()
+        begin(job, assets)
+
+    def require_shared() -> None:
+        if not job.temporary.is_dir():
+            raise CheckpointError(
+                f"Rank {job.rank} does not see {job.temporary}, which rank 0 made. All ranks write checkpoints and "
+                "need a directory that they share."
+            )
+
+    together_in_background(ranks, make if job.rank == 0 else lambda: None)
+    together_in_background(ranks, require_shared)
+
+
+def write_others(ranks: Mesh, job: SaveJob, plans: Mapping[int, SavePlan]) -> None:
+    """Write the files of other ranks and complete the checkpoint; every rank calls it.
+
+    Args:
+        ranks: The current ranks.
+        job: The save, described for all of them.
+        plans: The content of each file that this rank writes.
+
+    Raises:
+        CheckpointError: The file system refused; on every rank.
+    """
+
+    def write() -> None:
+        for rank, plan in plans.items():
+            write_part(replace(job, rank=rank, plan=plan))
+
+    def finish() -> None:
+        if ranks.rank == 0:
+            commit_save(job, [read_part(job, rank) for rank in range(job.index.world_size)])
+
+    def told(action: Callable[[], None]) -> None:
+        try:
+            action()
+        except OSError as error:
+            raise CheckpointError(f"Could not write to {job.temporary}: {error}.") from error
+
+    together_in_background(ranks, lambda: told(write))
+    together_in_background(ranks, lambda: told(finish))
+
 
 _log = logging.getLogger("fullshard")
 
@@ -138,14 +226,9 @@ class Checkpoints:
     def _take(self) -> None:
         """Lock the directory and delete leftovers; on rank 0."""
         if self.ranks.rank == 0:
-            self._lock = backend_of(self.directory).lock(self.directory)
             try:
-                clear_leftovers(self.directory)
-            except StoreError:
-                self._lock.release()
-                raise
+                self._lock = backend_of(self.directory).lock(self.directory)
             except OSError as error:
-                self._lock.release()
                 raise CheckpointError(
                     f"The leftovers of a killed save in {self.directory} cannot be deleted: {error}."
                 ) from error
@@ -225,8 +308,7 @@ class Checkpoints:
         self.wait()
         plan = partial(plan_save, model, optimizer, gradients=gradients, average=average, frozen=base is None)
         job = together(self.ranks, lambda: self._job(model, plan, step, values, metric, base))
-        together_in_background(self.ranks, lambda: begin_files(job, self._lock, assets or partial(write_assets, model)))
-        together_in_background(self.ranks, lambda: require_shared(job))
+        begin_files(self.ranks, job, self._lock, assets or partial(write_assets, model))
         save = self._save = Save(self._copies.take(job) if background else job)
         self._stall_seconds = time.monotonic() - started
         if background:
@@ -254,8 +336,7 @@ class Checkpoints:
         was, frozen = others.described, base is None
         plan = partial(self._job, model, SavePlan, was.step, was.values, None, base, of_ranks=was.world_size)
         job = together(self.ranks, plan)
-        together_in_background(self.ranks, lambda: begin_files(job, self._lock, assets or partial(write_assets, model)))
-        together_in_background(self.ranks, lambda: require_shared(job))
+        begin_files(self.ranks, job, self._lock, assets or partial(write_assets, model))
         write_others(self.ranks, job, together(self.ranks, lambda: checkpoint_plans(others, model, frozen=frozen)))
         return job.final
 
@@ -368,7 +449,7 @@ class Checkpoints:
             raise CheckpointError(f"{self.directory} is closed; only a run that holds its lock can go back.")
         for one in newer:
             try:
-                name = set_aside(one.path)
+                name = backend_of(self.directory).set_aside(one.path)
             except OSError as error:
                 raise CheckpointError(f"{one.path} is damaged and cannot be renamed: {error}.") from error
             _log.warning("%s The checkpoint before it is loaded; the damaged one is now %s.", one.problem, name)

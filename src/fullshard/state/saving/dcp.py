@@ -23,15 +23,14 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.storage import WriteResult
 
 from fullshard.core.comm import Mesh, together
-from fullshard.core.engine import LocalTensor, local_tensors, mesh_of, plain_name, require_one_state
+from fullshard.core.engine import local_tensors, mesh_of, plain_name, require_one_state
 from fullshard.core.optim import load_parameter_states
-from fullshard.core.optim.shards import holds_rows
 from fullshard.errors import CheckpointError
 from fullshard.state.saving.dcp_reader import MARKER, DcpPlanner, DcpReader, read_metadata
-from fullshard.state.saving.full_optimizer import named_groups
 from fullshard.state.saving.load_plan import LoadPlan
+from fullshard.state.saving.optimizer_state import named_groups
 from fullshard.state.saving.shard_tensor import part_or_full, state_as_part
-from fullshard.state.saving.stepped import Stepped, Stepping, saved_options, stepped
+from fullshard.state.saving.stepped import Stepped, Stepping, stepped
 from fullshard.state.storage import Piece, TensorSpec
 
 
@@ -126,9 +125,9 @@ def _load(model: nn.Module, optimizer: Stepping | None, path: Path, *, with_mode
     _require_all_ranks(model)
     saved = together(mesh, lambda: _Saved(path))
     if with_model:
-        held = [
-            one for one in _held(model) if frozen or not one.is_frozen or {one.name, *one.aliases} & saved.model.keys()
-        ]
+        names = _names(model)
+        own = [replace(one, aliases=tuple(names.get(one.name, ())[1:])) for one in local_tensors(model)]
+        held = [one for one in own if frozen or not one.is_frozen or {one.name, *one.aliases} & saved.model.keys()]
         together(mesh, lambda: plan.add_model(held, saved.model, f"The distributed checkpoint {path}"))
     if optimizer is not None:
         values = together(mesh, saved.optimizer_values)
@@ -244,21 +243,12 @@ class _Saved:
         Raises:
             CheckpointError: Parameters, groups or shapes do not fit.
         """
-        options: dict[str, Mapping[str, Any]] = {}
-        for keys in self.groups.values():
-            group = {what: values[key] for what, key in keys.items()}
-            options |= dict.fromkeys(group["params"], group)
+        groups = [{what: values[key] for what, key in keys.items()} for keys in self.groups.values()]
         states = {
             name: {what: self._specs[key] if key in self._specs else values[key] for what, key in keys.items()}
             for name, keys in self.state.items()
         }
-        plan.add_optimizer(own, states, saved_options(own, options))
-
-
-def _held(model: nn.Module) -> list[LocalTensor]:
-    """Return this rank's part of the model, each tensor with all its names in torch's ``state_dict``."""
-    names = _names(model)
-    return [replace(one, aliases=tuple(names.get(one.name, ())[1:])) for one in local_tensors(model)]
+        plan.add_optimizer(own, states, groups)
 
 
 def _names(model: nn.Module) -> dict[str, list[str]]:
@@ -272,19 +262,14 @@ def _names(model: nn.Module) -> dict[str, list[str]]:
 
 
 def _states(own: Sequence[Stepped]) -> dict[str, dict[str, Any]]:
-    """Return this rank's part of the optimizer's state by parameter name and key.
-
-    Raises:
-        CheckpointError: A tensor does not say which part of the unsharded state it is.
-    """
-    states: dict[str, dict[str, Any]] = {}
-    for one in own:
-        # A rank without elements of a parameter does not count its steps, so its state would be stale.
-        for what, value in one.state.items() if holds_rows(one.param) else ():
-            part = one.part(what, value)
-            value = value if part is None else state_as_part(part, value)
-            states.setdefault(one.local.name, {})[what] = value
-    return states
+    """Return this rank's part of the optimizer's state by parameter name and key."""
+    states = {
+        one.local.name: {
+            said.key: said.value if said.part is None else state_as_part(said.part, said.value) for said in one.values()
+        }
+        for one in own
+    }
+    return {name: state for name, state in states.items() if state}
 
 
 def _read_pieces(mesh: Mesh, saved: _Saved, pieces: Sequence[Piece]) -> None:

@@ -183,9 +183,11 @@ def _metadata(record: Any) -> Metadata:
     tensors = rules.mapping(fields["state_dict_metadata"], "state_dict_metadata")
     places = rules.mapping(fields["storage_data"], "storage_data")
     planner = fields.get("planner_data")
+    if planner is not None:
+        planner = {rules.name(key, "a key"): _path_of(place) for key, place in planner.items()}
     return Metadata(
         state_dict_metadata={rules.name(key, "a key"): _stored(key, entry) for key, entry in tensors.items()},
-        planner_data=None if planner is None else {_text(key): _path_of(place) for key, place in planner.items()},
+        planner_data=planner,
         storage_data={_index(index): _place(place) for index, place in places.items()},
         storage_meta=StorageMeta(),
     )
@@ -241,10 +243,6 @@ def _place(record: Any) -> _Place:
 
 def _size(value: Any) -> torch.Size:
     return torch.Size(rules.counts(list(value), "a size"))
-
-
-def _text(value: Any) -> str:
-    return rules.name(value, "a key")
 
 
 def _path_of(place: Any) -> tuple[str | int, ...]:

@@ -17,11 +17,11 @@ from fullshard.state.saving.lora import (
     TIED_NAME,
     ExportedTensor,
     LowRank,
+    OverBase,
     adapter_tensors,
     holds_adapter,
     merged_tensors,
 )
-from fullshard.state.saving.over_base import OverBase
 from fullshard.state.saving.pieces import MODEL
 from fullshard.state.storage import (
     ADAPTER_NAME,
@@ -39,8 +39,8 @@ from fullshard.state.storage import (
     WeightsWriter,
     as_place,
     atomic_directory,
-    backend_of,
     changed_small_files,
+    copy_small_files,
     dtype_of,
     find_completions,
     instead_of,
@@ -259,10 +259,11 @@ def export(
     parts = _parts(CheckpointReader(checkpoint, index), tensors, index.base, options, assets)
     if isinstance(parts, _OfBase):
         dtype = dtype or "bfloat16"  # the base was rounded to 4 or 8 bits: float32 would hold no more
-    specs = [_in_dtype(spec, dtype) for spec in parts.specs]
+    cast = None if dtype is None else getattr(torch, dtype)
+    specs = [replace(one, dtype=cast) if cast and one.dtype.is_floating_point else one for one in parts.specs]
     total = sum(spec.size_bytes for spec in specs)
     with atomic_directory(directory) as temporary:
-        _copy_assets(assets, temporary, options.lora, dtype)
+        _copy_assets(checkpoint, temporary, options.lora, dtype)
         if options.lora == "adapter":
             writer = SafetensorsWriter(temporary / ADAPTER_NAME, specs)
         else:
@@ -410,11 +411,6 @@ class _OfBase:
         yield 0, values if update is None else _Update(self._source, update, torch.float32).added(values, 0)
 
 
-def _in_dtype(spec: TensorSpec, dtype: str | None) -> TensorSpec:
-    """Return a tensor's specification in the files: floating ones in ``dtype``, if there is one."""
-    return replace(spec, dtype=getattr(torch, dtype)) if dtype and spec.dtype.is_floating_point else spec
-
-
 def _runs(source: CheckpointReader, exported: ExportedTensor) -> Iterator[tuple[int, torch.Tensor]]:
     """Yield a tensor's runs to export, cut along the stored ones so that each block is read once."""
     entry = source.entry(exported.source)
@@ -457,10 +453,10 @@ def _read_matrix(source: CheckpointReader, name: str, dtype: torch.dtype) -> tor
     return tensor.view(entry.shape)
 
 
-def _copy_assets(assets: Place, target: Path, lora: str | None, dtype: str | None) -> None:
+def _copy_assets(checkpoint: Place, target: Path, lora: str | None, dtype: str | None) -> None:
     """Copy the checkpoint's small files, except those that do not belong to this kind of export."""
     left_out = {"adapter": (*_MODEL_ONLY, TIED_NAME), "merge": (ADAPTER_CONFIG_NAME, TIED_NAME), None: ()}[lora]
-    backend_of(assets).copy_directory(assets, target, left_out)
+    copy_small_files(checkpoint, target, left_out)
     config = _read_json(target / CONFIG_NAME)
     if config is not None and dtype is not None:
         config["dtype"] = dtype

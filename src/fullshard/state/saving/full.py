@@ -1,17 +1,24 @@
-"""Writing a sharded model as a Hugging Face directory, streamed through one rank a few megabytes at a time."""
+"""Writing a sharded model as a Hugging Face directory, streamed through one rank a few megabytes at a time.
+
+A thread of that rank writes, so that ranks never wait for a disk inside a collective; quantised weights are dequantised
+while they are streamed.
+"""
 
 from __future__ import annotations
 
 import copy
 import json
 import tempfile
+import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from math import prod
 from pathlib import Path
-from typing import Any
+from queue import SimpleQueue
+from types import TracebackType
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import nn
@@ -19,9 +26,8 @@ from torch import nn
 from fullshard.core.comm import Mesh, await_all
 from fullshard.core.engine import RUNS_BYTES, Run, SavedTensor, full_runs, mesh_of, plain_name, saved_tensors
 from fullshard.core.policy import dtype_name
+from fullshard.core.quantized import QuantizedLinear
 from fullshard.errors import CheckpointError
-from fullshard.state.saving.background import BackgroundWriter
-from fullshard.state.saving.dequantised import Dequantised
 from fullshard.state.saving.lora import TIED_NAME, adapter_names
 from fullshard.state.saving.pieces import plan_save
 from fullshard.state.storage import (
@@ -32,6 +38,165 @@ from fullshard.state.storage import (
     atomic_directory,
     parse_size,
 )
+
+T = TypeVar("T")
+
+JOIN_SECONDS = 10.0
+"""Seconds that an abandoned writer waits for its thread to delete what it has written."""
+
+
+class _GivenUpError(Exception):
+    """Raised in the thread when the caller has failed and no longer needs what it writes."""
+
+
+class BackgroundWriter(Generic[T]):
+    """One thread that writes items in the order they are given; a context manager, on the rank that writes.
+
+    Attributes:
+        done_bytes: Bytes written so far.
+        failure: The exception that ended the thread; None while it runs and after success.
+    """
+
+    def __init__(self, opened: AbstractContextManager[Callable[[T], int]], *, most: int) -> None:
+        """Prepare; the thread starts on entry.
+
+        Args:
+            opened: Entered and exited in the thread; yields a function that writes one item and returns its bytes.
+            most: Most items that may be waiting or being written when :meth:`room` reports room for another one.
+        """
+        self.done_bytes = 0
+        self.failure: BaseException | None = None
+        self._opened = opened
+        self._most = most
+        self._queue: SimpleQueue[T | None] = SimpleQueue()
+        self._given = self._finished = 0
+        self._given_up = self._ended = False
+        self._changed = threading.Condition()
+        # Daemon: a disk that never responds must not keep the process from exiting.
+        self._thread = threading.Thread(target=self._run, name="fullshard-writer", daemon=True)
+
+    def __enter__(self) -> BackgroundWriter[T]:
+        """Start the thread."""
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Wait for the thread; after an error, including Ctrl-C, make it stop and delete what it has written."""
+        self._given_up = kind is not None
+        self.end()
+        self._thread.join(JOIN_SECONDS)
+
+    def give(self, item: T) -> None:
+        """Queue an item, which must not change before it is written."""
+        self._given += 1
+        self._queue.put(item)
+
+    def end(self) -> None:
+        """Signal that no more items follow."""
+        self._queue.put(None)
+
+    def room(self, seconds: float) -> str | None:
+        """Wait for at most ``seconds`` until another item may be given.
+
+        Returns:
+            ``""`` if it may; None if not yet; the error's text if the thread has failed.
+        """
+        return self._wait(lambda: self._given - self._finished <= self._most, seconds)
+
+    def outcome(self, seconds: float) -> str | None:
+        """Wait for at most ``seconds`` until everything is written; only after :meth:`end`.
+
+        Returns:
+            ``""`` if it is; None if not yet; the error's text if the thread has failed.
+        """
+        return self._wait(lambda: False, seconds)
+
+    def _wait(self, enough: Callable[[], bool], seconds: float) -> str | None:
+        with self._changed:
+            reached = self._changed.wait_for(lambda: self._ended or enough(), timeout=seconds)
+        if self.failure is None:
+            return "" if reached else None
+        known = isinstance(self.failure, CheckpointError)
+        return str(self.failure) if known else f"Rank 0 could not write the model: {self.failure!r}."
+
+    def _run(self) -> None:
+        """Write items until the end; runs in the thread."""
+        try:
+            with self._opened as write:
+                while True:
+                    item = self._queue.get()
+                    if self._given_up:
+                        raise _GivenUpError
+                    if item is None:
+                        break
+                    nbytes = write(item)
+                    with self._changed:
+                        self.done_bytes += nbytes
+                        self._finished += 1
+                        self._changed.notify_all()
+        except BaseException as error:
+            self.failure = error
+        with self._changed:
+            self._ended = True
+            self._changed.notify_all()
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """A quantised layer, by its names in the model."""
+
+    module: QuantizedLinear
+    weight: str
+    scales: str
+
+
+class Dequantised:
+    """The quantised layers of a model that is written in its unquantised form."""
+
+    def __init__(self, model: nn.Module) -> None:
+        """Find the quantised layers; any rank."""
+        self._layers: dict[str, _Layer] = {}
+        self._scales: dict[str, torch.Tensor] = {}
+        for path, module in model.named_modules():
+            if isinstance(module, QuantizedLinear):
+                prefix = plain_name(f"{path}." if path else "")
+                names = prefix + "weight", prefix + module.format.scales
+                self._layers[prefix + module.format.codes] = _Layer(module, *names)
+
+    def tensors(self, saved: list[SavedTensor]) -> dict[str, SavedTensor]:
+        """Return the tensors of the files by the name of the model's tensor that is streamed for each."""
+        scales = {layer.scales for layer in self._layers.values()}
+        found = {one.names[0]: one for one in saved if one.names[0] not in scales}
+        for name, layer in self._layers.items():
+            found[name] = SavedTensor((layer.weight,), layer.module.shape, layer.module.weight_dtype, is_parameter=True)
+        return found
+
+    def collect(self, model: nn.Module, limit_bytes: int) -> None:
+        """Gather the complete scales on rank 0, which keeps them; every rank calls it.
+
+        Their size is 1/31 of the codes with double quantisation, otherwise 1/8.
+        """
+        if not self._layers:
+            return
+        wanted = {layer.scales: layer.module.format.scales_bytes(layer.module.shape) for layer in self._layers.values()}
+        for runs in full_runs(model, limit_bytes, names=frozenset(wanted)):
+            for name, start, flat in runs:
+                if name in wanted:
+                    held = self._scales.setdefault(name, torch.empty(wanted[name], dtype=torch.uint8))
+                    held[start : start + flat.numel()].copy_(flat)
+
+    def run(self, run: Run) -> Run:
+        """Return a streamed run of codes as the run of weights that it encodes; others unchanged; rank 0."""
+        name, start, flat = run
+        layer = self._layers.get(name)
+        if layer is None:
+            return run
+        module = layer.module
+        scales = self._scales[layer.scales]
+        return name, *module.format.dequantise_run(flat, start, scales, module.shape, module.weight_dtype)
+
 
 _STREAM_BYTES = RUNS_BYTES * 3 // 4
 """Size of the stream's buffers; the remainder is for casts."""

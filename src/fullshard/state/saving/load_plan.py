@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from math import prod
 from typing import Any
 
@@ -14,7 +14,7 @@ from fullshard.core.optim.walk import require_same_values
 from fullshard.core.quantized import quantisations
 from fullshard.core.shards import rows_of
 from fullshard.errors import CheckpointError
-from fullshard.state.saving.stepped import Stepped
+from fullshard.state.saving.stepped import Stepped, saved_options
 from fullshard.state.storage import Base, Piece, TensorSpec
 
 
@@ -91,19 +91,21 @@ class LoadPlan:
             raise CheckpointError(f"{source} does not fit the model. Tensors {'; '.join(problems)}.")
 
     def add_optimizer(
-        self, own: Sequence[Stepped], states: Mapping[str, Mapping[str, Any]], options: Sequence[Mapping[str, Any]]
+        self, own: Sequence[Stepped], states: Mapping[str, Mapping[str, Any]], groups: Iterable[Mapping[str, Any]]
     ) -> None:
         """Add this rank's runs of the optimizer's state.
 
         Args:
             own: The parameters that the optimizer steps on this rank.
             states: Saved state by parameter name and key: a :class:`TensorSpec` for a tensor, else the value.
-            options: The hyperparameters that each of ``own`` was saved with.
+            groups: The saved groups: hyperparameters, and the names of their parameters under ``params``.
 
         Raises:
-            CheckpointError: A tensor has another shape than the optimizer's, or the state is another optimizer's.
+            CheckpointError: A tensor has another shape than the optimizer's, the state is another optimizer's, or the
+                parameters were saved in other groups.
         """
-        for one, its_options in zip(own, options, strict=True):
+        options = {name: group for group in groups for name in group["params"]}
+        for one, its_options in zip(own, saved_options(own, options), strict=True):
             saved = states.get(one.saved_name(states), {})
             self.loaded.append((self._new_state(one, saved, its_options), its_options))
 

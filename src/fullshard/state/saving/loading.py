@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +17,18 @@ from fullshard.core.optim.shards import holds_rows
 from fullshard.core.shards import rows_of
 from fullshard.errors import CheckpointError
 from fullshard.state.saving.load_plan import LoadPlan
-from fullshard.state.saving.pieces import AVERAGE, GRADIENT, MODEL, OPTIMIZER, UPDATES, groups_as_plain
-from fullshard.state.saving.rng import restore_rng, rng_name
-from fullshard.state.saving.stepped import Stepped, Stepping, options_of, stepped, take_options
+from fullshard.state.saving.pieces import (
+    AVERAGE,
+    GRADIENT,
+    MODEL,
+    OPTIMIZER,
+    UPDATES,
+    plan_save,
+    restore_rng,
+    rng_name,
+    split_state_name,
+)
+from fullshard.state.saving.stepped import Stepped, Stepping, stepped, take_options
 from fullshard.state.storage import (
     CheckpointReader,
     Index,
@@ -85,7 +93,7 @@ def load_checkpoint(
     require_one_state(model)
     ranks, path = mesh_of(model), as_place(path)
     index = together_in_background(ranks, lambda: read_index(path))
-    target = together(ranks, lambda: _Target(model, optimizer, index, average))
+    target = together(ranks, lambda: Target(model, optimizer, index, average))
     device = device_of(ranks.device)
     together_in_background(ranks, device.for_thread(lambda: target.compare(CheckpointReader(path, index))))
     same_size = index.world_size == ranks.size
@@ -123,36 +131,34 @@ def resume_unread(model: nn.Module, optimizer: Stepping) -> Callable[[], None]:
     Gradients and the optimizer's state are dropped first, because a run that resumes has none. The assumed checkpoint
     was written by another number of ranks, so that blocks are cut.
     """
-    held = local_tensors(model)
-    entries = {MODEL + local.name: (local.shape, local.tensor.dtype) for local in held}
-    scalars: dict[str, dict[str, Any]] = {}
-    own = stepped(held, optimizer)
-    for one in own:
-        for key, value in one.state.items():
-            if isinstance(value, torch.Tensor):
-                part = one.part(key, value)
-                entries[f"{OPTIMIZER}{one.local.name}/{key}"] = (() if part is None else part.shape, value.dtype)
-            else:
-                scalars.setdefault(one.local.name, {})[key] = value
-    groups = groups_as_plain(own)
-    tensors = {
-        name: TensorEntry(str(dtype).removeprefix("torch."), tuple(shape), (PieceEntry("", 0, prod(shape), ()),))
-        for name, (shape, dtype) in entries.items()
-    }
-    for one in own:
+    plan = plan_save(model, optimizer, gradients=False, everything=True)
+    specs = [TensorSpec(piece.name, piece.shape, piece.tensor.dtype) for piece in plan.pieces]
+    index = index_of_specs(specs, plan.groups, plan.scalars)
+    del plan
+    for one in stepped(local_tensors(model), optimizer):
         one.state.clear()
         one.param.grad = None
-    index = Index(0, 0, None, {}, groups, scalars, {}, (), tensors)
 
     def read() -> None:
-        target = _Target(model, optimizer, index, None)
+        target = Target(model, optimizer, index, None)
         _Unread(Path(), index).read(*target.plan.pieces)
         target.finish()
 
     return read
 
 
-class _Target:
+def index_of_specs(
+    specs: Iterable[TensorSpec], groups: Sequence[Mapping[str, Any]], scalars: Mapping[str, Mapping[str, Any]]
+) -> Index:
+    """Return the index of a training state that is in no files, for :class:`Target`."""
+    tensors = {
+        spec.name: TensorEntry(str(spec.dtype).removeprefix("torch."), spec.shape, (PieceEntry("", 0, spec.numel, ()),))
+        for spec in specs
+    }
+    return Index(0, 0, None, {}, groups, scalars, {}, (), tensors)
+
+
+class Target:
     """The training state of one rank that a checkpoint is loaded into.
 
     Attributes:
@@ -160,23 +166,31 @@ class _Target:
     """
 
     def __init__(
-        self, model: nn.Module, optimizer: Stepping | None, index: Index, average: ExponentialMovingAverage | None
+        self,
+        model: nn.Module,
+        optimizer: Stepping | None,
+        index: Index,
+        average: ExponentialMovingAverage | None,
+        *,
+        source: str = "checkpoint",
+        frozen: bool = True,
     ) -> None:
-        """Plan what will be read; changes nothing yet.
+        """Plan what will be read; changes nothing yet. Without ``frozen``, frozen parameters keep their values.
 
         Raises:
             CheckpointError: Names or shapes do not fit, or the optimizer's state or the average of the weights is to be
                 loaded and was not saved.
         """
-        self.index, self.plan = index, LoadPlan()
+        self.index, self.plan, self._source = index, LoadPlan(), source
         self._specs = {name: TensorSpec(name, e.shape, dtype_of(e)) for name, e in index.tensors.items()}
         self._own: list[Stepped] = []
         self._gradients: list[tuple[nn.Parameter, torch.Tensor | None]] = []
         self._average, self._updates = average, torch.zeros(1, dtype=torch.int64)
         held = [_as_saved(local, index) for local in local_tensors(model)]
+        kept = [local for local in held if frozen or not local.is_frozen]
         stored = {name.removeprefix(MODEL): spec for name, spec in self._specs.items() if name.startswith(MODEL)}
-        self.plan.add_model(held, stored, "The checkpoint", index.base)
-        for local in held:
+        self.plan.add_model(kept, stored, f"The {source}", index.base)
+        for local in kept:
             if local.param is not None:
                 self._gradients.append((local.param, self._gradient(local, local.param)))
         if optimizer is not None:
@@ -217,24 +231,21 @@ class _Target:
         return gradient
 
     def _add_optimizer(self) -> None:
-        if not self.index.groups:
-            raise CheckpointError("The checkpoint was saved without an optimizer: load it with optimizer=None.")
+        # A rank without rows of any parameter has no optimizers of step_in_backward, and its own snapshot no groups.
+        if self._own and not self.index.groups:
+            raise CheckpointError(f"The {self._source} was saved without an optimizer: load it with optimizer=None.")
         states: dict[str, dict[str, Any]] = {name: dict(values) for name, values in self.index.scalars.items()}
+        known = {name for group in self.index.groups for name in group["params"]}
         for name, spec in self._specs.items():
             if name.startswith(OPTIMIZER):
-                parameter, _, key = name.removeprefix(OPTIMIZER).rpartition("/")
+                parameter, key = split_state_name(name, known)
                 states.setdefault(parameter, {})[key] = spec
-        saved = {name: group for group in self.index.groups for name in group["params"]}
-        names: dict[int, list[str]] = {}
-        for one in self._own:
-            names.setdefault(id(one.group), []).append(one.local.name)
-        options = {group: options_of(of_group, saved) for group, of_group in names.items()}
-        self.plan.add_optimizer(self._own, states, [options[id(one.group)] for one in self._own])
+        self.plan.add_optimizer(self._own, states, self.index.groups)
 
     def _add_average(self, average: ExponentialMovingAverage, held: Sequence[LocalTensor]) -> None:
         if UPDATES not in self._specs:
             raise CheckpointError(
-                "The checkpoint was saved without an average of the weights: load it without average."
+                f"The {self._source} was saved without an average of the weights: load it without average."
             )
         self.plan.pieces.append(Piece(UPDATES, (), 0, self._updates))
         names = {name: local for local in held for name in (local.name, *local.aliases)}

@@ -5,6 +5,10 @@ A layer of ``base_model.model.decoder.q`` with LoRA is stored as ``decoder.q.bas
 a fully trained module as ``head.original_module.weight`` and ``head.modules_to_save.default.weight``. A vector
 of IA3 is ``q.ia3_l.default``; those of prompt and prefix tuning, outside of the base model, are
 ``prompt_encoder.default.embedding.weight``.
+
+A checkpoint that holds only an adapter is merged over its base model, whose files are read one weight at a time. A
+weight that was quantised is quantised and dequantised again, so that the adapter is added to the numbers it was trained
+on; other weights are used as stored.
 """
 
 from __future__ import annotations
@@ -13,11 +17,16 @@ import math
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
+import torch
+
+from fullshard.core.policy import Quantize
+from fullshard.core.quantized import format_of, rounded
 from fullshard.errors import CheckpointError
 from fullshard.state.saving.pieces import MODEL
-from fullshard.state.storage import TensorEntry
+from fullshard.state.storage import Base, TensorEntry, WeightFiles, require_base
 
 ADAPTER_CONFIG_NAME = "adapter_config.json"
 
@@ -73,13 +82,12 @@ class ExportedTensor:
 
 def holds_adapter(names: Iterable[str]) -> bool:
     """Return True if any of a model's tensors has a name that peft gives to an adapter's."""
-    patterns = (_VECTORS, _TOKENS, _PROMPT)
-    return any(_is_factor(name) or any(pattern.fullmatch(name) for pattern in patterns) for name in names)
-
-
-def _is_factor(name: str) -> bool:
-    match = _LORA.fullmatch(name)
-    return match is not None and match["kind"] in _FACTORS
+    for name in names:
+        match = _LORA.fullmatch(name)
+        is_factor = match is not None and match["kind"] in _FACTORS
+        if is_factor or any(pattern.fullmatch(name) for pattern in (_VECTORS, _TOKENS, _PROMPT)):
+            return True
+    return False
 
 
 def adapter_tensors(tensors: Mapping[str, TensorEntry], config: Mapping[str, Any]) -> list[ExportedTensor]:
@@ -158,9 +166,9 @@ def merged_tensors(
         if match is not None or update is not None:
             _require_untied(plain, entry, model_config)
         merged.append(ExportedTensor(plain.removeprefix(_PREFIX), MODEL + name, update))
-    lost = [f"{module}.weight" for module in factors] + [
-        plain for plain, name in trained.items() if _original_of(name) not in tensors
-    ]
+    untrained = {name: re.sub(r"\.modules_to_save\.[^.]+\.", ".original_module.", name) for name in trained.values()}
+    lost = [f"{module}.weight" for module in factors]
+    lost += [plain for plain, name in trained.items() if untrained[name] not in tensors]
     if lost:
         raise CheckpointError(
             f"{lost[0]} shares its base weight with another tensor, so the merged model would have one tensor more "
@@ -190,7 +198,8 @@ def merged_updates(
     _require_one_adapter(tensors, config)
     # Here a weight is merged as one piece, so that the norms of its rows can be computed.
     _require_plain_lora({name: value for name, value in config.items() if name != "use_dora"})
-    magnitudes = _magnitudes(tensors)
+    matches = [match for name in tensors if (match := _LORA.fullmatch(name))]
+    magnitudes = {match["module"]: match[0] for match in matches if match["kind"] == _MAGNITUDE}
     updates = {}
     for module, found in _factors(set(tensors) - set(magnitudes.values())).items():
         name = f"{module.removeprefix(_PREFIX)}.weight"
@@ -217,11 +226,6 @@ def trained_copies(tensors: Mapping[str, TensorEntry], model_config: Mapping[str
     for plain, name in found.items():
         _require_untied(plain, tensors[name], model_config)
     return found
-
-
-def _original_of(name: str) -> str:
-    """Return the name of the untrained copy of a tensor of a fully trained module."""
-    return re.sub(r"\.modules_to_save\.[^.]+\.", ".original_module.", name)
 
 
 def _require_one_adapter(names: Iterable[str], config: Mapping[str, Any]) -> None:
@@ -252,12 +256,6 @@ def _require_plain_lora(config: Mapping[str, Any]) -> None:
             f"The adapter computes more than W + scaling * B @ A ({', '.join(f'{n}={config[n]!r}' for n in special)}); "
             f"only peft merges that. {_REMEDY}"
         )
-
-
-def _magnitudes(names: Iterable[str]) -> dict[str, str]:
-    """Return the names of DoRA's magnitudes by module."""
-    matches = (_LORA.fullmatch(name) for name in names)
-    return {match["module"]: match[0] for match in matches if match is not None and match["kind"] == _MAGNITUDE}
 
 
 def _with_magnitude(module: str, update: LowRank, name: str, tensors: Mapping[str, TensorEntry]) -> LowRank:
@@ -341,3 +339,63 @@ def _require_untied(name: str, entry: TensorEntry, model_config: Mapping[str, An
             f"The adapter trains {name} of shape {entry.shape}, and the model ties its embeddings "
             f"(tie_word_embeddings): merged, a tied one would change with it. {_REMEDY}"
         )
+
+
+class OverBase:
+    """The tensors of a merged model, under the names that they have in the base model's files."""
+
+    def __init__(
+        self,
+        base: Base,
+        moved: Path | None,
+        tensors: Mapping[str, TensorEntry],
+        config: Mapping[str, Any],
+        model_config: Mapping[str, Any],
+    ) -> None:
+        """Open the base model's files and match them with the adapter; no values are read.
+
+        Args:
+            base: The base model that the checkpoint names.
+            moved: Its directory now; None: where the run read it.
+            tensors: Tensors of the checkpoint's model, by name without ``model/``.
+            config: The adapter's configuration.
+            model_config: The model's configuration; empty if not known.
+
+        Raises:
+            CheckpointError: The base model is not there or has changed, or merging takes more than adding
+                ``scaling * B @ A`` and DoRA's magnitudes.
+            ConfigError: bitsandbytes is missing or too old.
+        """
+        directory = moved or Path(base.directory)
+        remedy = "Give the directory where that model is now (--base DIR), or export with --adapter."
+        require_base(directory, base.facts, "The checkpoint, which has the adapter alone,", remedy)
+        self.files = WeightFiles(directory)
+        self.format = format_of(Quantize(base.type, double_quant=base.double_quant))
+        self.quantised = {self._stored(name) for name in base.layers}
+        updates = merged_updates(tensors, config, model_config, self._entry)
+        self.updates: dict[str, LowRank] = {self._stored(module): update for module, update in updates.items()}
+        copies = trained_copies(tensors, model_config)
+        self.trained = {self._stored(plain): MODEL + name for plain, name in copies.items()}
+
+    def _stored(self, name: str) -> str:
+        """Return the stored name of a tensor of the model, which may lack the model's prefix or have another one."""
+        if name in self.files.tensors:
+            return name
+        found = [one for one in self.files.tensors if one.endswith(f".{name}") or name.endswith(f".{one}")]
+        if len(found) != 1:
+            raise CheckpointError(f"The base model in {self.files.path} has no tensor {name}: it is another model.")
+        return found[0]
+
+    def _entry(self, name: str) -> TensorEntry:
+        found = self.files.tensors[self._stored(name)]
+        return TensorEntry(str(found.dtype).removeprefix("torch."), tuple(found.shape), ())
+
+    def read(self, name: str) -> torch.Tensor:
+        """Return a tensor of the files, flattened: in float32 if it is changed, and dequantised if it was quantised."""
+        found = self.files.tensors[name]
+        changes = name in self.quantised or name in self.updates
+        values = torch.empty(torch.Size(found.shape).numel(), dtype=torch.float32 if changes else found.dtype)
+        self.files.read(name, 0, values)
+        if name not in self.quantised:
+            return values
+        return rounded(self.format, values.view(found.shape), torch.float32).reshape(-1)

@@ -5,7 +5,7 @@ Unlike a checkpoint it is never cut anew: each rank writes and reads all that it
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -17,12 +17,10 @@ from fullshard.core.optim.average import ExponentialMovingAverage
 from fullshard.core.shards import on_rows
 from fullshard.errors import CheckpointError
 from fullshard.state.resilience import Every, KeepDirectory, OfOtherRanks, Snapshot, Snapshots, checksums
-from fullshard.state.saving.described import require_between_steps
-from fullshard.state.saving.loading import Restored
-from fullshard.state.saving.pieces import AVERAGE, MODEL, OPTIMIZER, groups_as_plain, plan_save, require_plain
-from fullshard.state.saving.rng import restore_rng, rng_bytes, rng_name
-from fullshard.state.saving.stepped import Stepped, Stepping, stepped, take_options
-from fullshard.state.storage import Piece, SavePlan
+from fullshard.state.saving.loading import Restored, Target, index_of_specs
+from fullshard.state.saving.pieces import MODEL, plan_save, require_between_steps, restore_rng, rng_bytes, rng_name
+from fullshard.state.saving.stepped import Stepping
+from fullshard.state.storage import Piece, SavePlan, TensorSpec
 
 RNG = "rng"
 
@@ -31,7 +29,7 @@ _RNG_BYTES = 1 << 15
 have to be mapped again."""
 
 
-class InMemory:
+class InMemory(Snapshots):
     """The snapshots of a run's training state in the memory of its machines; every rank has one object.
 
     Attributes:
@@ -39,23 +37,11 @@ class InMemory:
     """
 
     def __init__(self, ranks: Mesh, keep: KeepDirectory, every: Every) -> None:
-        """Write nothing yet; see :class:`fullshard.resilience.Snapshots`."""
+        """Write nothing yet."""
+        super().__init__(ranks, keep, every)
         self.attempt = keep.attempt
-        self._ranks = ranks
-        self._keep = keep
-        self._snapshots = Snapshots(ranks, keep, every)
         self._made: list[int] | None = None
         self._frozen: list[int] | None = None  # checksums that replace frozen parameters; None: these are kept
-
-    @property
-    def every(self) -> int:
-        """Current number of steps from one snapshot to the next."""
-        return self._snapshots.every
-
-    @property
-    def costs(self) -> list[float]:
-        """Seconds of training that each snapshot so far has cost this rank, without the last one."""
-        return self._snapshots.costs
 
     def begun(self) -> int:
         """Return the number of ranks that the run began on, if an earlier attempt passed its start somewhere, else 0.
@@ -85,14 +71,6 @@ class InMemory:
         same = self._made is not None and frozen_sums(model) == self._made
         self._frozen = self._made if all(self._ranks.all_gather_object(same)) else None
 
-    def due(self, step: int) -> bool:
-        """Return True if a snapshot follows a step; the same on every rank, without communication."""
-        return self._snapshots.due(step)
-
-    def tick(self) -> None:
-        """Record the end of a step, to measure the time of steps; every rank calls it after each step."""
-        self._snapshots.tick()
-
     def take(
         self,
         model: nn.Module,
@@ -117,23 +95,19 @@ class InMemory:
 
         def state() -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
             require_between_steps(self._ranks, model, step)
-            return take(model, optimizer, average, self._ranks.device, self._frozen, cut=self._snapshots.several)
+            return take(model, optimizer, average, self._ranks.device, self._frozen, cut=self.several)
 
-        return self._snapshots.write(state, step, values)
-
-    def newest(self) -> Snapshot | None:
-        """Return this rank's part of the newest snapshot that every rank has undamaged; every rank calls it."""
-        return self._snapshots.newest()
+        return self.write(state, step, values)
 
     def of_other_ranks(self) -> OfOtherRanks | None:
         """Return the newest complete snapshots of another number of ranks; every rank calls it."""
-        found = self._snapshots.of_other_ranks()
+        found = super().of_other_ranks()
         if found is None:
             return None
         # An average of the weights is not cut. Frozen weights that are left out come from each rank, in the file of one
         # whose snapshot it passes on.
         left_out = found.described.plain["frozen"] is not None
-        usable = all(one.described.plain["pieces"] is not None for one in found.mine) and bool(
+        usable = all(one.described.plain["written"] is not None for one in found.mine) and bool(
             found.mine or not left_out
         )
         return found if all(self._ranks.all_gather_object(usable)) else None
@@ -155,10 +129,6 @@ class InMemory:
         together(self._ranks, lambda: restore_rng(snapshot.tensors[RNG], self._ranks.device))
         where = (snapshot.directory, described.step, described.world_size)
         return Restored(*where, described.values, None, rng_restored=True)
-
-    def wait(self) -> None:
-        """Wait until this rank's last snapshot is complete."""
-        self._snapshots.wait()
 
 
 @on_rows
@@ -185,40 +155,19 @@ def take(
     Raises:
         CheckpointError: The optimizer has parameters of another model, or state that no file holds.
     """
-    held = local_tensors(model)
-    tensors = {MODEL + local.name: local.tensor for local in held if frozen is None or not local.is_frozen}
-    plain: dict[str, Any] = {"states": {}, "groups": [], "updates": None, "frozen": frozen, "pieces": None}
-    if average is not None:
-        tensors |= {AVERAGE + name: tensor.reshape(-1) for name, tensor in average.averages.items()}
-        plain["updates"] = average.updates
-    if optimizer is not None:
-        own = stepped(held, optimizer)
-        plain["groups"] = groups_as_plain(own)
-        for one in own:
-            plain["states"][one.local.name] = state = {}
-            for key, value in one.state.items():
-                if isinstance(value, torch.Tensor):
-                    state[key] = {"shape": list(value.shape), "host": value.device.type == "cpu"}
-                    tensors[f"{OPTIMIZER}{one.local.name}/{key}"] = value.detach().reshape(-1)
-                else:
-                    require_plain(f"state {key!r} of {one.local.name}", value)
-                    state[key] = value
+    frozen_too = frozen is None
+    plan = plan_save(model, optimizer, gradients=False, average=average, frozen=frozen_too, everything=True)
+    plain: dict[str, Any] = {"groups": plan.groups, "scalars": plan.scalars, "frozen": frozen, "written": None}
+    plain["pieces"] = {piece.name: [list(piece.shape), piece.start] for piece in plan.pieces}
     if cut and average is None:
-        plan = plan_save(model, optimizer, gradients=False, frozen=frozen is None)
-        plain["pieces"] = [_noted(piece, tensors[piece.name]) for piece in plan.pieces]
-        plain["scalars"] = plan.scalars
+        written = plan_save(model, optimizer, gradients=False, frozen=frozen_too)
+        runs = [[piece.name, piece.start, piece.tensor.numel()] for piece in written.pieces]
+        plain["written"] = {"pieces": runs, "scalars": written.scalars}
+    tensors = {piece.name: piece.tensor for piece in plan.pieces}
     rng = rng_bytes(device)
     padded = torch.full((-(-rng.numel() // _RNG_BYTES) * _RNG_BYTES,), ord(" "), dtype=torch.uint8)
     padded[: rng.numel()] = rng
     return {**tensors, RNG: padded}, plain
-
-
-def _noted(piece: Piece, tensor: torch.Tensor) -> list[Any]:
-    """Return where a piece of a checkpoint lies in the snapshot's tensor of the same name."""
-    offset = (piece.tensor.data_ptr() - tensor.data_ptr()) // tensor.itemsize
-    if piece.tensor.untyped_storage().data_ptr() != tensor.untyped_storage().data_ptr():
-        offset = piece.start  # each call flattens a buffer that is not contiguous into new memory; it is never cut
-    return [piece.name, list(piece.shape), piece.start, offset, piece.tensor.numel()]
 
 
 def checkpoint_plans(others: OfOtherRanks, model: nn.Module, *, frozen: bool) -> dict[int, SavePlan]:
@@ -235,12 +184,13 @@ def checkpoint_plans(others: OfOtherRanks, model: nn.Module, *, frozen: bool) ->
     plans = {}
     for one in others.mine:
         plain, rng = one.described.plain, one.tensors[RNG]
-        pieces = [
-            Piece(name, _shape(shape), start, one.tensors[name][offset : offset + numel])
-            for name, shape, start, offset, numel in plain["pieces"]
-        ]
+        held = _held(one.tensors, plain)
+        pieces = []
+        for name, start, numel in plain["written"]["pieces"]:
+            at = start - held[name].start
+            pieces.append(Piece(name, held[name].shape, start, held[name].tensor[at : at + numel]))
         pieces.append(Piece(rng_name(one.described.rank), tuple(rng.shape), 0, rng))
-        plans[one.described.rank] = SavePlan(pieces, plain["groups"], plain["scalars"])
+        plans[one.described.rank] = SavePlan(pieces, plain["groups"], plain["written"]["scalars"])
     if frozen and others.described.plain["frozen"] is not None:
         names = {MODEL + local.name for local in local_tensors(model) if local.is_frozen}
         made = [piece for piece in plan_save(model, None, gradients=False).pieces if piece.name in names]
@@ -262,62 +212,38 @@ def put_back(
     Raises:
         CheckpointError: It is of another model or optimizer; nothing has changed.
     """
-    held = local_tensors(model)
     if plain["frozen"] is not None and frozen_sums(model) != plain["frozen"]:
         raise CheckpointError(
             "The frozen weights differ from those that the snapshot was taken with: the files of the model have "
             "changed since. Restore them, and give the command again: it resumes from the newest checkpoint."
         )
-    stored = [local for local in held if plain["frozen"] is None or not local.is_frozen]
-    pairs = [(local.tensor, _stored(tensors, MODEL + local.name, local.tensor)) for local in stored]
-    if average is not None:
-        if plain["updates"] is None:
-            raise CheckpointError("The snapshot was taken without an average of the weights: load it without average.")
-        pairs += [(t.view(-1), _stored(tensors, AVERAGE + name, t.view(-1))) for name, t in average.averages.items()]
-    own = [] if optimizer is None else stepped(held, optimizer)
-    options = {name: group for group in plain["groups"] for name in group["params"]}
-    missing = [one.local.name for one in own if one.local.name not in options]
-    if missing:
-        raise CheckpointError(f"The snapshot has no state of {len(missing)} parameters, the first is {missing[0]}.")
-    states = [_state(one, plain["states"][one.local.name], options[one.local.name], tensors) for one in own]
-    for target, source in pairs:
-        target.copy_(source)
-    for local in stored:
-        if local.tensor.data_ptr() != local.home.data_ptr():
-            local.home.copy_(local.tensor.view(local.home.shape))
-    for one, state in zip(own, states, strict=True):
-        one.state.clear()
-        one.state.update(state)
-        take_options(one.group, options[one.local.name])
-    if average is not None:
-        average.updates = plain["updates"]
+    held = _held(tensors, plain)
+    specs = [TensorSpec(name, piece.shape, piece.tensor.dtype) for name, piece in held.items()]
+    index = index_of_specs(specs, plain["groups"], plain["scalars"])
+    target = Target(model, optimizer, index, average, source="snapshot", frozen=plain["frozen"] is None)
+
+    def stored(piece: Piece) -> torch.Tensor:
+        found = held[piece.name]
+        if found.tensor.dtype != piece.tensor.dtype:
+            raise CheckpointError(
+                f"The snapshot does not fit the model: {piece.name} is {piece.tensor.dtype} on this rank, and the "
+                f"snapshot has {found.tensor.dtype}. Build the model with the dtypes of before."
+            )
+        if not found.start <= piece.start <= piece.stop <= found.stop:
+            raise CheckpointError(
+                f"The snapshot does not fit the model: this rank holds elements {piece.start:,} to {piece.stop:,} of "
+                f"{piece.name}, and the snapshot has {found.start:,} to {found.stop:,}. Shard the model as before."
+            )
+        return found.tensor[piece.start - found.start :][: piece.tensor.numel()]
+
+    for piece, _ in target.plan.constants:
+        piece.tensor.copy_(stored(piece))
+    target.plan.compare()
+    for piece, source in [(piece, stored(piece)) for piece in target.plan.pieces]:
+        piece.tensor.copy_(source)
+    target.finish()
 
 
-def _stored(tensors: Mapping[str, torch.Tensor], name: str, current: torch.Tensor) -> torch.Tensor:
-    found = tensors.get(name)
-    if found is None or (found.dtype, found.shape) != (current.dtype, current.shape):
-        what = "nothing" if found is None else f"{found.dtype} {tuple(found.shape)}"
-        raise CheckpointError(
-            f"The snapshot does not fit the model: {name} is {current.dtype} {tuple(current.shape)} on this rank, and "
-            f"the snapshot has {what}."
-        )
-    return found
-
-
-def _state(
-    one: Stepped, saved: Mapping[str, Any], options: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]
-) -> dict[str, Any]:
-    """Return the new state of a parameter; tensors that all parameters share stay the optimizer's."""
-    names = {key: f"{OPTIMIZER}{one.local.name}/{key}" for key, value in saved.items() if isinstance(value, Mapping)}
-    kinds = {key: tensors[names[key]].dtype if key in names else value for key, value in saved.items()}
-    options = {key: value for key, value in options.items() if key != "params"}
-    state: dict[str, Any] = {**saved, **one.require_same_kind(options, kinds)}
-    for key in names:
-        if not isinstance(state[key], torch.Tensor):
-            device = torch.device("cpu") if saved[key]["host"] else one.param.device
-            state[key] = tensors[names[key]].view(_shape(saved[key]["shape"])).to(device, copy=True)
-    return state
-
-
-def _shape(values: Sequence[int]) -> tuple[int, ...]:
-    return tuple(int(value) for value in values)
+def _held(tensors: Mapping[str, torch.Tensor], plain: Mapping[str, Any]) -> dict[str, Piece]:
+    """Return what the rank held, by name."""
+    return {name: Piece(name, tuple(shape), start, tensors[name]) for name, (shape, start) in plain["pieces"].items()}

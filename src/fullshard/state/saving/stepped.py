@@ -12,12 +12,30 @@ from torch import nn
 from fullshard.core.engine import LocalTensor
 from fullshard.core.layout import StatePart
 from fullshard.core.optim.in_backward import StepInBackward
+from fullshard.core.optim.shards import holds_rows
 from fullshard.core.optim.walk import parameter_states, part_of_saved, part_of_state, require_same_kind
+from fullshard.core.shards import rows_of
 from fullshard.errors import CheckpointError
 
 Stepping = torch.optim.Optimizer | StepInBackward
 
 _NOT_OPTIONS = ("params", "param_names")
+
+
+@dataclass(frozen=True)
+class StateValue:
+    """One value of a parameter's optimizer state on this rank, as every format of a checkpoint describes it."""
+
+    key: str  # its name in the state
+    value: Any  # a tensor or a plain value, the optimizer's own
+    part: StatePart | None  # its part of the unsharded optimizer's tensor; None: the same on every rank with elements
+
+    @property
+    def run(self) -> torch.Tensor:
+        """The elements that this rank writes when state is saved, (n,): a view."""
+        assert self.part is not None, "of a tensor that is split"
+        start, stop = (max(at - self.part.held[0], 0) for at in self.part.written)
+        return rows_of(self.value).detach().reshape(-1)[start:stop]
 
 
 @dataclass(frozen=True)
@@ -34,6 +52,15 @@ class Stepped:
         """Return the first of the parameter's names that is ``known``, or its first name if none is."""
         names = (self.local.name, *self.local.aliases)
         return next((name for name in names if name in known), names[0])
+
+    def values(self) -> list[StateValue]:
+        """Describe the current state; nothing on a rank without elements of the parameter, whose state is stale.
+
+        Raises:
+            CheckpointError: A tensor's part of the unsharded state is unknown.
+        """
+        here = self.state if holds_rows(self.param) else {}
+        return [StateValue(key, value, self.part(key, value)) for key, value in here.items()]
 
     def part(self, key: str, value: Any) -> StatePart | None:
         """Apply :func:`part_of_state` to a value of the current state."""

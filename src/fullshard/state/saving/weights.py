@@ -68,7 +68,8 @@ class Pretrained:
         """
         files = self._open_files()
         fit = _match(files, model, wanted)
-        problems = [*fit.name_problems(), *fit.shape_problems()]
+        problems = fit.name_problems()
+        problems += [f"{_names(fit.misshapen)} of another shape or kind"] if fit.misshapen else []
         if problems:
             raise CheckpointError(
                 f"The weights in {self.path} do not fit {type(model).__name__}: {'; '.join(problems)}. Nothing was "
@@ -156,10 +157,6 @@ class _Fit:
                 "config unties embeddings)"
             )
         return problems
-
-    def shape_problems(self) -> list[str]:
-        """Describe mismatches of shapes and dtypes."""
-        return [f"{_names(self.misshapen)} of another shape or kind"] if self.misshapen else []
 
 
 def _names(names: list[str]) -> str:

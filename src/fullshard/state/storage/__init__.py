@@ -15,7 +15,16 @@ from fullshard.state.storage.completion import (
     add_small_file as add_small_file,
     changed_small_files as changed_small_files,
     check_completion as check_completion,
+    copy_small_files as copy_small_files,
 )
+from fullshard.state.storage.contents import (
+    CHECKPOINTS_NAME as CHECKPOINTS_NAME,
+    FINISHED_NAME as FINISHED_NAME,
+    WEIGHT_SUFFIXES as WEIGHT_SUFFIXES,  # the command line looks it up by name
+    Kind as Kind,
+    kind_of as kind_of,
+)
+from fullshard.state.storage.disk import DirectoryLock as DirectoryLock
 from fullshard.state.storage.index import Index as Index, PieceEntry as PieceEntry, TensorEntry as TensorEntry
 from fullshard.state.storage.json_file import (
     SMALL as SMALL,
@@ -26,46 +35,38 @@ from fullshard.state.storage.json_file import (
     require_sealed as require_sealed,
     seal as seal,
 )
-from fullshard.state.storage.kinds import (
-    ADAPTER_NAME as ADAPTER_NAME,
-    CHECKPOINTS_NAME as CHECKPOINTS_NAME,
-    FINISHED_NAME as FINISHED_NAME,
-    WEIGHT_SUFFIXES as WEIGHT_SUFFIXES,
-    Kind as Kind,
-    kind_of as kind_of,
-)
-from fullshard.state.storage.lock import DirectoryLock as DirectoryLock
-from fullshard.state.storage.object_client import file_system as file_system
 from fullshard.state.storage.object_path import (
     ObjectPath as ObjectPath,
     Place as Place,
     as_place as as_place,
+    file_system as file_system,
     is_url as is_url,
 )
-from fullshard.state.storage.piece import Piece as Piece, SavePlan as SavePlan
 from fullshard.state.storage.reader import CheckpointReader as CheckpointReader
 from fullshard.state.storage.rules import shown as shown
-from fullshard.state.storage.safetensors_writer import SafetensorsWriter as SafetensorsWriter, TensorSpec as TensorSpec
-from fullshard.state.storage.shard_file import dtype_of as dtype_of, is_shard_name as is_shard_name
+from fullshard.state.storage.safetensors_file import SafetensorsWriter as SafetensorsWriter, TensorSpec as TensorSpec
+from fullshard.state.storage.shard_file import (
+    Piece as Piece,
+    SavePlan as SavePlan,
+    dtype_of as dtype_of,
+    is_shard_name as is_shard_name,
+)
 from fullshard.state.storage.store import (
     Keep as Keep,
     Survey as Survey,
-    clear_leftovers as clear_leftovers,
     find_checkpoints as find_checkpoints,
     find_completions as find_completions,
     instead_of as instead_of,
     rank_by_metric as rank_by_metric,
     read_completion as read_completion,
     read_index as read_index,
-    remove_checkpoint as remove_checkpoint,
-    set_aside as set_aside,
-    set_aside_text as set_aside_text,
     step_directory as step_directory,
     survey as survey,
 )
 from fullshard.state.storage.torch_reader import load_plain as load_plain, why_refused as why_refused
-from fullshard.state.storage.weight_files import WeightFiles as WeightFiles
-from fullshard.state.storage.weights_writer import (
+from fullshard.state.storage.weight_files import (
+    ADAPTER_NAME as ADAPTER_NAME,
+    WeightFiles as WeightFiles,
     WeightsWriter as WeightsWriter,
     holds_model as holds_model,
     parse_size as parse_size,

@@ -1,17 +1,18 @@
 """The interface of the places that hold checkpoints: a disk or an object store.
 
-All other modules here work on names, bytes and indexes, and do not know which of the two is behind them.
+All other modules here work on names, bytes and indexes, and do not know which of the two is behind them. A disk commits
+a checkpoint by a rename, a store by its last object.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Protocol
 
 from fullshard.state.storage.disk import Disk
-from fullshard.state.storage.object_path import ObjectPath
+from fullshard.state.storage.object_path import Listed, ObjectPath
 from fullshard.state.storage.object_store import ObjectStore
 
 
@@ -30,6 +31,10 @@ class Ranges(Protocol):
 
     def read_into(self, view: memoryview, position: int) -> int:
         """Read into ``view`` from a position on; returns the number of bytes read: perhaps fewer, 0 at the end."""
+        ...
+
+    def content(self) -> bytes:
+        """Read all of it, of one moment: in an object store another process may replace the object meanwhile."""
         ...
 
 
@@ -71,26 +76,11 @@ class Backend(Protocol):
     The error is ``OSError`` from a disk, :class:`~fullshard.errors.StoreError` from an object store.
     """
 
-    @property
-    def fetches(self) -> int:
-        """Number of blocks to read at the same time: more than one where each read waits for a network."""
-        ...
-
-    @property
-    def look_seconds(self) -> float:
-        """First interval of rank 0's polling for other ranks' parts, in seconds."""
-        ...
-
-    def read(self, path: Any, nbytes: int) -> bytes:
-        """Read a complete file of at most ``nbytes``; raises ValueError if it is larger or not a file."""
-        ...
-
-    def sha256(self, path: Any) -> str:
-        """Return the SHA-256 of a file."""
-        ...
+    fetches: int
+    """Number of blocks to read at the same time: more than one where each read waits for a network."""
 
     def opened(self, path: Any, known: tuple[Any, ...] | None) -> AbstractContextManager[Ranges]:
-        """Open a file for reading ranges; ``known`` is its identity if it was opened before."""
+        """Open a regular file for reading; ``known`` is its identity if it was opened before."""
         ...
 
     def create(self, path: Any, nbytes: int) -> NewFile:
@@ -101,32 +91,23 @@ class Backend(Protocol):
         """Replace a small file, atomically and durably."""
         ...
 
-    def delete_file(self, path: Any) -> None:
-        """Delete a file."""
-        ...
+    def sizes(self, path: Any, names: Iterable[str] | None = None) -> dict[str, int]:
+        """Return the sizes of the files ``names`` of a checkpoint that exist, by path relative to it.
 
-    def sizes(self, path: Any) -> dict[str, int]:
-        """List all files in a directory with their sizes, by relative path."""
-        ...
-
-    def sizes_of(self, path: Any, names: Sequence[str]) -> Mapping[str, int | None]:
-        """Return the size of each named file of a directory, None where there is no such file."""
-        ...
-
-    def copy_directory(self, source: Any, target: Path, left_out: Sequence[str]) -> None:
-        """Copy the files of a small directory, if it exists, to an existing directory on a disk."""
+        None lists it: its own files and those in ``model/``. A file that cannot be looked at is an error, because a
+        save records by this what it vouches for.
+        """
         ...
 
     def names(self, directory: Any, step: int, attempt: str) -> tuple[Any, Any]:
         """Return the path to write a checkpoint to, and its path once complete; the same one in an object store."""
         ...
 
-    def begin(self, temporary: Any) -> None:
-        """Clear leftovers and create the empty place that all ranks write a checkpoint to; on rank 0."""
-        ...
+    def begin(self, temporary: Any) -> AbstractContextManager[Path]:
+        """Clear leftovers and create the empty place that all ranks write a checkpoint to; on rank 0, under the lock.
 
-    def small_files(self, path: Any) -> AbstractContextManager[Path]:
-        """Provide a directory on a disk; the files written there end up in the new directory ``path``."""
+        Yields a directory on a disk; the files written there end up in the checkpoint's ``model/``.
+        """
         ...
 
     def finish(self, temporary: Any, final: Any, mark: Callable[[], None]) -> None:
@@ -134,11 +115,7 @@ class Backend(Protocol):
         ...
 
     def remove(self, path: Any) -> None:
-        """Delete a checkpoint so that a kill never leaves a part that looks like one; on rank 0, under the lock."""
-        ...
-
-    def discard(self, temporary: Any) -> None:
-        """Delete what a failed save has written; on rank 0."""
+        """Delete a checkpoint, complete or not, so that a kill never leaves a part that looks like one; on rank 0."""
         ...
 
     def set_aside_text(self, path: Any) -> str:
@@ -149,28 +126,12 @@ class Backend(Protocol):
         """Exclude a damaged checkpoint from the candidates, and return what marks it; on rank 0, under the lock."""
         ...
 
-    def clear_leftovers(self, directory: Any) -> None:
-        """Delete what killed writers left, and restore what they were replacing; on rank 0, under the lock."""
-        ...
-
-    def candidates(self, directory: Any) -> list[Any]:
-        """Return every path with a checkpoint's name, complete or damaged, by step."""
-        ...
-
-    def is_candidate(self, path: Any) -> bool:
-        """Return False if another process has deleted the candidate since it was listed."""
-        ...
-
-    def unfinished(self, directory: Any) -> list[Any]:
-        """Return paths that are being written, replaced or deleted, or that a killed process left in that state."""
-        ...
-
-    def aside(self, directory: Any) -> list[Any]:
-        """Return damaged checkpoints that were set aside."""
+    def listed(self, directory: Any) -> Listed:
+        """List the checkpoints in a directory, which need not exist."""
         ...
 
     def lock(self, directory: Any) -> Lock:
-        """Create the directory and take its lock; on rank 0."""
+        """Create the directory, take its lock, and clear what killed writers left; on rank 0."""
         ...
 
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from math import isnan
+from pathlib import Path
 from typing import Any
 
 from fullshard.errors import CheckpointError
+from fullshard.file_names import stays_inside
 from fullshard.state.storage import rules
 from fullshard.state.storage.backend import backend_of
 from fullshard.state.storage.index import INDEX_BOUNDS, INDEX_NAME, VERSION, Index
@@ -149,9 +151,14 @@ def check_completion(path: Place) -> Completion:
     file = path / COMPLETE_NAME
     try:
         done = parse_completion(read_bounded(file, _BOUNDS.nbytes))
-        wrong = list(_wrong_sizes(path, done))
+        found = backend_of(path).sizes(path, done.files)
+        wrong = [
+            f"{name} has {found[name]:,} bytes instead of {size:,}" if name in found else f"{name} is missing"
+            for name, size in done.files.items()
+            if found.get(name) != size
+        ]
         file = path / INDEX_NAME
-        if not wrong and sha256_of_index(path) != done.index_sha256:
+        if not wrong and hashlib.sha256(read_bounded(file, INDEX_BOUNDS.nbytes)).hexdigest() != done.index_sha256:
             wrong = [f"{INDEX_NAME} was changed after it was written"]
     except FileNotFoundError as error:
         raise CheckpointError(
@@ -165,22 +172,25 @@ def check_completion(path: Place) -> Completion:
     return done
 
 
-def _wrong_sizes(path: Place, done: Completion) -> Iterator[str]:
-    found = backend_of(path).sizes_of(path, list(done.files))
-    for name, size in done.files.items():
-        if found[name] != size:
-            yield (
-                f"{name} is missing" if found[name] is None else f"{name} has {found[name]:,} bytes instead of {size:,}"
-            )
-
-
-def sha256_of_index(path: Place) -> str:
-    """Return the SHA-256 of a checkpoint's index.
+def copy_small_files(path: Place, target: Path, left_out: Sequence[str] = ()) -> None:
+    """Copy the small files of a checkpoint to an existing directory on a disk; one process.
 
     Raises:
-        OSError, ValueError: It cannot be read.
+        CheckpointError: A name would lead out of ``target``; nothing has been written.
+        OSError: One cannot be read or written.
     """
-    return hashlib.sha256(read_bounded(path / INDEX_NAME, INDEX_BOUNDS.nbytes)).hexdigest()
+    sizes = backend_of(path).sizes(path).items()
+    found = {name.removeprefix(_SMALL): size for name, size in sizes if name.startswith(_SMALL)}
+    for name in found:
+        if not stays_inside(name):
+            raise CheckpointError(
+                f"{path} has a file named {rules.shown(name)}, which would be written outside of {target}. Nothing was "
+                "written. Delete it; no save of fullshard makes such a name."
+            )
+    for name, size in found.items():
+        if name not in left_out:
+            (target / name).parent.mkdir(parents=True, exist_ok=True)
+            (target / name).write_bytes(read_bounded(path / f"{_SMALL}{name}", size))
 
 
 def changed_small_files(path: Place, done: Completion) -> Iterator[tuple[str, str]]:
@@ -192,9 +202,9 @@ def changed_small_files(path: Place, done: Completion) -> Iterator[tuple[str, st
     Raises:
         OSError: One cannot be read.
     """
-    sizes = backend_of(path).sizes_of(path, list(done.sha256))
+    sizes = backend_of(path).sizes(path, done.sha256)
     for name, written in done.sha256.items():
-        if name in done.files and sizes[name] == done.files[name]:
+        if name in done.files and sizes.get(name) == done.files[name]:
             found = sha256_of(path / name)
             if found != written:
                 yield name, f"has SHA-256 {found}, expected {written}"

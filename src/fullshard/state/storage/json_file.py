@@ -23,6 +23,7 @@ SEAL = "own_sha256"
 _SEALED = re.compile(rb',\s*"own_sha256":\s*"([^"]*)"\s*\}\s*\Z')
 _SEAL_BYTES = 200
 """The seal lies within this many bytes of the end of a file."""
+_HASH_BYTES = 16 << 20
 
 
 @dataclass(frozen=True)
@@ -42,10 +43,13 @@ def read_bounded(path: Place, nbytes: int) -> bytes:
     """Read a file of at most ``nbytes``; any rank.
 
     Raises:
-        OSError: It cannot be read.
-        ValueError: It is larger, or not a regular file (reading a pipe would block).
+        OSError: It cannot be read, or is not a regular file.
+        ValueError: It is larger.
     """
-    return backend_of(path).read(path, nbytes)
+    with backend_of(path).opened(path, None) as file:
+        if file.size > nbytes:
+            raise ValueError(f"it has {file.size:,} bytes; at most {nbytes:,} are read")
+        return file.content()
 
 
 def require_bounded(content: bytes, bounds: Bounds) -> None:
@@ -121,7 +125,13 @@ def sha256_of(path: Place) -> str:
     Raises:
         OSError: It cannot be read.
     """
-    return backend_of(path).sha256(path)
+    digest, at = hashlib.sha256(), 0
+    with backend_of(path).opened(path, None) as file:
+        block = memoryview(bytearray(min(file.size, _HASH_BYTES)))
+        while at < file.size and (count := file.read_into(block, at)):
+            digest.update(block[:count])
+            at += count
+    return digest.hexdigest()
 
 
 def as_json(values: Mapping[str, Any]) -> dict[str, Any]:

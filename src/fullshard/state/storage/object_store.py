@@ -12,25 +12,178 @@
 
 A save never writes under the name of another one, so a rank that outlives its killed run cannot damage a later save.
 Objects appear complete or not at all: a put replaces one in a single step, and an upload in parts appears at its end.
+
+Stores offer no locks: a run's lock is an object that it renews. A run that finds the object watches it. If it changes,
+its holder is alive and the lock is refused. If it does not change for three renewals, or its holder was a process on
+this machine that has ended, the lock is taken over. Clocks are not compared.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
+import os
 import re
+import secrets
+import socket
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from fullshard.errors import CheckpointError
-from fullshard.file_names import stays_inside
-from fullshard.state.storage.object_client import ATTEMPTS, PART_BYTES, no_bucket, put, refusal, request
-from fullshard.state.storage.object_lock import ObjectLock
-from fullshard.state.storage.object_path import ObjectPath
-from fullshard.state.storage.rules import shown
+from fullshard.errors import CheckpointError, StoreError
+from fullshard.state.storage.object_path import (
+    ATTEMPTS,
+    PART_BYTES,
+    Listed,
+    ObjectPath,
+    no_bucket,
+    put,
+    refusal,
+    request,
+)
+
+LOCK_NAME = "lock"
+
+RENEW_SECONDS = 10.0
+"""Interval at which the holder puts the object again, in seconds."""
+
+_held: set[str] = set()
+"""Tokens of the locks that this process holds."""
+
+
+class ObjectLock:
+    """Keeps two runs from writing under one prefix; held by one rank until released or no longer renewed."""
+
+    def __init__(self, directory: ObjectPath) -> None:
+        """Take the lock; one left by a killed run on another machine, after watching it for three renewals.
+
+        Raises:
+            CheckpointError: Another run holds it.
+            StoreError: The store cannot be reached, or refuses.
+        """
+        self.directory = directory
+        self._path = directory / LOCK_NAME
+        self._token, self._renewals = secrets.token_hex(8), 0
+        self._ended = threading.Event()
+        self._writing = threading.Lock()
+        self._take()
+        _held.add(self._token)
+        self._thread = threading.Thread(target=self._renew, name="fullshard-lock", daemon=True)
+        self._thread.start()
+
+    def require_held(self) -> None:
+        """Check that the object is still this run's.
+
+        Raises:
+            CheckpointError: Another run has taken the lock, because this one did not renew it in time.
+        """
+        found = self._read()
+        if found is None:
+            self._put(only_new=False)
+        elif found["token"] != self._token:
+            raise CheckpointError(
+                f"Another run ({_holder(found)}) has taken the lock of {self.directory}, because this one did not "
+                "renew it in time. This run writes no more checkpoints there. Stop one of the two."
+            )
+
+    def require_commit(self) -> None:
+        """Check that the object is still this run's, right before a checkpoint is marked as complete."""
+        self.require_held()
+
+    def release(self) -> None:
+        """Delete the object if it is still this run's."""
+        self._ended.set()
+        _held.discard(self._token)
+        with self._writing, contextlib.suppress(StoreError):
+            found = self._read()
+            if found is not None and found["token"] == self._token:
+                self._path.unlink(missing_ok=True)
+
+    def _take(self) -> None:
+        """Put the object if there is none or its holder is gone."""
+        started, first = time.monotonic(), self._read()
+        found = first
+        while found is not None and not _is_gone(found):
+            waited = time.monotonic() - started
+            if found != first or _is_here(found):
+                raise CheckpointError(
+                    f"Another run is writing to {self.directory} ({_holder(found)}); two runs would delete each "
+                    "other's checkpoints. Wait until it finishes, stop it, or choose another place."
+                )
+            if waited > 3 * RENEW_SECONDS:
+                break
+            time.sleep(RENEW_SECONDS / 10)
+            found = self._read()
+        if not self._put(only_new=found is None):
+            raise CheckpointError(
+                f"Another run has just begun to write to {self.directory}. Wait until it finishes, or choose another "
+                "place."
+            )
+
+    def _put(self, *, only_new: bool) -> bool:
+        """Put the object; returns False if it had to be new and there is one already."""
+        self._renewals += 1
+        values = {"token": self._token, "renewals": self._renewals, "process": _process(), "host": socket.gethostname()}
+        content = json.dumps(values).encode()
+        try:
+            put(self._path.url, content, mode="create" if only_new else "overwrite")
+        except FileExistsError:
+            # Also when the answer to the first attempt was lost, and the second attempt finds the object.
+            found = self._read()
+            return found is not None and found["token"] == self._token
+        return True
+
+    def _read(self) -> dict[str, Any] | None:
+        """Return the contents of the object; None if there is none."""
+        try:
+            values = json.loads(request(self._path.url, lambda files: files.cat_file(self._path.key)))
+        except FileNotFoundError:
+            return None
+        except ValueError:
+            values = {}
+        return {"token": "", "renewals": 0, "process": [], "host": "unknown", **values}
+
+    def _renew(self) -> None:
+        """Put the object at intervals; runs in a thread."""
+        while not self._ended.wait(RENEW_SECONDS):
+            with self._writing, contextlib.suppress(StoreError):  # if the store is away, the next save reports it
+                found = self._read()
+                if self._ended.is_set() or (found is not None and found["token"] != self._token):
+                    return
+                self._put(only_new=False)
+
+
+def _process() -> list[Any]:
+    """Return an identity that no two living processes share: boot, namespace of process numbers, and process number."""
+    with contextlib.suppress(OSError):
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return [boot, os.readlink("/proc/self/ns/pid"), os.getpid()]
+    return []
+
+
+def _is_here(found: dict[str, Any]) -> bool:
+    """Return True if the holder is a living process that this one can see."""
+    mine, its = _process(), found["process"]
+    return bool(mine) and mine[:2] == its[:2] and not _is_gone(found)
+
+
+def _is_gone(found: dict[str, Any]) -> bool:
+    """Return True if the holder is known to have ended; False if that cannot be known."""
+    mine, its = _process(), found["process"]
+    if not mine or mine[:2] != its[:2]:
+        return False
+    if mine == its:
+        return found["token"] not in _held
+    return not Path(f"/proc/{int(its[2])}").exists()
+
+
+def _holder(found: dict[str, Any]) -> str:
+    number = f"process {found['process'][2]} on " if found["process"] else ""
+    return f"{number}{found['host']}"
+
 
 COMPLETE_NAME = "complete.json"
 WRITING_NAME = "writing.json"
@@ -45,26 +198,14 @@ class ObjectStore:
     """Objects under a prefix; see :mod:`fullshard.state.storage.backend`."""
 
     fetches = 8
-    look_seconds = 0.1
-
-    def read(self, path: ObjectPath, nbytes: int) -> bytes:
-        """Read an object in one request, after its size."""
-        size = _required_size(path)
-        if size > nbytes:
-            raise ValueError(f"it has {size:,} bytes; at most {nbytes:,} are read")
-        return request(path.url, lambda files: files.cat_file(path.key))
-
-    def sha256(self, path: ObjectPath) -> str:
-        """Hash an object, a part at a time."""
-        digest = hashlib.sha256()
-        for start in range(0, _required_size(path), PART_BYTES):
-            digest.update(_range(path, start, start + PART_BYTES))
-        return digest.hexdigest()
 
     @contextlib.contextmanager
     def opened(self, path: ObjectPath, known: tuple[Any, ...] | None) -> Iterator[_Object]:
         """Ask for the size once; it stays valid, because no save writes an object of this name again."""
-        yield _Object(path, _required_size(path) if known is None else known[1])
+        size = path.size() if known is None else known[1]
+        if size is None:
+            raise FileNotFoundError(f"there is no {path}")
+        yield _Object(path, size)
 
     def create(self, path: ObjectPath, nbytes: int) -> _NewObject:
         """Start an upload in parts."""
@@ -74,68 +215,40 @@ class ObjectStore:
         """Put an object, which appears complete."""
         put(path.url, text.encode())
 
-    def delete_file(self, path: ObjectPath) -> None:
-        """Delete an object."""
-        path.delete()
-
-    def sizes(self, path: ObjectPath) -> dict[str, int]:
-        """List a prefix in one request (one for each thousand objects)."""
-        return dict(sorted(path.sizes().items()))
-
-    def sizes_of(self, path: ObjectPath, names: Sequence[str]) -> Mapping[str, int | None]:
-        """List the prefix: one request instead of one for each name."""
-        found = path.sizes()
-        return {name: found.get(name) for name in names}
-
-    def copy_directory(self, source: ObjectPath, target: Path, left_out: Sequence[str]) -> None:
-        """Fetch each object, once the names of all are known to stay inside ``target``.
-
-        Raises:
-            CheckpointError: A name does not; nothing has been written.
-        """
-        found = {name: size for name, size in source.sizes().items() if name not in left_out}
-        for name in found:
-            if not stays_inside(name):
-                raise CheckpointError(
-                    f"{source} has an object named {shown(name)}, which would be written outside of {target}. Nothing "
-                    "was written. Delete the object; no save of fullshard puts such a name."
-                )
-        for name, size in found.items():
-            (target / name).parent.mkdir(parents=True, exist_ok=True)
-            (target / name).write_bytes(self.read(source / name, size))
+    def sizes(self, path: ObjectPath, names: Iterable[str] | None = None) -> dict[str, int]:
+        """List a prefix in one request (one for each thousand objects), in which all names are found."""
+        found = sorted(path.sizes().items())
+        return {name: size for name, size in found if names is None or name in set(names)}
 
     def names(self, directory: ObjectPath, step: int, attempt: str) -> tuple[ObjectPath, ObjectPath]:
         """Return the same prefix twice; no other save uses it."""
         path = directory / f"step-{step:08d}.{attempt}"
         return path, path
 
-    def begin(self, temporary: ObjectPath) -> None:
-        """Put an object that the other ranks can see."""
-        self.write_text(temporary / WRITING_NAME, json.dumps({"note": "this checkpoint is not complete"}) + "\n")
-
     @contextlib.contextmanager
-    def small_files(self, path: ObjectPath) -> Iterator[Path]:
-        """Provide a temporary directory, and put its files at the end."""
+    def begin(self, temporary: ObjectPath) -> Iterator[Path]:
+        """Put an object that the other ranks can see; the small files are put from a temporary directory at the end."""
+        self._clear_leftovers(temporary.parent)
+        self.write_text(temporary / WRITING_NAME, json.dumps({"note": "this checkpoint is not complete"}) + "\n")
         with tempfile.TemporaryDirectory(prefix="fullshard-") as scratch:
             yield Path(scratch)
             for file in sorted(one for one in Path(scratch).rglob("*") if one.is_file()):
-                put((path / file.relative_to(scratch)).url, file.read_bytes())
+                put((temporary / "model" / file.relative_to(scratch)).url, file.read_bytes())
 
     def finish(self, temporary: ObjectPath, final: ObjectPath, mark: Callable[[], None]) -> None:
         """Put the marker last: that is the commit. Nothing is renamed."""
         assert temporary == final, "a store has no renames"
-        (temporary / WRITING_NAME).delete()
+        (temporary / WRITING_NAME).unlink(missing_ok=True)
         mark()
 
     def remove(self, path: ObjectPath) -> None:
-        """Delete the marker first: without it, the prefix is not a checkpoint."""
-        self.discard(path)
+        """Delete every object under the prefix, including objects whose put seemed to fail.
 
-    def discard(self, temporary: ObjectPath) -> None:
-        """Delete every object under the prefix, the marker first, including objects whose put seemed to fail."""
-        (temporary / COMPLETE_NAME).delete()
-        for name in temporary.sizes():
-            (temporary / name).delete()
+        The marker goes first: without it, the prefix is not a checkpoint.
+        """
+        (path / COMPLETE_NAME).unlink(missing_ok=True)
+        for name in path.sizes():
+            (path / name).unlink(missing_ok=True)
 
     def set_aside_text(self, path: ObjectPath) -> str:
         """Return the object that marks it."""
@@ -147,39 +260,35 @@ class ObjectStore:
         self.write_text(path / DAMAGED_NAME, json.dumps({"note": "set aside by a run that went back"}) + "\n")
         return path / DAMAGED_NAME
 
-    def clear_leftovers(self, directory: ObjectPath) -> None:
-        """Delete saves without a marker; holding the lock means that no run is writing them."""
-        for name, files in _by_name(directory).items():
-            if _SAVED_HERE.fullmatch(name) and COMPLETE_NAME not in files and DAMAGED_NAME not in files:
-                self.discard(directory / name)
-
-    def candidates(self, directory: ObjectPath) -> list[ObjectPath]:
-        """Return the prefixes that have a marker."""
-        return [
-            directory / name
-            for name, files in sorted(_by_name(directory).items(), key=lambda one: (one[0].partition(".")[0], one[0]))
-            if _NAMED.fullmatch(name) and COMPLETE_NAME in files and DAMAGED_NAME not in files
-        ]
-
-    def is_candidate(self, path: ObjectPath) -> bool:
-        """Return True if its marker is still there."""
-        return (path / COMPLETE_NAME).is_file()
-
-    def unfinished(self, directory: ObjectPath) -> list[ObjectPath]:
-        """Return the prefixes without a marker."""
-        return [
-            directory / name
-            for name, files in sorted(_by_name(directory).items())
-            if _NAMED.fullmatch(name) and COMPLETE_NAME not in files and DAMAGED_NAME not in files
-        ]
-
-    def aside(self, directory: ObjectPath) -> list[ObjectPath]:
-        """Return the prefixes that are marked as damaged."""
-        return [directory / name for name, files in sorted(_by_name(directory).items()) if DAMAGED_NAME in files]
+    def listed(self, directory: ObjectPath) -> Listed:
+        """List the prefixes: one with a marker is a candidate, one without it unfinished."""
+        found: dict[str, set[str]] = {}
+        for path in directory.sizes():
+            name, _, rest = path.partition("/")
+            if rest:
+                found.setdefault(name, set()).add(rest)
+        aside = [name for name, files in found.items() if DAMAGED_NAME in files]
+        named = [name for name in found if _NAMED.fullmatch(name) and name not in aside]
+        named.sort(key=lambda name: (name.partition(".")[0], name))
+        complete = [name for name in named if COMPLETE_NAME in found[name]]
+        unfinished = [name for name in named if name not in complete]
+        return Listed(*([directory / name for name in names] for names in (complete, unfinished, sorted(aside))))
 
     def lock(self, directory: ObjectPath) -> ObjectLock:
         """Take the lock object, which only one run renews."""
-        return ObjectLock(directory)
+        lock = ObjectLock(directory)
+        try:
+            self._clear_leftovers(directory)
+        except BaseException:
+            lock.release()
+            raise
+        return lock
+
+    def _clear_leftovers(self, directory: ObjectPath) -> None:
+        """Delete saves without a marker; holding the lock means that no run is writing them."""
+        for path in self.listed(directory).unfinished:
+            if _SAVED_HERE.fullmatch(path.name):
+                self.remove(directory / path.name)
 
 
 class _Object:
@@ -192,9 +301,14 @@ class _Object:
 
     def read_into(self, view: memoryview, position: int) -> int:
         """Fetch one range of bytes."""
-        content = _range(self._path, position, min(position + len(view), self.size))
+        key, stop = self._path.key, min(position + len(view), self.size)
+        content = request(self._path.url, lambda files: files.cat_file(key, start=position, end=stop))
         view[: len(content)] = content
         return len(content)
+
+    def content(self) -> bytes:
+        """Fetch all of it in one request."""
+        return request(self._path.url, lambda files: files.cat_file(self._path.key))
 
 
 class _NewObject:
@@ -237,24 +351,3 @@ class _NewObject:
         except Exception as error:
             problem = refusal(self._path.url, error, ATTEMPTS)
             raise (problem or error) from error
-
-
-def _range(path: ObjectPath, start: int, stop: int) -> bytes:
-    return request(path.url, lambda files: files.cat_file(path.key, start=start, end=stop))
-
-
-def _required_size(path: ObjectPath) -> int:
-    size = path.size()
-    if size is None:
-        raise FileNotFoundError(f"there is no {path}")
-    return size
-
-
-def _by_name(directory: ObjectPath) -> dict[str, set[str]]:
-    """Return the objects under each prefix that is one component longer, from one listing."""
-    found: dict[str, set[str]] = {}
-    for path in directory.sizes():
-        name, _, rest = path.partition("/")
-        if rest:
-            found.setdefault(name, set()).add(rest)
-    return found

@@ -10,14 +10,13 @@ from typing import TypeVar
 
 import torch
 
-from fullshard.errors import CheckpointError, StoreError
+from fullshard.errors import CheckpointError
 from fullshard.state.storage.backend import backend_of
 from fullshard.state.storage.index import Index, PieceEntry, TensorEntry
 from fullshard.state.storage.object_path import Place
-from fullshard.state.storage.piece import Piece
-from fullshard.state.storage.safetensors_reader import SafetensorsFile
-from fullshard.state.storage.shard_file import BLOCK_BYTES, crc_of, dtype_of
-from fullshard.state.storage.store import instead_of
+from fullshard.state.storage.safetensors_file import SafetensorsFile
+from fullshard.state.storage.shard_file import BLOCK_BYTES, Piece, crc_of, dtype_of
+from fullshard.state.storage.store import or_instead_of
 
 T = TypeVar("T")
 
@@ -102,36 +101,27 @@ class CheckpointReader:
         """Read one complete block and compare its checksum."""
         start = number * (BLOCK_BYTES // out.dtype.itemsize)
         file = self._file(stored.file)
-        if name not in file.tensors:
-            raise self._damage(f"{file.path} lacks {name!r}, which the index lists in it: they are from two saves.")
-        try:
+        with or_instead_of(self.path):
+            if name not in file.tensors:
+                raise CheckpointError(
+                    f"{file.path} lacks {name!r}, which the index lists in it: they are from two saves."
+                )
             file.read(name, start, out)
-        except StoreError:
-            raise
-        except CheckpointError as error:
-            raise self._damage(str(error)) from error
-        found = crc_of(out)
-        if number >= len(stored.crcs) or found != stored.crcs[number]:
+            found = crc_of(out)
+            if number < len(stored.crcs) and found == stored.crcs[number]:
+                return
             expected = f"{stored.crcs[number]:08x}" if number < len(stored.crcs) else "nothing"
             low, high = start * out.dtype.itemsize, (start + out.numel()) * out.dtype.itemsize
-            raise self._damage(
+            raise CheckpointError(
                 f"{self.path / stored.file} is damaged: block {number} of {name} (bytes {low:,} to {high:,} of it) has "
                 f"checksum {found:08x}, expected {expected}. `fullshard verify {self.path}` lists all damage."
             )
 
     def _file(self, name: str) -> SafetensorsFile:
         if name not in self._files:
-            try:
+            with or_instead_of(self.path):
                 self._files[name] = SafetensorsFile(self.path / name)
-            except StoreError:
-                raise
-            except CheckpointError as error:
-                raise self._damage(str(error)) from error
         return self._files[name]
-
-    def _damage(self, text: str) -> CheckpointError:
-        """Return the error for damage, which names the checkpoint to use instead."""
-        return CheckpointError(f"{text} {instead_of(self.path)}")
 
 
 def _ahead(fetch: Callable[[_Block], T], blocks: Iterator[_Block], most: int) -> Iterator[T]:

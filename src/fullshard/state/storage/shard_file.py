@@ -1,22 +1,60 @@
-"""One rank's file of a sharded checkpoint: its runs as 1-D tensors in a safetensors file, with a checksum per block."""
+"""The runs of tensors that one rank saves, and its file of them in a sharded checkpoint.
+
+In the file they are 1-D tensors of the safetensors format, with a checksum per block. Independent of the engine.
+"""
 
 from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
 from fullshard.errors import CheckpointError
 from fullshard.state.storage.index import SHARD_NAME, PieceEntry, TensorEntry
 from fullshard.state.storage.object_path import Place
-from fullshard.state.storage.piece import Piece
 from fullshard.state.storage.rules import shown
-from fullshard.state.storage.safetensors_writer import SafetensorsWriter, TensorSpec, file_order
+from fullshard.state.storage.safetensors_file import SafetensorsWriter, TensorSpec, file_order
 
 BLOCK_BYTES = 4 * 1024 * 1024
 """Bytes per checksum. A reader reads complete blocks, even if it needs only part of one: without a checksum per block
 a range of elements could not be verified without reading the full file."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A run of the flattened elements of one named tensor, as one rank holds it.
+
+    Every shard that the engine makes is such a run, so a checkpoint of any world size is a set of intervals, and
+    loading into another world size is the intersection of intervals.
+    """
+
+    name: str  # the tensor's name, unique in the checkpoint, such as ``model/encoder.block.0.weight``
+    shape: tuple[int, ...]  # shape of the full tensor; ``()`` for a scalar
+    start: int  # first element, counted in the flattened full tensor
+    tensor: torch.Tensor  # the elements, (stop - start,), contiguous, on any device. Written from, or read into
+
+    @property
+    def stop(self) -> int:
+        """The element just past the run."""
+        return self.start + self.tensor.numel()
+
+
+@dataclass
+class SavePlan:
+    """The training state that one rank saves; together the ranks save each element once.
+
+    Attributes:
+        pieces: Runs of tensors, none empty, on any device.
+        groups: Options of the optimizer's parameter groups as JSON holds them, with parameter names under ``params``.
+        scalars: The optimizer's state other than tensors, by parameter name and key.
+    """
+
+    pieces: list[Piece] = field(default_factory=list)
+    groups: list[dict[str, Any]] = field(default_factory=list)
+    scalars: dict[str, dict[str, Any]] = field(default_factory=dict)
 
 
 def shard_name(rank: int, world_size: int) -> str:

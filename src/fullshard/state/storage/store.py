@@ -18,7 +18,7 @@ checkpoint's own name: one that is not complete was damaged, or copied only in p
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from fullshard.errors import CheckpointError, StoreError
@@ -26,16 +26,15 @@ from fullshard.state.storage.backend import backend_of
 from fullshard.state.storage.completion import COMPLETE_NAME, Completion, check_completion, parse_completion
 from fullshard.state.storage.index import INDEX_BOUNDS, INDEX_NAME, Index, parse_index
 from fullshard.state.storage.json_file import SMALL, read_bounded
-from fullshard.state.storage.object_path import ObjectPath, Place
+from fullshard.state.storage.object_path import Place
 from fullshard.state.storage.rules import shown
 from fullshard.state.storage.shard_file import dtype_of
 
 
 def step_directory(directory: Place, step: int) -> Place:
     """Return the directory of a step's checkpoint, which need not exist; in an object store the newest save of it."""
-    complete = backend_of(directory).candidates(directory) if isinstance(directory, ObjectPath) else []
     name = f"step-{step:08d}"
-    saves = [path for path in complete if path.name.partition(".")[0] == name]
+    saves = [path for path in backend_of(directory).listed(directory).candidates if path.name.partition(".")[0] == name]
     return saves[-1] if saves else directory / name
 
 
@@ -45,12 +44,8 @@ def read_completion(path: Place) -> Completion:
     Raises:
         CheckpointError: It does not exist or is not complete; the message names the problem and what to use instead.
     """
-    try:
+    with or_instead_of(path):
         return check_completion(path)
-    except StoreError:
-        raise
-    except CheckpointError as error:
-        raise CheckpointError(f"{error} {instead_of(path)}") from error
 
 
 def read_index(path: Place) -> Index:
@@ -63,12 +58,8 @@ def read_index(path: Place) -> Index:
         CheckpointError: It is not complete, or its index is damaged; the message names the problem and what to use
             instead.
     """
-    try:
+    with or_instead_of(path):
         return _checked_index(path, check_completion(path))
-    except StoreError:
-        raise
-    except CheckpointError as error:
-        raise CheckpointError(f"{error} {instead_of(path)}") from error
 
 
 def _checked_index(path: Place, done: Completion) -> Index:
@@ -115,6 +106,17 @@ def instead_of(path: Place) -> str:
         f"The newest other complete one is {newest}. To use it, pass resume={newest} to fullshard train, "
         f"path={str(newest)!r} to Checkpoints.load or load_checkpoint, or {newest} to fullshard export."
     )
+
+
+@contextlib.contextmanager
+def or_instead_of(path: Place) -> Iterator[None]:
+    """Add to an error about a damaged checkpoint which one to use instead; an object store that fails is no damage."""
+    try:
+        yield
+    except StoreError:
+        raise
+    except CheckpointError as error:
+        raise CheckpointError(f"{error} {instead_of(path)}") from error
 
 
 @dataclass(frozen=True)
@@ -186,10 +188,10 @@ class Survey:
                 "No checkpoint there is complete. Restore the files from a copy. To start from scratch, set "
                 "resume=never in fullshard train, or move the directory away."
             )
-        good = self.complete[-1][1]
+        good, aside = self.complete[-1][1], backend_of(damaged.path).set_aside_text(damaged.path)
         return (
             f"The newest good one is {good}. To go back to it, set resume=previous in fullshard train, or pass "
-            f"previous=True to Checkpoints.load: {damaged.path.name} will be {set_aside_text(damaged.path)}. "
+            f"previous=True to Checkpoints.load: {damaged.path.name} will be {aside}. "
             "To use another one, pass its path: resume=PATH, path=PATH or fullshard export PATH."
         )
 
@@ -205,14 +207,14 @@ def survey(directory: Place, *, parse_newest: bool = False) -> Survey:
     complete: list[tuple[Completion, Place]] = []
     damaged: list[Damaged] = []
     backend = backend_of(directory)
-    for path in backend.candidates(directory):
+    for path in backend.listed(directory).candidates:
         try:
             complete.append((check_completion(path), path))
         except StoreError:
             raise
         except CheckpointError as error:
             # A reader does not hold the lock: the checkpoint may have been deleted or replaced since it was listed.
-            if backend.is_candidate(path):
+            if path in backend.listed(directory).candidates:
                 damaged.append(_damaged(path, str(error)))
     complete.sort(key=lambda one: (one[0].serial, one[0].step, one[1]))
     while parse_newest and complete:
@@ -256,23 +258,6 @@ def next_serial(directory: Place) -> int:
     return 1 + max((done.serial for done in known), default=0)
 
 
-def set_aside_text(path: Place) -> str:
-    """Return what :func:`set_aside` does to a checkpoint, as a phrase that follows "is"."""
-    return backend_of(path).set_aside_text(path)
-
-
-def set_aside(path: Place) -> Place:
-    """Exclude a damaged checkpoint from the candidates; on one rank, under the lock.
-
-    Returns:
-        Its new name, or in an object store the object that marks it. Deleting it is left to the user.
-
-    Raises:
-        OSError, StoreError: The file system or the store refused.
-    """
-    return backend_of(path).set_aside(path)
-
-
 @dataclass(frozen=True)
 class Ranking:
     """Checkpoints ordered by their metric."""
@@ -300,15 +285,6 @@ def rank_by_metric(found: Sequence[tuple[Completion, Place]], *, otherwise: bool
     return Ranking(tuple(path for _, path, _ in comparable), greater, bool(recorded))
 
 
-def clear_leftovers(directory: Place) -> None:
-    """Restore what a killed writer was replacing, and delete what it was writing; on one rank, under the lock.
-
-    Raises:
-        OSError, StoreError: The file system or the store refused.
-    """
-    backend_of(directory).clear_leftovers(directory)
-
-
 @dataclass(frozen=True)
 class Keep:
     """Which checkpoints are kept after the next one is saved."""
@@ -331,7 +307,7 @@ def prune(directory: Place, keep: Keep, *, newest: Place) -> None:
     for done, path in found:
         # On a disk the rename has replaced it already.
         if own is not None and done.step == own.step and path != newest:
-            remove_checkpoint(path)
+            backend_of(directory).remove(path)
     if keep.last is None:
         return
     found = [(done, path) for done, path in found if own is None or done.step != own.step or path == newest]
@@ -340,13 +316,4 @@ def prune(directory: Place, keep: Keep, *, newest: Place) -> None:
     kept = {newest, *(path for _, path in found[max(0, len(found) - keep.last) :]), *best}
     for _, path in found:
         if path not in kept:
-            remove_checkpoint(path)
-
-
-def remove_checkpoint(path: Place) -> None:
-    """Delete a checkpoint so that a kill never leaves a part that looks like one; on one rank.
-
-    Raises:
-        OSError, StoreError: The file system or the store refused.
-    """
-    backend_of(path).remove(path)
+            backend_of(directory).remove(path)

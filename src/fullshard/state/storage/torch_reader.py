@@ -16,7 +16,7 @@ import torch
 
 from fullshard.errors import CheckpointError
 from fullshard.sizes import format_bytes
-from fullshard.state.storage.safetensors_reader import STAGING_BYTES, StoredTensor
+from fullshard.state.storage.safetensors_file import STAGING_BYTES, StoredTensor
 
 _ZIP_MAGIC = b"PK\x03\x04"
 

@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from fullshard.errors import CheckpointError, StoreError
@@ -29,15 +30,18 @@ from fullshard.state.storage.index import (
     tensors_as_plain,
     tensors_from_plain,
 )
+from fullshard.state.storage.json_file import read_bounded
 from fullshard.state.storage.object_path import Place
-from fullshard.state.storage.piece import SavePlan
-from fullshard.state.storage.shard_file import shard_name, write_shard_file
-from fullshard.state.storage.store import Keep, clear_leftovers, contradiction, next_serial, prune
+from fullshard.state.storage.shard_file import SavePlan, shard_name, write_shard_file
+from fullshard.state.storage.store import Keep, contradiction, next_serial, prune
 
 _log = logging.getLogger("fullshard")
 
 GIVEN_UP = "given up, because another rank could not write its part"
 """The outcome on a rank that did not cause the failure."""
+
+_LOOK_SECONDS = 0.05, 2.0
+"""Shortest and longest interval of rank 0's polling for other ranks' parts."""
 
 
 @dataclass(frozen=True)
@@ -65,15 +69,16 @@ class SaveJob:
         return backend_of(self.directory).names(self.directory, self.index.step, self.attempt)[1]
 
 
-def begin(job: SaveJob) -> None:
-    """Create the empty directory that all ranks write into; on rank 0, under the lock.
+def begin(job: SaveJob, assets: Callable[[Path], None]) -> None:
+    """Create the directory that all ranks write into, with the small files by ``assets``; on rank 0, under the lock.
 
     Raises:
         CheckpointError: The file system refused.
     """
     try:
-        clear_leftovers(job.directory)  # including those of a failed save, which may be what fills the disk
-        backend_of(job.directory).begin(job.temporary)
+        # This first clears leftovers, also those of a failed save, which may be what fills the disk.
+        with backend_of(job.directory).begin(job.temporary) as directory:
+            assets(directory)
     except OSError as error:
         raise _refused(job.final, error) from error
 
@@ -147,8 +152,10 @@ class Save:
             # Any error: if this thread ended unreported, the other ranks would wait for it.
             self._problem = f"{self.final}: rank {self.job.rank} could not write its part: {error!r}"
         self.seconds = time.monotonic() - self._started
-        if self._problem is not None:
-            self._withdraw()
+        if self._problem is not None and self.job.rank == 0:
+            # Delete what was written; the next save deletes the remainder.
+            with contextlib.suppress(OSError, StoreError):
+                backend_of(self.job.directory).remove(self.job.temporary)
 
     def _write_mine(self) -> None:
         self.job.ready()
@@ -168,25 +175,20 @@ class Save:
         Raises:
             CheckpointError: The rank has failed, or takes too long.
         """
-        backend = backend_of(self.job.directory)
-        path, seconds = _part_path(self.job, rank), backend.look_seconds
-        while backend.sizes_of(path.parent, [path.name])[path.name] is None:
+        while True:
+            with contextlib.suppress(FileNotFoundError):
+                part = read_part(self.job, rank)
+                self._moved_at = time.monotonic()
+                return part
             self._count(0)
-            if time.monotonic() - self._moved_at > self.job.timeout_s:
+            waited = time.monotonic() - self._moved_at
+            if waited > self.job.timeout_s:
                 raise CheckpointError(
                     f"{self.final}: rank {rank} has not written its part within {self.job.timeout_s:g} s, or rank 0 "
                     "does not see it. All ranks must write to a shared file system; for a slow disk raise timeout_s."
                 )
-            self._cancelled.wait(seconds)
-            seconds = min(20 * backend.look_seconds, 1.5 * seconds)
-        self._moved_at = time.monotonic()
-        return read_part(self.job, rank)
-
-    def _withdraw(self) -> None:
-        """Delete what was written, after a failure; on rank 0. The next save deletes the remainder."""
-        if self.job.rank == 0:
-            with contextlib.suppress(OSError, StoreError):
-                backend_of(self.job.directory).discard(self.job.temporary)
+            # In an object store each look is one or two requests: the interval is a tenth of the wait so far.
+            self._cancelled.wait(min(max(_LOOK_SECONDS[0], waited / 10), _LOOK_SECONDS[1]))
 
 
 def write_part(job: SaveJob, count: Callable[[int], None] = lambda nbytes: None) -> None:
@@ -202,8 +204,12 @@ def write_part(job: SaveJob, count: Callable[[int], None] = lambda nbytes: None)
 
 
 def read_part(job: SaveJob, rank: int) -> dict[str, Any]:
-    """Return a rank's part of the index, which exists."""
-    return json.loads(backend_of(job.directory).read(_part_path(job, rank), INDEX_BOUNDS.nbytes))
+    """Return a rank's part of the index.
+
+    Raises:
+        FileNotFoundError: The rank has not written it yet.
+    """
+    return json.loads(read_bounded(_part_path(job, rank), INDEX_BOUNDS.nbytes))
 
 
 def commit_save(
@@ -226,7 +232,7 @@ def commit_save(
     # The marker comes after everything that it vouches for, and the deletion of old checkpoints after the commit:
     # whenever the process is killed, the previous checkpoint or this one is complete.
     for rank in range(job.index.world_size):
-        backend.delete_file(_part_path(job, rank))
+        _part_path(job, rank).unlink(missing_ok=True)
     job.require_commit()
     backend.finish(job.temporary, job.final, lambda: _mark(job, index))
     try:

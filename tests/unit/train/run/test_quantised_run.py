@@ -24,9 +24,7 @@ from fullshard.program.train.reporting.card import CardSink
 from fullshard.state.resilience.slot import Slot
 from fullshard.state.saving.export import ExportOptions, export
 from fullshard.state.storage import content_of, read_index
-from fullshard.state.storage.contents import inspect_path
-from fullshard.state.storage.kinds import Kind
-from fullshard.state.storage.verify import verify
+from fullshard.state.storage.contents import Kind, inspect_path, verify
 from support.interrupted_run import OFTEN, metrics, run, run_until_killed, run_until_stopped
 from support.quantized import bitsandbytes_stored
 from support.t5_directory import write_t5

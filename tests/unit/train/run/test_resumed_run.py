@@ -10,7 +10,7 @@ from fullshard.errors import CheckpointError, ConfigError
 from fullshard.program.train.run import loop, step
 from fullshard.state.saving import Checkpoints
 from fullshard.state.storage import as_place, find_checkpoints, find_completions, rank_by_metric
-from fullshard.state.storage.verify import verify
+from fullshard.state.storage.contents import verify
 from support import object_stores
 from support.alone import alone
 from support.interrupted_run import (

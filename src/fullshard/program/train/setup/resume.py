@@ -32,9 +32,6 @@ from fullshard.state.storage import (
     read_completion,
     read_index,
     read_json,
-    remove_checkpoint,
-    set_aside,
-    set_aside_text,
     shown,
     survey,
 )
@@ -270,14 +267,13 @@ def delete_superseded(start: StartingPoint, config: RunConfig) -> None:
     try:
         # Order matters if this is killed in between: the next run must neither resume a finished run nor take a resumed
         # one for finished. A resuming run removes its mark first, a replaced run loses its checkpoints first.
-        if start.path is not None and finished.exists():
-            backend_of(finished).delete_file(finished)
+        if start.path is not None:
+            finished.unlink(missing_ok=True)
         for path in start.superseded:
-            remove_checkpoint(path)
+            backend_of(path).remove(path)
         for path in start.damaged:
-            set_aside(path)
-        if finished.exists():
-            backend_of(finished).delete_file(finished)
+            backend_of(path).set_aside(path)
+        finished.unlink(missing_ok=True)
     except OSError as error:
         raise CheckpointError(f"An earlier run's checkpoints could not be deleted or renamed: {error}.") from error
 
@@ -433,9 +429,8 @@ def or_snapshot(start: StartingPoint, snapshot: Snapshot | None, others: OfOther
 
 
 def _aside_notes(paths: Sequence[Place]) -> list[str]:
-    return [
-        f"{path.name} is damaged and is {set_aside_text(path)}; delete that if you do not need it" for path in paths
-    ]
+    aside = [(path.name, backend_of(path).set_aside_text(path)) for path in paths]
+    return [f"{name} is damaged and is {text}; delete that if you do not need it" for name, text in aside]
 
 
 def _at(path: Place, fresh: StartingPoint, found: Survey) -> StartingPoint:
