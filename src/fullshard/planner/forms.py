@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils._pytree import TreeSpec
 
 KNOWN_NUMEL = 1 << 18
 """Elements up to which whole numbers (token ids, masks, checksums) keep their values: programs branch on them."""
@@ -81,7 +80,7 @@ class Shapes:
 
     leaves: list[Any]  # forms and other values
     owners: list[int | None]  # for each, the index of the input whose memory it shares
-    spec: TreeSpec  # how they are nested
+    spec: Any  # how they are nested
     small: bool  # whether it is computed where what it reads is known
     temporary_bytes: int  # that its kernel holds beside them
     kept_bytes: int  # of the storage of its only output, where that is larger than its elements; else 0

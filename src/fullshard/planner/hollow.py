@@ -10,23 +10,28 @@ from __future__ import annotations
 import functools
 import math
 import sys
+import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensor,
-    FakeTensorMode,
-    UnsupportedOperatorException,
-)
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
-from fullshard.core.torch_private import in_backward
+from fullshard.core.torch_private import (
+    dispatch_mode,
+    fake_tensors,
+    in_backward,
+    operator,
+    plain_functions,
+    run_composite,
+    storage_references,
+    tree_flatten,
+    tree_map,
+    tree_unflatten,
+    without_modes,
+)
 from fullshard.errors import ModelError
 from fullshard.planner.forms import (
     CONSTANTS_LIKE,
@@ -50,7 +55,7 @@ class UnplannedStepError(ModelError):
 _OPERATORS_A_CHECK = 64
 """Operators from one look at the limit to the next: some milliseconds."""
 
-_GROUPED = torch.ops.aten._grouped_mm.default
+_GROUPED = operator("_grouped_mm")
 """The products of experts. Torch knows their shape for bf16 only, but computes every dtype."""
 
 _COMPOSED = {"bitsandbytes::gemm_4bit", "aten::_safe_softmax", "aten::binary_cross_entropy_with_logits"}
@@ -66,7 +71,7 @@ _MOST_SHAPES = 20_000
 """Operators that are remembered, some 2 kB each; a step of a large model has a few thousand different ones."""
 
 
-class HollowMode(TorchDispatchMode):
+class HollowMode(dispatch_mode):
     """Context in which operators compute shapes instead of values.
 
     Whole numbers that follow from known ones are computed, up to 262,144 elements a tensor, so that a model may look at
@@ -90,7 +95,8 @@ class HollowMode(TorchDispatchMode):
         self.on_host: Callable[[list[torch.Tensor]], bool] | None = None
         self.has_host = False
         self.operators = 0
-        self._fake = FakeTensorMode(allow_non_fake_inputs=False)
+        self._torchs = fake_tensors()
+        self._fake = self._torchs.FakeTensorMode(allow_non_fake_inputs=False)
         self._unshared: tuple[int, int, int] | None = None
         self._in_attention = False
 
@@ -105,32 +111,8 @@ class HollowMode(TorchDispatchMode):
 
     def __enter__(self) -> HollowMode:
         """Start; also count memory changed without operators: resized storages, and copies of the random state."""
-        resize, size_of, state = torch.UntypedStorage.resize_, torch.UntypedStorage.nbytes, torch.get_rng_state
-        meter = self.meter
-
-        def counted_resize(storage: torch.UntypedStorage, size: int) -> Any:
-            if storage.resizable():
-                resize(storage, size)
-            meter.resized(storage, size)
-            return storage
-
-        def counted_size(storage: torch.UntypedStorage) -> int:
-            return size_of(storage) if storage.resizable() else meter.size_of(storage, size_of(storage))
-
-        def counted_state() -> torch.Tensor:
-            made = state()
-            meter.see(made)
-            return made
-
-        self._replaced = ExitStack()
-        torch.UntypedStorage.resize_ = counted_resize  # type: ignore[method-assign]
-        self._replaced.callback(delattr, torch.UntypedStorage, "resize_")
-        torch.UntypedStorage.nbytes = counted_size  # type: ignore[method-assign]
-        self._replaced.callback(delattr, torch.UntypedStorage, "nbytes")
-        torch.get_rng_state = counted_state
-        self._replaced.callback(setattr, torch, "get_rng_state", state)
-        self._replace_reads()
-        self._follow_attention()
+        self._outer, _planning.mode = _planning.mode, self
+        _replace_functions(+1)
         super().__enter__()
         try:
             self._count_references()
@@ -138,32 +120,6 @@ class HollowMode(TorchDispatchMode):
             self.__exit__(None, None, None)
             raise
         return self
-
-    def _replace_reads(self) -> None:
-        """Have ``tolist`` ask for values: it calls no operator, and hollow tensors have random content."""
-        to_list = torch.Tensor.tolist
-
-        def read_list(tensor: torch.Tensor) -> Any:
-            if not self.meter.is_hollow(tensor):
-                return to_list(tensor)
-            return to_list(torch.full(tensor.shape, self._assume("tolist"), dtype=tensor.dtype))
-
-        torch.Tensor.tolist = read_list  # type: ignore[method-assign]
-        self._replaced.callback(delattr, torch.Tensor, "tolist")
-
-    def _follow_attention(self) -> None:
-        """Learn when attention runs, which adds its mask in place: see :meth:`_masked_in_place`."""
-        attention: Any = F.scaled_dot_product_attention
-
-        def followed(*args: Any, **kwargs: Any) -> torch.Tensor:
-            self._in_attention = True
-            try:
-                return attention(*args, **kwargs)
-            finally:
-                self._in_attention = False
-
-        F.scaled_dot_product_attention = followed  # type: ignore[assignment]
-        self._replaced.callback(setattr, F, "scaled_dot_product_attention", attention)
 
     def _assume(self, func: Any) -> float:
         """Return the assumed value for a read of an unknown one."""
@@ -180,7 +136,8 @@ class HollowMode(TorchDispatchMode):
     def __exit__(self, *error: Any) -> None:
         """Stop."""
         super().__exit__(*error)
-        self._replaced.close()
+        _replace_functions(-1)
+        _planning.mode = self._outer
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Return what ``func`` would return, without computing it.
@@ -192,7 +149,7 @@ class HollowMode(TorchDispatchMode):
         self.operators += 1
         if not self.operators % _OPERATORS_A_CHECK:
             spend(_OPERATORS_A_CHECK)
-        with torch._C.DisableTorchFunctionSubclass():
+        with plain_functions():
             taken = None
             if self._in_attention and func is torch.ops.aten.add.Tensor:
                 taken = self._masked_in_place(*args)
@@ -257,17 +214,17 @@ class HollowMode(TorchDispatchMode):
             return way(self, func, args, kwargs)
         read = [] if func._schema.name in CONSTANTS_LIKE else given
         known = not any(map(self.meter.is_hollow, read))
-        if func is torch.ops.aten._local_scalar_dense.default and not known:
+        if func._schema.name == "aten::_local_scalar_dense" and not known:
             return self._assume(func)
         try:
             shapes = self._shapes_of(func, args, kwargs, given)
-        except (DataDependentOutputException, DynamicOutputShapeException) as error:
+        except (self._torchs.DataDependentOutputException, self._torchs.DynamicOutputShapeException) as error:
             if known:
                 return self._computed(func, args, kwargs)
             if func is torch.ops.aten.index.Tensor and not any(map(self.meter.is_hollow, tensors_in(args[1]))):
                 return self._run(func, (args[0], self._places(args[1])), kwargs)
             raise _unknown(func) from error
-        except UnsupportedOperatorException as error:
+        except self._torchs.UnsupportedOperatorException as error:
             raise UnplannedStepError(
                 f"The plan cannot follow {func}: torch does not know the shape of its result without computing it. "
                 "Plan the model without the module that calls it."
@@ -286,7 +243,7 @@ class HollowMode(TorchDispatchMode):
         told, self.on_operator = self.on_operator, self.ignore
         super().__enter__()
         try:
-            return func._op_dk(torch._C.DispatchKey.CompositeExplicitAutograd, *args, **kwargs)
+            return run_composite(func, args, kwargs)
         finally:
             super().__exit__(None, None, None)
             self.on_operator = told
@@ -329,16 +286,18 @@ class HollowMode(TorchDispatchMode):
 
     def _fake_shapes(self, func: Any, args: Any, kwargs: Any, given: list[torch.Tensor]) -> Shapes:
         """Return the outputs of an operator on fake inputs."""
-        made: dict[int, FakeTensor] = {}
+        made: dict[int, torch.Tensor] = {}
 
-        def fake_of(tensor: torch.Tensor) -> FakeTensor:
+        def fake_of(tensor: Any) -> Any:
+            if not isinstance(tensor, torch.Tensor):
+                return tensor
             if id(tensor) not in made:
                 dtype = torch.bfloat16 if func is _GROUPED and tensor.is_floating_point() else tensor.dtype
                 shape = torch.empty_strided(tensor.size(), tensor.stride(), dtype=dtype, device="meta")
-                made[id(tensor)] = FakeTensor(self._fake, shape, tensor.device)
+                made[id(tensor)] = self._torchs.FakeTensor(self._fake, shape, tensor.device)
             return made[id(tensor)]
 
-        fake_args, fake_kwargs = tree_map_only(torch.Tensor, fake_of, (args, kwargs))
+        fake_args, fake_kwargs = tree_map(fake_of, (args, kwargs))
         with self._fake:
             result = func(*fake_args, **fake_kwargs)
         inputs = {made[id(tensor)].untyped_storage()._cdata: index for index, tensor in enumerate(given)}
@@ -369,9 +328,95 @@ class HollowMode(TorchDispatchMode):
         return outputs[0] if shapes.spec.is_leaf() else tree_unflatten(outputs, shapes.spec)
 
 
+class _Planning(threading.local):
+    """What this thread plans."""
+
+    mode: HollowMode | None = None
+
+
+_planning = _Planning()
+
+
+def planning() -> HollowMode | None:
+    """Return the mode that this thread is in; None if it plans nothing."""
+    return _planning.mode
+
+
+def _resize(mode: HollowMode, resize: Any, storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
+    if storage.resizable():
+        resize(storage, size)
+    mode.meter.resized(storage, size)
+    return storage
+
+
+def _size(mode: HollowMode, size_of: Any, storage: torch.UntypedStorage) -> int:
+    return size_of(storage) if storage.resizable() else mode.meter.size_of(storage, size_of(storage))
+
+
+def _random_state(mode: HollowMode, state: Any) -> torch.Tensor:
+    made = state()
+    mode.meter.see(made)
+    return made
+
+
+def _read_list(mode: HollowMode, to_list: Any, tensor: torch.Tensor) -> Any:
+    """Ask for values: ``tolist`` calls no operator, and hollow tensors have random content."""
+    if mode.meter.is_hollow(tensor):
+        tensor = torch.full(tensor.shape, mode._assume("tolist"), dtype=tensor.dtype)
+    return to_list(tensor)
+
+
+def _attend(mode: HollowMode, attention: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """Note that attention runs, which adds its mask in place: see :meth:`HollowMode._masked_in_place`."""
+    mode._in_attention = True
+    try:
+        return attention(*args, **kwargs)
+    finally:
+        mode._in_attention = False
+
+
+_WITHOUT_OPERATORS: list[tuple[Any, str, Callable[..., Any]]] = [
+    (torch.UntypedStorage, "resize_", _resize),
+    (torch.UntypedStorage, "nbytes", _size),
+    (torch, "get_rng_state", _random_state),
+    (torch.Tensor, "tolist", _read_list),
+    (F, "scaled_dot_product_attention", _attend),
+]
+"""Functions that a dispatch mode does not see, or not enough of; what a planning thread calls in place of each."""
+
+_lock = threading.Lock()
+_modes = 0
+_restore = ExitStack()
+
+
+def _replace_functions(more: int) -> None:
+    """Count the modes of all threads; while there are any, torch's functions ask whether their thread plans."""
+    global _modes
+    with _lock:
+        if not _modes:
+            for owner, name, ours in _WITHOUT_OPERATORS:
+                theirs, inherited = getattr(owner, name), name not in vars(owner)
+                setattr(owner, name, _where_planned(theirs, ours))
+                _restore.callback(partial(delattr, owner, name) if inherited else partial(setattr, owner, name, theirs))
+        _modes += more
+        if not _modes:
+            _restore.close()
+
+
+def _where_planned(theirs: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that calls ``ours`` with the mode of a planning thread, and ``theirs`` in other threads."""
+
+    @functools.wraps(theirs)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        mode = _planning.mode
+        return theirs(*args, **kwargs) if mode is None else ours(mode, theirs, *args, **kwargs)
+
+    return call
+
+
 def real_tensors() -> AbstractContextManager[Any]:
     """Return a context inside a :class:`HollowMode` in which operators compute, and nothing is counted."""
-    return _disable_current_modes()
+    return without_modes()
 
 
 def _key(func: Any, args: Any, kwargs: Any, given: list[torch.Tensor]) -> Any:
@@ -391,7 +436,7 @@ def _key(func: Any, args: Any, kwargs: Any, given: list[torch.Tensor]) -> Any:
 
 def _references(tensor: torch.Tensor) -> tuple[int, int, int]:
     """Return the numbers of references to a tensor, to its Python object and to its storage."""
-    storage: Any = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)  # type: ignore[attr-defined]
+    storage: Any = storage_references(tensor.untyped_storage()._cdata)
     return tensor._use_count(), sys.getrefcount(tensor), storage  # type: ignore[attr-defined]
 
 

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
-from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from fullshard.core.comm.device import CpuDevice, Device
 from fullshard.core.engine.registry import runtime_of
 from fullshard.core.engine.step.buffers import PermanentBuffer
 from fullshard.errors import ConfigError
-from fullshard.planner.hollow import HollowMode
+from fullshard.planner.hollow import HollowMode, planning
 from fullshard.planner.meter import Meter
 
 
@@ -36,8 +34,8 @@ class _Apart(CpuDevice):
 
 def host_of_gpu() -> Device | None:
     """Return a device that has host memory apart, in the rehearsal of a rank on a GPU; None elsewhere."""
-    mode: Any = _get_current_dispatch_mode()
-    return _Apart(mode.meter, 0) if isinstance(mode, HollowMode) and mode.has_host else None
+    mode = planning()
+    return _Apart(mode.meter, 0) if mode is not None and mode.has_host else None
 
 
 def set_apart(model: torch.nn.Module, mode: HollowMode, phase: Callable[[], str]) -> None:

@@ -11,13 +11,12 @@ from functools import partial
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
 from fullshard.core.comm import Comm, Work as CommWork
 from fullshard.core.engine.registry import runtime_of
 from fullshard.core.engine.step.recorder import Kind, SilentRecorder, Transfer
 from fullshard.core.quantized import QuantizedLinear
-from fullshard.core.torch_private import in_backward
+from fullshard.core.torch_private import in_backward, tree_leaves
 from fullshard.planner.blocks import REST, Blocks
 from fullshard.planner.course import Course, CourseRecorder
 from fullshard.planner.hollow import HollowMode

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from fullshard.core.comm import Comm, Work as CommWork, settle
 from fullshard.core.comm.protocol import ReduceOp
 from fullshard.core.comm.stopwatch import Stopwatch, stopwatch_of
+from fullshard.core.torch_private import dispatch_mode, plain_functions, without_modes
 from fullshard.planner.ranks import Ledger, PlannedComm
 from fullshard.planner.rehearsal import Rehearsed
 from fullshard.planner.work import Awaited, Computed, Issued, Operator, Work
@@ -116,7 +116,7 @@ def _summed(plain: list[tuple[float, float]], watches: list[_Watching]) -> Trial
     return Trial(steps_s, issue_s, operators, counts, [watch.spans for watch in watches], issued)
 
 
-class _Watching(TorchDispatchMode):
+class _Watching(dispatch_mode):
     """Context in which each operator is timed.
 
     Attributes:
@@ -135,7 +135,7 @@ class _Watching(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        with torch._C.DisableTorchFunctionSubclass():
+        with plain_functions():
             begin = self._clock.mark()
             result = func(*args, **kwargs)
             end = self._clock.mark()
@@ -181,7 +181,7 @@ class _Echo:
     def aside(self) -> Iterator[None]:
         """Run something that does not count as part of the step."""
         begin = self.clock.mark()
-        with _disable_current_modes(), torch.no_grad():
+        with without_modes(), torch.no_grad():
             yield
         self.marks.append((begin, self.clock.mark()))
 

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from fullshard.core.comm import Work as CommWork
+from fullshard.core.torch_private import operator, tree_leaves
 
 _MOVES_NOTHING = {
     *("aten::empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty", "aten::new_empty_strided"),
@@ -18,7 +18,7 @@ _MOVES_NOTHING = {
 }
 
 IN_PLACE: dict[Any, Any] = {
-    torch.ops.aten.index_put.default: torch.ops.aten._index_put_impl_.default,
+    torch.ops.aten.index_put.default: operator("_index_put_impl_") or torch.ops.aten.index_put.default,
     torch.ops.aten.index_add.default: torch.ops.aten.index_add_.default,
     torch.ops.aten.scatter_add.default: torch.ops.aten.scatter_add_.default,
     torch.ops.aten.scatter.src: torch.ops.aten.scatter_.src,
@@ -128,7 +128,7 @@ def _flops(func: Any, args: Any, kwargs: Any, result: Any) -> int:
     """Return the floating-point operations of a product, by torch's own formulas."""
     if func._schema.name == _QUANTISED_PRODUCT:
         return 2 * args[0].numel() * args[2][0]
-    formula = _FORMULAS.get(func._overloadpacket)
+    formula = flop_registry.get(func._overloadpacket, _CPU_ATTENTION.get(func._schema.name))
     return 0 if formula is None else int(formula(*args, **kwargs, out_val=result))
 
 
@@ -142,12 +142,11 @@ def _attention_backward(*args: Any, out_val: Any, **kwargs: Any) -> int:
     return sdpa_backward_flop_count(grad.shape, query.shape, key.shape, value.shape)
 
 
-# torch's table leaves out attention on the CPU.
-_FORMULAS: dict[Any, Callable[..., int]] = {
-    **flop_registry,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
+_CPU_ATTENTION: dict[str, Callable[..., int]] = {
+    "aten::_scaled_dot_product_flash_attention_for_cpu": _attention,
+    "aten::_scaled_dot_product_flash_attention_for_cpu_backward": _attention_backward,
 }
+"""Formulas that torch's table leaves out, by name: a later torch may lack the operators."""
 
 
 def _bytes(func: Any, args: Any, kwargs: Any, result: Any) -> int:

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fullshard.compat.torch_fsdp.api import StateDictType, set_state_dict_type
 from fullshard.compat.torch_fsdp.fsdp_module import (
@@ -32,6 +31,7 @@ from fullshard.core.engine import Unit
 from fullshard.core.engine.registry import runtime_of
 from fullshard.core.engine.step.param import ShardedParam
 from fullshard.core.policy import CPUOffload, MixedPrecision, ShardingStrategy
+from fullshard.core.torch_private import is_traceable_wrapper
 from fullshard.errors import ConfigError, ShardingError, WrapError
 
 __all__ = [
@@ -233,7 +233,7 @@ def _check_parameters(
                 f"A parameter of shape {tuple(param.shape)} is a DTensor (tensor parallel). fullshard shards only "
                 "plain parameters: leave out parallelize_module, or use torch's own fully_shard."
             )
-        if is_traceable_wrapper_subclass(param):
+        if is_traceable_wrapper(param):
             raise WrapError(
                 f"A parameter of shape {tuple(param.shape)} is a {type(param).__name__}, a tensor made of others, "
                 "which torch gathers by its fsdp_pre_all_gather. fullshard gathers plain memory only: leave out what "

@@ -21,7 +21,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.module import _IncompatibleKeys
 
 from fullshard.compat.torch_fsdp import api, optim_state
 from fullshard.compat.torch_fsdp.api import *  # noqa: F403 (torch's module of this name exports them too)
@@ -364,7 +363,7 @@ class FullyShardedDataParallel(nn.Module):
         state_dict: Mapping[str, Any],
         strict: bool = True,  # noqa: FBT001, FBT002 (torch's signature)
         assign: bool = False,  # noqa: FBT001, FBT002
-    ) -> _IncompatibleKeys:
+    ) -> Any:
         """See :func:`~fullshard.compat.torch_fsdp.model_state.load_model_state_dict`."""
         return load_model_state_dict(self, state_dict, strict, assign)
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.module import _IncompatibleKeys
 
 from fullshard.compat.torch_fsdp.api import (
     FullStateDictConfig,
@@ -29,6 +28,7 @@ from fullshard.core.engine import (
     state_entries,
 )
 from fullshard.core.shards import rows_of
+from fullshard.core.torch_private import incompatible_keys
 from fullshard.errors import ShardingError
 from fullshard.state.saving.shard_tensor import ShardTensor, part_or_full
 
@@ -174,7 +174,7 @@ def load_model_state_dict(
     state_dict: Mapping[str, Any],
     strict: bool = True,  # noqa: FBT001, FBT002 (torch's signature)
     assign: bool = False,  # noqa: FBT001, FBT002
-) -> _IncompatibleKeys:
+) -> Any:
     """Load a state dict of the kind that ``set_state_dict_type`` set; every rank calls it.
 
     Args:
@@ -210,7 +210,7 @@ def load_model_state_dict(
     for name, owner in _extra_states(module).items():
         if name in state_dict:
             owner.set_extra_state(state_dict[name])
-    return _IncompatibleKeys(missing, unexpected)
+    return incompatible_keys(missing, unexpected)
 
 
 def _plan(

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from fullshard.compat.torch_fsdp import arguments
 from fullshard.compat.torch_fsdp.arguments import UnitSettings
@@ -26,6 +25,7 @@ from fullshard.core.engine import FirstValues, Unit, fully_shard
 from fullshard.core.engine.registry import runtime_of
 from fullshard.core.engine.step.runtime import Runtime
 from fullshard.core.shards.untraced import untraced
+from fullshard.core.torch_private import in_functorch, tree_leaves, tree_map
 
 Ignored = tuple[set[nn.Module], set[nn.Parameter]]
 
@@ -160,7 +160,7 @@ def install_hooks(root: nn.Module) -> None:
 @untraced
 def _copy_views(unit: Unit, _module: nn.Module, _args: tuple[Any, ...], output: Any) -> Any:
     """Replace what lies in the memory of gathered parameters, which is freed after forward, by copies with gradient."""
-    if torch._C._are_functorch_transforms_active():  # their tensors have no storage
+    if in_functorch():  # their tensors have no storage
         return None
     memory = {lane.full.tensor.untyped_storage().data_ptr() for lane in unit.lanes} - {0}
 
@@ -170,7 +170,7 @@ def _copy_views(unit: Unit, _module: nn.Module, _args: tuple[Any, ...], output: 
 
     if not any(map(is_view, tree_leaves(output))):
         return None
-    return tree_map_only(torch.Tensor, lambda tensor: tensor.clone() if is_view(tensor) else tensor, output)
+    return tree_map(lambda value: value.clone() if is_view(value) else value, output)
 
 
 def _keep_added_local(runtime: Runtime, added: dict[str, nn.Parameter]) -> None:

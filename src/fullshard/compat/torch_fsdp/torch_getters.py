@@ -2,8 +2,7 @@
 
 They make full tensors of each ``ShardedTensor`` and ``DTensor`` that a ``state_dict()`` contains. Our shards are runs
 of rows or elements of unequal size, which neither class can describe: both are gathered as equal chunks. So the two
-functions by which all getters and setters ask for a state dict, and make a full one of it, are wrapped here. If a
-later torch has them elsewhere, getters get parts, which raise an error as soon as they are used as tensors.
+functions by which all getters and setters ask for a state dict, and make a full one of it, are wrapped here.
 """
 
 from __future__ import annotations
@@ -14,8 +13,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint import state_dict as theirs
 
+from fullshard.core.torch_private import wrap_state_getters
 from fullshard.state.saving.shard_tensor import ShardTensor, UnsplitTensor
 
 _asking: ContextVar[bool] = ContextVar("asking", default=False)
@@ -67,7 +66,4 @@ def _full(value: Any, device: torch.device | None, *, dropped: bool) -> Any:
     return full if device is None else full.to(device)
 
 
-theirs._state_dict_fn = _asked_by_getter(theirs._state_dict_fn)  # pyright: ignore[reportPrivateUsage]
-theirs._maybe_full_or_cpu_state_dict = _with_full_tensors(  # pyright: ignore[reportPrivateUsage]
-    theirs._maybe_full_or_cpu_state_dict  # pyright: ignore[reportPrivateUsage]
-)
+wrap_state_getters(_asked_by_getter, _with_full_tensors)
