@@ -31,19 +31,12 @@ _QUANTISED_PRODUCT = "bitsandbytes::gemm_4bit"
 
 @dataclass(frozen=True)
 class Operator:
-    """An operator with the shapes of its arguments; calls with equal shapes are one.
+    """An operator with the shapes of its arguments; calls with equal shapes are one."""
 
-    Attributes:
-        key: Its name and its arguments' dtypes and shapes.
-        flops: Floating-point operations of products and attention, a multiply-add as two; 0 for others.
-        nbytes: Bytes that it must read and write at least.
-        dtype: Of its first floating-point tensor; None without one.
-    """
-
-    key: str
-    flops: int
-    nbytes: int
-    dtype: torch.dtype | None
+    key: str  # its name and its arguments' dtypes and shapes
+    flops: int  # of products and attention, a multiply-add as two; 0 for others
+    nbytes: int  # bytes that it must read and write at least
+    dtype: torch.dtype | None  # of its first floating-point tensor; None without one
 
 
 @dataclass(frozen=True)
@@ -151,7 +144,7 @@ _CPU_ATTENTION: dict[str, Callable[..., int]] = {
 
 def _bytes(func: Any, args: Any, kwargs: Any, result: Any) -> int:
     """Return the bytes that an operator reads and writes if each element of each tensor moves once."""
-    if func._schema.name in _MOVES_NOTHING or _is_view(func):
+    if func._schema.name in _MOVES_NOTHING or is_view(func):
         return 0
     read = sum(_held(tensor) for tensor in _tensors((args, kwargs)))
     return read + sum(_held(tensor) for tensor in _tensors(result))
@@ -165,6 +158,7 @@ def _held(tensor: torch.Tensor) -> int:
     return elements * tensor.element_size()
 
 
-def _is_view(func: Any) -> bool:
+def is_view(func: Any) -> bool:
+    """Return whether an operator returns a view of its argument."""
     aliased = [one.alias_info for one in func._schema.returns if one.alias_info is not None]
     return bool(aliased) and not any(one.is_write for one in aliased)

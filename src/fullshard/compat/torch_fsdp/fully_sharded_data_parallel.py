@@ -31,9 +31,8 @@ from fullshard.compat.torch_fsdp.api import (
     ShardingStrategy,
     TrainingState,
 )
-from fullshard.compat.torch_fsdp.arguments import ignored_parts
 from fullshard.compat.torch_fsdp.model_state import load_model_state_dict, model_state_dict
-from fullshard.compat.torch_fsdp.sharding import Sharding, install_hooks, shard
+from fullshard.compat.torch_fsdp.sharding import Sharding, ignored_parts, install_hooks, shard
 from fullshard.compat.torch_fsdp.wrap import WRAPPED
 from fullshard.core.engine import no_sync, on_state_dict, plain_class, plain_name, sharded_roots, summoned_parameters
 from fullshard.core.engine.registry import runtime_of

@@ -15,8 +15,8 @@ from fullshard.compat.torch_fsdp.api import (
     StateDictType,
     get_state_dict_type,
 )
+from fullshard.compat.torch_fsdp.optimizer_hooks import getter_asks
 from fullshard.compat.torch_fsdp.tensor import DTensor, place_like
-from fullshard.compat.torch_fsdp.torch_getters import getter_asks
 from fullshard.core.comm import Comm, together
 from fullshard.core.engine import (
     StateEntry,
@@ -67,7 +67,8 @@ def model_state_dict(
         ShardingError: The module is not part of a sharded model, only rank 0 has the full parameters, or parameters
             are a group's own (experts): only FULL on all ranks and LOCAL have them.
     """
-    destination, prefix = _positional(args, destination, prefix)
+    by_place = dict(zip(("destination", "prefix"), args, strict=False))
+    destination, prefix = by_place.get("destination", destination), by_place.get("prefix", prefix)
     kind, config = _requested(module)
     entries = state_entries(module)
     if kind is StateDictType.SHARDED_STATE_DICT or getattr(config, "rank0_only", False):
@@ -106,16 +107,6 @@ def _in_module_order(module: nn.Module, tensors: dict[str, Any], prefix: str) ->
     order = {plain_name(path): place for place, (path, _) in enumerate(module.named_modules(remove_duplicate=False))}
     names = sorted(values, key=lambda name: order[name.rpartition(".")[0]])
     return {prefix + name: values[name] for name in names}
-
-
-def _positional(
-    args: tuple[Any, ...], destination: dict[str, Any] | None, prefix: str
-) -> tuple[dict[str, Any] | None, str]:
-    if args and destination is None:
-        destination = args[0]
-    if len(args) > 1 and not prefix:
-        prefix = args[1]
-    return destination, prefix
 
 
 def _full(module: nn.Module, entries: Sequence[StateEntry], config: Any) -> list[torch.Tensor] | None:

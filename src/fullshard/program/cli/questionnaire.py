@@ -10,9 +10,9 @@ from typing import Any
 
 import yaml
 
-from fullshard.compat.accelerate_config.explain import default_values, next_commands, summary
 from fullshard.compat.accelerate_config.file import read_accelerate_file
 from fullshard.compat.accelerate_config.options import launch_warnings
+from fullshard.compat.accelerate_config.translate import default_values, next_commands, summary
 from fullshard.errors import CheckpointError, ConfigError
 from fullshard.program.cli.common import ask, load_program, yes_or_no
 from fullshard.program.launch import gpu_count
