@@ -8,11 +8,12 @@ from pathlib import Path
 
 import torch
 from torch import nn
+from torch.distributed import fsdp
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 import fullshard
 from fullshard.core import torch_private
 
-ROOMS = ("layout", "comm", "shards", "quantized", "engine", "optim", "testing")
 SOURCE = Path(torch_private.__file__).read_text()
 
 
@@ -20,19 +21,19 @@ def printed(code):
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split("\n")
 
 
-def test_the_engines_rooms_import_no_private_name_of_torch():
-    found = []
-    for path in (path for room in ROOMS for path in (Path(fullshard.__file__).parent / "core" / room).rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text())):
+def test_no_other_file_uses_a_private_name_of_torch():
+    found = set()
+    for path in Path(fullshard.__file__).parent.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())) if path != Path(torch_private.__file__) else ():
             names = [node.module, *(one.name for one in node.names)] if isinstance(node, ast.ImportFrom) else []
-            if isinstance(node, ast.Attribute) and re.match(r"(torch|dist|init)\.[\w.]+$", ast.unparse(node)):
+            if isinstance(node, ast.Attribute) and re.match(r"(torch|dist|init|theirs)\.[\w.]+$", ast.unparse(node)):
                 names = ["torch", ast.unparse(node)]
             private = [one for one in names if one and re.search(r"(^|\.)_[a-zA-Z]", one)]
             if names and str(names[0]).startswith("torch") and private:
-                found.append((path.name, private[0]))
+                found.add((path.name, private[0]))
     of_classes = {("linear.py", "torch.Tensor._make_subclass"), ("linear.py", "torch.Tensor._make_wrapper_subclass")}
     # an operator's name, and a name of torch that is replaced, whether it is there or not
-    assert set(found) - of_classes == {
+    assert found - of_classes == {
         ("fused.py", "torch.ops.aten._unsafe_view"),
         ("draws.py", "init._calculate_fan_in_and_fan_out"),
     }
@@ -47,43 +48,68 @@ def test_the_installed_torch_has_every_attribute_that_is_read_in_place():
         "torch.optim.SGD": torch.optim.SGD([tensor]),
         "torch.amp.GradScaler": torch.amp.GradScaler("cpu"),
         "torch._ops.OpOverload": torch.ops.aten.add.Tensor,
+        "torch.distributed.fsdp.MixedPrecision": fsdp.MixedPrecision,
+        "torch.distributed.fsdp.ShardingStrategy": fsdp.ShardingStrategy,
+        "torch.distributed.fsdp.wrap.ModuleWrapPolicy": ModuleWrapPolicy,
     }
     assert instances.keys() == torch_private.ATTRIBUTES.keys()
     for kind, names in torch_private.ATTRIBUTES.items():
         assert [name for name in names if not hasattr(instances[kind], name)] == []
 
 
+NAMES = re.findall(r'^(\w+)(?:: .*)? = _named\("(.+?)", "(.+?)"\)', SOURCE, re.M)
+PLAN = """fullshard.plan(lambda: nn.Linear(2, 2), lambda: torch.ones(1, 2), world_size=2, rank=0, wrap=None,
+                         loss_fn=lambda model, batch: model(batch).sum())"""
+USERS = {
+    **{("torch._subclasses.fake_tensor", name): PLAN for name in ("FakeTensorMode", "UnsupportedOperatorException")},
+    ("torch.utils._python_dispatch", "TorchDispatchMode"): PLAN,
+    ("torch._C", "_storage_Use_Count"): PLAN,
+    ("torch.utils._python_dispatch", "_disable_current_modes"): "planner.real_tensors()",
+    ("torch._C", "DispatchKey"): "torch_private.run_composite(torch.ops.aten.mse_loss.default, (), {})",
+    ("torch._C", "_current_graph_task_id"): "torch_private.in_backward()",
+    ("torch.nn.modules.module", "_IncompatibleKeys"): "torch_private.incompatible_keys([], [])",
+    ("torch.distributed.checkpoint._nested_dict", "unflatten_state_dict"): "torch_private.unflatten({}, {})",
+    **{
+        (f"torch.distributed.{module}", name): "import fullshard.compat.torch_fsdp"
+        for module, name in (
+            ("algorithms._checkpoint.checkpoint_wrapper", "CheckpointImpl"),
+            ("checkpoint.state_dict", "_state_dict_fn"),
+            ("checkpoint.state_dict", "_maybe_full_or_cpu_state_dict"),
+        )
+    },
+}
 WITHOUT = """
-import importlib, re, sys, torch, torch.distributed, torch.nn.init, torch.optim, torch.utils._pytree
-names = re.findall(r'_named\\("(.+?)", "(.+?)"\\)', open(sys.argv[1]).read())
-for module, name in names:
+import importlib, os
+import torch
+from torch import nn
+import torch.distributed.fsdp, torch.distributed.checkpoint.state_dict, torch.utils.flop_counter
+import torch.distributed.tensor, torch.testing, torch.distributed.algorithms._checkpoint.checkpoint_wrapper
+
+for module, name, code in {cases!r}:
+    if os.fork():
+        assert os.wait()[1] == 0, name
+        continue
     delattr(importlib.import_module(module), name)
-import fullshard, fullshard.core.engine.setup.api, fullshard.core.optim, fullshard.core.quantized
-import fullshard.core.testing
-from fullshard.core import torch_private
-from fullshard.errors import ConfigError
-for variable in re.findall(r'^(\\w+)(?:: .*)? = _named', open(sys.argv[1]).read(), re.M):
+    import fullshard.library, fullshard.core.testing
+    from fullshard import planner
+    from fullshard.errors import ConfigError
+    from fullshard.core import torch_private
     try:
-        getattr(torch_private, variable)()
+        exec(code)
     except ConfigError as error:
-        print(error)
-try:
-    torch_private.in_backward()
-except ConfigError as error:
-    print(error)
-print(len(names))
+        print(name, error, flush=True)
+    os._exit(0)
 """
 
 
-def test_without_any_of_the_names_importing_works_and_calls_say_which_is_missing():
-    path = torch_private.__file__
-    output = subprocess.run([sys.executable, "-c", WITHOUT, path], capture_output=True, text=True, check=True).stdout
-    *told, count = output.splitlines()
-    names = re.findall(r'_named\("(.+?)", "(.+?)"\)', SOURCE)
-    assert int(count) == len(names) > 10
-    for name in {name for _, name in names} - {"_IncompatibleKeys"}:  # made when it is asked for
-        assert any(f".{name} of torch, which version {torch.__version__} does not have" in line for line in told), name
-    assert f"torch._C._current_graph_task_id of torch, which version {torch.__version__}" in told[-1]
+def test_without_one_of_the_names_importing_works_and_its_user_says_which_is_missing():
+    cases = [(*key, code) for key, code in USERS.items()]
+    cases += [(*name, f"torch_private.{use}()") for use, *name in NAMES if tuple(name) not in USERS]
+    assert len(cases) > 25
+    told = printed(WITHOUT.format(cases=cases))[:-1]
+    assert [line.partition(" ")[0] for line in told] == [name for _, name, _ in cases]
+    for (module, name, _), line in zip(cases, told, strict=True):
+        assert f"{module}.{name} of torch, which version {torch.__version__} does not have" in line
 
 
 LIFETIME = """

@@ -22,10 +22,9 @@ from torch import nn
 from transformers import modeling_utils, trainer
 
 from fullshard.compat.accelerate import Accelerator, FullyShardedDataParallelPlugin, replaced
-from fullshard.compat.accelerate.prepare import unwrapped
+from fullshard.compat.accelerate.prepare import plain_tree, unwrapped
 from fullshard.compat.accelerate.private import prepared_by
 from fullshard.compat.torch_fsdp.api import StateDictType
-from fullshard.compat.torch_fsdp.plain_tree import plain_tree
 from fullshard.core.transformers_private import TRAINER_METHODS
 from fullshard.errors import private_name
 

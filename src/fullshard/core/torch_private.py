@@ -1,4 +1,4 @@
-"""Every private name of torch that the engine's rooms call, in one place, and what breaks when it is gone.
+"""Every private name of torch that fullshard uses, in one place, and what breaks when it is gone.
 
 ``import fullshard`` works without any of them. What needs a missing one raises a ConfigError with the name and torch's
 version. Attributes of torch's own objects that are read where they are needed are listed in ``ATTRIBUTES``.
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.autograd import Variable
 
-from fullshard.errors import private_name
+from fullshard.errors import ConfigError, private_name
 
 ATTRIBUTES = {
     "torch.nn.Module": {
@@ -30,32 +30,53 @@ ATTRIBUTES = {
         "_post_accumulate_grad_hooks": "hooks that step a parameter in backward are not recognised",
         "_make_subclass": "views of quantised weights cannot be read",
         "_make_wrapper_subclass": "quantised layers have no ``weight``",
+        "_use_count": "nothing can be planned: gradients that autograd adds in place are not known",
     },
     "torch.amp.GradScaler": {
         "_scale": "with CPU offload a scaler's step is refused: the scale cannot be moved to the host",
         "_growth_tracker": "the same",
         "_unscale_grads_": "ranks do not learn of each other's infinite gradients",
     },
-    "torch._ops.OpOverload": {"_schema": "a quantised weight cannot be read: which arguments are written is not known"},
-    "torch.UntypedStorage": {"_cdata": "a unit that returns a view of its parameters is not refused"},
+    "torch._ops.OpOverload": {
+        "_schema": "a quantised weight cannot be read, nothing planned: which arguments are written is not known",
+        "_overloadpacket": "no step's time can be planned or measured",
+        "_op_dk": "steps with quantised layers or some losses cannot be planned",
+    },
+    "torch.UntypedStorage": {
+        "_cdata": "a unit that returns a view of its parameters is not refused, and nothing can be planned"
+    },
     "torch.optim.SGD": {
         "_optimizer_step_pre_hooks": "no optimizer steps shards",
         "_optimizer_step_post_hooks": "no optimizer steps shards",
     },
+    "torch.distributed.fsdp.MixedPrecision": {"_module_classes_to_ignore": "FSDP1's wrapper takes no MixedPrecision"},
+    "torch.distributed.fsdp.ShardingStrategy": {"_HYBRID_SHARD_ZERO2": "``fullshard.compat.torch_fsdp`` fails"},
+    "torch.distributed.fsdp.wrap.ModuleWrapPolicy": {"_run_policy": "wrap policies that are objects are refused"},
 }
 """Private attributes by the class that has them: what breaks when one is gone, with torch's own AttributeError."""
 
 
-def _named(module: str, name: str) -> Any:
-    """Return ``module.name``; if it is gone, what raises when it is called."""
+def _needed(module: str, name: str) -> Any:
+    """Return ``module.name``; raise a ConfigError if it is gone."""
     try:
-        return getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError):
+        owner = importlib.import_module(module)
+    except ImportError:
+        parent, _, name = module.rpartition(".")
+        owner = importlib.import_module(parent)
+    return private_name(owner, name, "torch")
 
-        def gone(*_args: Any, **_kwargs: Any) -> Any:
-            return private_name(sys.modules.get(module, torch), name, "torch")
 
-        return gone
+def _named(module: str, name: str) -> Any:
+    """Return ``module.name``; if it is gone, a class that may be derived from, and raises when it is called."""
+    try:
+        return _needed(module, name)
+    except ConfigError as error:
+        message = str(error)
+
+        def gone(_cls: type, *_args: Any, **_kwargs: Any) -> Any:
+            raise ConfigError(message)
+
+        return type(name, (), {"__new__": gone})
 
 
 plain_functions = _named("torch._C", "DisableTorchFunctionSubclass")
@@ -73,9 +94,22 @@ set_eval_frame = _named("torch._C._dynamo.eval_frame", "set_eval_frame")
 is_traceable_wrapper = _named("torch.utils._python_dispatch", "is_traceable_wrapper_subclass")
 """Whether a tensor has parts in place of memory, as a DTensor. Gone: no memory can be metered on the CPU."""
 
+dispatch_mode = _named("torch.utils._python_dispatch", "TorchDispatchMode")
+"""Class of contexts that see each operator. Gone: nothing can be planned or measured."""
+
+without_modes = _named("torch.utils._python_dispatch", "_disable_current_modes")
+"""Context without these contexts. Gone: no step with values beside those of the model can be planned or measured."""
+
+storage_references = _named("torch._C", "_storage_Use_Count")
+"""How many tensors share a storage. Gone: nothing can be planned."""
+
 tree_leaves = _named("torch.utils._pytree", "tree_leaves")
 tree_map = _named("torch.utils._pytree", "tree_map")
-"""Walk the arguments of an operator. Gone: quantised weights cannot be read."""
+"""Walk the arguments of an operator. Gone: quantised weights cannot be read, and nothing can be planned."""
+
+tree_flatten = _named("torch.utils._pytree", "tree_flatten")
+tree_unflatten = _named("torch.utils._pytree", "tree_unflatten")
+"""Take nested results of an operator apart and put them together. Gone: nothing can be planned."""
 
 foreach_copy = _named("torch", "_foreach_copy_")
 """Copies and casts many tensors at once. Gone: gradients of a unit cannot be collected."""
@@ -117,6 +151,49 @@ def lists_of_fast_types() -> list[list[type]]:
     modules = ("torch.optim.optimizer", "torch.utils._foreach_utils")
     found = (getattr(sys.modules.get(name), "_foreach_supported_types", None) for name in modules)
     return [one for one in found if one is not None]
+
+
+def fake_tensors() -> Any:
+    """Return torch's module that computes shapes without values. Gone, or a name in it: nothing can be planned."""
+    names = ("FakeTensor", "FakeTensorMode", "DataDependentOutputException")
+    for name in (*names, "DynamicOutputShapeException", "UnsupportedOperatorException"):
+        _needed("torch._subclasses.fake_tensor", name)
+    return sys.modules["torch._subclasses.fake_tensor"]
+
+
+def operator(name: str, overload: str = "default") -> Any:
+    """Return a private operator of torch; None if it is gone, as then no step calls it."""
+    return getattr(getattr(torch.ops.aten, name, None), overload, None)
+
+
+def run_composite(func: Any, args: Any, kwargs: Any) -> Any:
+    """Run the operators that an operator's own kernel calls. Gone: see ``OpOverload._op_dk``."""
+    return func._op_dk(_needed("torch._C", "DispatchKey").CompositeExplicitAutograd, *args, **kwargs)
+
+
+def checkpoint_wrappers() -> list[Any]:
+    """Return ``ActivationWrapper``, ``CheckpointImpl`` and ``CheckpointWrapper``, which have no public place.
+
+    Gone: ``fullshard.compat.torch_fsdp`` cannot be imported.
+    """
+    module = "torch.distributed.algorithms._checkpoint.checkpoint_wrapper"
+    return [_needed(module, name) for name in ("ActivationWrapper", "CheckpointImpl", "CheckpointWrapper")]
+
+
+def wrap_state_getters(ask: Callable[[Any], Any], finish: Callable[[Any], Any]) -> None:
+    """Wrap the two functions by which torch's getters and setters ask for a state dict, and make a full one of it.
+
+    Gone: ``fullshard.compat.torch_fsdp`` cannot be imported, because getters would take parts for full tensors.
+    """
+    module = "torch.distributed.checkpoint.state_dict"
+    asked, finished = _needed(module, "_state_dict_fn"), _needed(module, "_maybe_full_or_cpu_state_dict")
+    setattr(sys.modules[module], "_state_dict_fn", ask(asked))  # noqa: B010
+    setattr(sys.modules[module], "_maybe_full_or_cpu_state_dict", finish(finished))  # noqa: B010
+
+
+def unflatten(state: dict[str, Any], paths: dict[str, Any]) -> Any:
+    """Nest values by their paths in a distributed checkpoint. Gone: no optimizer's state is read before its step."""
+    return _needed("torch.distributed.checkpoint._nested_dict", "unflatten_state_dict")(state, paths)
 
 
 def incompatible_keys(missing: list[str], unexpected: list[str]) -> Any:

@@ -1,12 +1,13 @@
 """Planner: runs the real model, engine and optimizer as one rank of many, without memory, and counts the bytes."""
 
 from fullshard.planner.bench import measure_rates as measure_rates
-from fullshard.planner.course import Course as Course, Span as Span
-from fullshard.planner.hardware import Hardware as Hardware, hardware as hardware, names as names
 from fullshard.planner.hollow import UnplannedStepError as UnplannedStepError, real_tensors as real_tensors
-from fullshard.planner.host import host_of_gpu as host_of_gpu
-from fullshard.planner.limit import TooMuchWorkError as TooMuchWorkError, spend as spend, work_limit as work_limit
-from fullshard.planner.meter import Meter as Meter
+from fullshard.planner.meter import (
+    Meter as Meter,
+    TooMuchWorkError as TooMuchWorkError,
+    spend as spend,
+    work_limit as work_limit,
+)
 from fullshard.planner.plan import (
     HOST_LABELS as HOST_LABELS,
     LABELS as LABELS,
@@ -24,5 +25,18 @@ from fullshard.planner.rates import (
     read_rates as read_rates,
     write_rates as write_rates,
 )
-from fullshard.planner.rehearsal import STEPS as STEPS, Rehearsed as Rehearsed, rehearse as rehearse
-from fullshard.planner.timing import Timing as Timing, time_step as time_step
+from fullshard.planner.rehearsal import (
+    STEPS as STEPS,
+    Course as Course,
+    Rehearsed as Rehearsed,
+    Span as Span,
+    host_of_gpu as host_of_gpu,
+    rehearse as rehearse,
+)
+from fullshard.planner.timing import (
+    Hardware as Hardware,
+    Timing as Timing,
+    hardware as hardware,
+    names as names,
+    time_step as time_step,
+)

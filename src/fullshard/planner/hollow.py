@@ -9,38 +9,192 @@ from __future__ import annotations
 
 import functools
 import math
+import mmap
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from typing import Any
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensor,
-    FakeTensorMode,
-    UnsupportedOperatorException,
-)
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
-from fullshard.core.torch_private import in_backward
-from fullshard.errors import ModelError
-from fullshard.planner.forms import (
-    CONSTANTS_LIKE,
-    Form,
-    Shapes,
-    is_small,
-    loss_bytes,
-    temporary_bytes,
-    tensors_in,
-    written_by,
+from fullshard.core.torch_private import (
+    dispatch_mode,
+    fake_tensors,
+    in_backward,
+    operator,
+    plain_functions,
+    run_composite,
+    storage_references,
+    tree_flatten,
+    tree_map,
+    tree_unflatten,
+    without_modes,
 )
-from fullshard.planner.limit import spend
-from fullshard.planner.meter import Meter
-from fullshard.planner.work import IN_PLACE
+from fullshard.errors import ModelError
+from fullshard.planner.meter import Meter, spend
+from fullshard.planner.work import IN_PLACE, is_view
+
+KNOWN_NUMEL = 1 << 18
+"""Elements up to which whole numbers (token ids, masks, checksums) keep their values: programs branch on them."""
+
+LARGE_BYTES = 1 << 30
+"""Size from which on a tensor has address space only, in bytes."""
+
+_NORESERVE = 0x4000
+"""Linux's ``MAP_NORESERVE``, which Python's mmap does not name before 3.13."""
+
+_LOSSES = {"aten::mse_loss": 2, "aten::smooth_l1_loss": 2, "aten::binary_cross_entropy": 1, "aten::huber_loss": 1}
+"""Losses, and how many tensors of all elements their kernel makes before the sum or mean."""
+_LOSSES_KEPT = _LOSSES.keys() - {"aten::huber_loss"}
+"""Those whose sum or mean keeps the storage of one of these tensors."""
+
+_REDUCTIONS = {f"aten::{name}" for name in ("sum", "prod", "mean", "cumsum", "cumprod", "linalg_vector_norm")}
+"""Operators that first copy their input to the dtype that they compute in."""
+
+_SCATTERED = {f"aten::{name}" for name in ("scatter", "scatter_add", "scatter_reduce")}
+_SCATTERED |= {f"{name}_" for name in _SCATTERED}
+"""Operators that copy the tensor that they write to into float32 if it is in 16 bits."""
+
+_PRODUCTS = {"aten::mm", "aten::addmm"}
+"""Operators that copy a matrix whose elements are neither row by row nor column by column, such as expanded ones."""
+
+_CONSTANTS = {"aten::ones", "aten::zeros", "aten::full", "aten::arange", "aten::scalar_tensor"}
+CONSTANTS_LIKE = {"aten::ones_like", "aten::zeros_like", "aten::full_like"}
+CONSTANTS_LIKE |= {"aten::new_ones", "aten::new_zeros", "aten::new_full"}
+_CONSTANT_NUMEL = 1 << 16
+"""Elements up to which floats from these operators keep their values: masks of ones are made of them."""
+
+
+class Form(NamedTuple):
+    """A tensor without its memory."""
+
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+    device: torch.device
+    nbytes: int  # of its storage
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Form:
+        """Return the form of a tensor."""
+        storage = tensor.untyped_storage().nbytes()
+        offset = int(tensor.storage_offset())
+        return cls(tensor.size(), tensor.stride(), offset, tensor.dtype, tensor.device, storage)
+
+    def empty(self) -> torch.Tensor:
+        """Return a tensor without memory; a large one in address space that the system does not promise memory for."""
+        if self.device.type == "meta" or self.nbytes < LARGE_BYTES:
+            return torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=self.device)
+        # Not torch's allocator: Linux refuses a single allocation above the memory of the machine.
+        space = mmap.mmap(-1, self.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE)
+        return torch.frombuffer(space, dtype=self.dtype).as_strided(self.size, self.stride)
+
+    def view_of(self, owner: torch.Tensor) -> torch.Tensor:
+        """Return ``owner`` itself, or its view of this form."""
+        if owner.size() == self.size and owner.stride() == self.stride:
+            return owner
+        return torch.as_strided(owner, self.size, self.stride, self.offset + owner.storage_offset())
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """The outputs of an operator without their memory, and what depends on its inputs' forms alone."""
+
+    leaves: list[Any]  # forms and other values
+    owners: list[int | None]  # for each, the index of the input whose memory it shares
+    spec: Any  # how they are nested
+    small: bool  # whether it is computed where what it reads is known
+    temporary_bytes: int  # that its kernel holds beside them
+    kept_bytes: int  # of the storage of its only output, where that is larger than its elements; else 0
+
+
+def tensors_in(values: Iterable[Any]) -> list[torch.Tensor]:
+    """Return the tensors among an operator's arguments or results. Called for each; pytree took a third of the time."""
+    found: list[torch.Tensor] = []
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+        elif isinstance(value, (list, tuple)):
+            found += tensors_in(value)
+    return found
+
+
+def is_small(func: Any, leaves: list[Any], given: list[torch.Tensor]) -> bool:
+    """Return whether an operator that reads ``given`` is to be computed: few elements, no weights or activations."""
+    made = [leaf for leaf in leaves if isinstance(leaf, Form)]
+    numels = [math.prod(form.size) for form in made]
+    if max((*numels, *(tensor.numel() for tensor in given)), default=0) > KNOWN_NUMEL:
+        return False
+    if any(form.device.type == "meta" for form in made) or any(tensor.is_meta for tensor in given):
+        return False
+    # Bytes are codes of quantised weights, whose buffers the engine fills and frees like those of numbers.
+    if given or not any(form.dtype.is_floating_point or form.dtype == torch.uint8 for form in made):
+        return True
+    constants = func._schema.name in _CONSTANTS | CONSTANTS_LIKE
+    return constants and all(numel <= _CONSTANT_NUMEL for numel in numels)
+
+
+def temporary_bytes(func: Any, given: list[torch.Tensor], leaves: Sequence[Any] = ()) -> int:
+    """Return the bytes that a kernel for the CPU holds beside inputs and outputs, as far as they grow with these.
+
+    Beside the kinds above: a pointwise operator computes on one dtype, an embedding's gradient is added from rows in
+    order, and logsumexp subtracts the maximum first.
+    """
+    name = func._schema.name
+    if func is torch.ops.aten.embedding_dense_backward.default:
+        return 0 if given[0].is_contiguous() else given[0].numel() * given[0].itemsize
+    if name == "aten::logsumexp":
+        return given[0].numel() * given[0].itemsize
+    if name in _REDUCTIONS and leaves:
+        computed = torch.float32 if name == "aten::mean" and leaves[0].dtype.itemsize == 2 else leaves[0].dtype
+        return 0 if given[0].dtype == computed else given[0].numel() * computed.itemsize
+    if name in _SCATTERED:
+        return 4 * given[0].numel() if given[0].itemsize == 2 else 0
+    if name in _PRODUCTS:
+        return sum(one.numel() * one.itemsize for one in given[-2:] if not _has_rows(one))
+    if torch.Tag.pointwise not in func.tags:
+        return 0
+    numbers = [tensor for tensor in given if tensor.dtype != torch.bool and tensor.dim()]
+    if len({tensor.dtype for tensor in numbers}) < 2:
+        return 0
+    common = functools.reduce(torch.promote_types, (tensor.dtype for tensor in numbers))
+    return sum(tensor.numel() * common.itemsize for tensor in numbers if tensor.dtype != common)
+
+
+def _has_rows(matrix: torch.Tensor) -> bool:
+    """Return whether the elements of each row or each column of a matrix are side by side, as BLAS needs it."""
+    (rows, columns), (down, right) = matrix.shape, matrix.stride()
+    return (right == 1 and down >= max(1, columns)) or (down == 1 and right >= max(1, rows))
+
+
+def loss_bytes(func: Any, given: list[torch.Tensor], leaves: list[Any]) -> tuple[int, int]:
+    """Return the bytes of a reduced loss's storage that its kernel makes for all elements, and of what it holds beside.
+
+    In 16 bits the latter is that of a mean; a sum would take less.
+    """
+    made = _LOSSES.get(func._schema.name)
+    if made is None or leaves[0].size:
+        return 0, 0
+    numel, itemsize = torch.broadcast_shapes(*(tensor.shape for tensor in given)).numel(), leaves[0].dtype.itemsize
+    kept = numel * itemsize if func._schema.name in _LOSSES_KEPT else 0
+    return kept, numel * (made * itemsize + 4 * (itemsize == 2)) - kept
+
+
+def written_by(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
+    """Return the tensors that an operator writes to."""
+    return tensors_in(args[index] if index < len(args) else kwargs.get(name) for index, name in _written_places(func))
+
+
+@functools.cache
+def _written_places(func: Any) -> list[tuple[int, str]]:
+    """Return place and name of the arguments that an operator writes to."""
+    places = enumerate(func._schema.arguments)
+    return [(index, one.name) for index, one in places if one.alias_info is not None and one.alias_info.is_write]
 
 
 class UnplannedStepError(ModelError):
@@ -50,7 +204,7 @@ class UnplannedStepError(ModelError):
 _OPERATORS_A_CHECK = 64
 """Operators from one look at the limit to the next: some milliseconds."""
 
-_GROUPED = torch.ops.aten._grouped_mm.default
+_GROUPED = operator("_grouped_mm")
 """The products of experts. Torch knows their shape for bf16 only, but computes every dtype."""
 
 _COMPOSED = {"bitsandbytes::gemm_4bit", "aten::_safe_softmax", "aten::binary_cross_entropy_with_logits"}
@@ -66,7 +220,7 @@ _MOST_SHAPES = 20_000
 """Operators that are remembered, some 2 kB each; a step of a large model has a few thousand different ones."""
 
 
-class HollowMode(TorchDispatchMode):
+class HollowMode(dispatch_mode):
     """Context in which operators compute shapes instead of values.
 
     Whole numbers that follow from known ones are computed, up to 262,144 elements a tensor, so that a model may look at
@@ -90,7 +244,8 @@ class HollowMode(TorchDispatchMode):
         self.on_host: Callable[[list[torch.Tensor]], bool] | None = None
         self.has_host = False
         self.operators = 0
-        self._fake = FakeTensorMode(allow_non_fake_inputs=False)
+        self._torchs = fake_tensors()
+        self._fake = self._torchs.FakeTensorMode(allow_non_fake_inputs=False)
         self._unshared: tuple[int, int, int] | None = None
         self._in_attention = False
 
@@ -105,32 +260,8 @@ class HollowMode(TorchDispatchMode):
 
     def __enter__(self) -> HollowMode:
         """Start; also count memory changed without operators: resized storages, and copies of the random state."""
-        resize, size_of, state = torch.UntypedStorage.resize_, torch.UntypedStorage.nbytes, torch.get_rng_state
-        meter = self.meter
-
-        def counted_resize(storage: torch.UntypedStorage, size: int) -> Any:
-            if storage.resizable():
-                resize(storage, size)
-            meter.resized(storage, size)
-            return storage
-
-        def counted_size(storage: torch.UntypedStorage) -> int:
-            return size_of(storage) if storage.resizable() else meter.size_of(storage, size_of(storage))
-
-        def counted_state() -> torch.Tensor:
-            made = state()
-            meter.see(made)
-            return made
-
-        self._replaced = ExitStack()
-        torch.UntypedStorage.resize_ = counted_resize  # type: ignore[method-assign]
-        self._replaced.callback(delattr, torch.UntypedStorage, "resize_")
-        torch.UntypedStorage.nbytes = counted_size  # type: ignore[method-assign]
-        self._replaced.callback(delattr, torch.UntypedStorage, "nbytes")
-        torch.get_rng_state = counted_state
-        self._replaced.callback(setattr, torch, "get_rng_state", state)
-        self._replace_reads()
-        self._follow_attention()
+        self._outer, _planning.mode = _planning.mode, self
+        _replace_functions(+1)
         super().__enter__()
         try:
             self._count_references()
@@ -138,32 +269,6 @@ class HollowMode(TorchDispatchMode):
             self.__exit__(None, None, None)
             raise
         return self
-
-    def _replace_reads(self) -> None:
-        """Have ``tolist`` ask for values: it calls no operator, and hollow tensors have random content."""
-        to_list = torch.Tensor.tolist
-
-        def read_list(tensor: torch.Tensor) -> Any:
-            if not self.meter.is_hollow(tensor):
-                return to_list(tensor)
-            return to_list(torch.full(tensor.shape, self._assume("tolist"), dtype=tensor.dtype))
-
-        torch.Tensor.tolist = read_list  # type: ignore[method-assign]
-        self._replaced.callback(delattr, torch.Tensor, "tolist")
-
-    def _follow_attention(self) -> None:
-        """Learn when attention runs, which adds its mask in place: see :meth:`_masked_in_place`."""
-        attention: Any = F.scaled_dot_product_attention
-
-        def followed(*args: Any, **kwargs: Any) -> torch.Tensor:
-            self._in_attention = True
-            try:
-                return attention(*args, **kwargs)
-            finally:
-                self._in_attention = False
-
-        F.scaled_dot_product_attention = followed  # type: ignore[assignment]
-        self._replaced.callback(setattr, F, "scaled_dot_product_attention", attention)
 
     def _assume(self, func: Any) -> float:
         """Return the assumed value for a read of an unknown one."""
@@ -180,19 +285,20 @@ class HollowMode(TorchDispatchMode):
     def __exit__(self, *error: Any) -> None:
         """Stop."""
         super().__exit__(*error)
-        self._replaced.close()
+        _replace_functions(-1)
+        _planning.mode = self._outer
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Return what ``func`` would return, without computing it.
 
         Raises:
             ModelError: Its result depends on values, or torch does not know its shape.
-            TooMuchWorkError: See :func:`~fullshard.planner.limit.work_limit`.
+            TooMuchWorkError: See :func:`~fullshard.planner.meter.work_limit`.
         """
         self.operators += 1
         if not self.operators % _OPERATORS_A_CHECK:
             spend(_OPERATORS_A_CHECK)
-        with torch._C.DisableTorchFunctionSubclass():
+        with plain_functions():
             taken = None
             if self._in_attention and func is torch.ops.aten.add.Tensor:
                 taken = self._masked_in_place(*args)
@@ -257,17 +363,17 @@ class HollowMode(TorchDispatchMode):
             return way(self, func, args, kwargs)
         read = [] if func._schema.name in CONSTANTS_LIKE else given
         known = not any(map(self.meter.is_hollow, read))
-        if func is torch.ops.aten._local_scalar_dense.default and not known:
+        if func._schema.name == "aten::_local_scalar_dense" and not known:
             return self._assume(func)
         try:
             shapes = self._shapes_of(func, args, kwargs, given)
-        except (DataDependentOutputException, DynamicOutputShapeException) as error:
+        except (self._torchs.DataDependentOutputException, self._torchs.DynamicOutputShapeException) as error:
             if known:
                 return self._computed(func, args, kwargs)
             if func is torch.ops.aten.index.Tensor and not any(map(self.meter.is_hollow, tensors_in(args[1]))):
                 return self._run(func, (args[0], self._places(args[1])), kwargs)
             raise _unknown(func) from error
-        except UnsupportedOperatorException as error:
+        except self._torchs.UnsupportedOperatorException as error:
             raise UnplannedStepError(
                 f"The plan cannot follow {func}: torch does not know the shape of its result without computing it. "
                 "Plan the model without the module that calls it."
@@ -286,7 +392,7 @@ class HollowMode(TorchDispatchMode):
         told, self.on_operator = self.on_operator, self.ignore
         super().__enter__()
         try:
-            return func._op_dk(torch._C.DispatchKey.CompositeExplicitAutograd, *args, **kwargs)
+            return run_composite(func, args, kwargs)
         finally:
             super().__exit__(None, None, None)
             self.on_operator = told
@@ -304,9 +410,6 @@ class HollowMode(TorchDispatchMode):
         if math.prod(args[0]) == 1:
             return self._computed(torch.full, (args[0], 0.5), {key: kwargs.get(key) for key in ("dtype", "device")})
         return self._hollow(self._shapes_of(func, args, kwargs, []), [])
-
-    def _viewed(self, func: Any, args: Any, kwargs: Any) -> Any:
-        return func(*args, **kwargs)
 
     def _computed(self, func: Any, args: Any, kwargs: Any) -> Any:
         result = func(*args, **kwargs)
@@ -329,16 +432,18 @@ class HollowMode(TorchDispatchMode):
 
     def _fake_shapes(self, func: Any, args: Any, kwargs: Any, given: list[torch.Tensor]) -> Shapes:
         """Return the outputs of an operator on fake inputs."""
-        made: dict[int, FakeTensor] = {}
+        made: dict[int, torch.Tensor] = {}
 
-        def fake_of(tensor: torch.Tensor) -> FakeTensor:
+        def fake_of(tensor: Any) -> Any:
+            if not isinstance(tensor, torch.Tensor):
+                return tensor
             if id(tensor) not in made:
                 dtype = torch.bfloat16 if func is _GROUPED and tensor.is_floating_point() else tensor.dtype
                 shape = torch.empty_strided(tensor.size(), tensor.stride(), dtype=dtype, device="meta")
-                made[id(tensor)] = FakeTensor(self._fake, shape, tensor.device)
+                made[id(tensor)] = self._torchs.FakeTensor(self._fake, shape, tensor.device)
             return made[id(tensor)]
 
-        fake_args, fake_kwargs = tree_map_only(torch.Tensor, fake_of, (args, kwargs))
+        fake_args, fake_kwargs = tree_map(fake_of, (args, kwargs))
         with self._fake:
             result = func(*fake_args, **fake_kwargs)
         inputs = {made[id(tensor)].untyped_storage()._cdata: index for index, tensor in enumerate(given)}
@@ -369,9 +474,95 @@ class HollowMode(TorchDispatchMode):
         return outputs[0] if shapes.spec.is_leaf() else tree_unflatten(outputs, shapes.spec)
 
 
+class _Planning(threading.local):
+    """What this thread plans."""
+
+    mode: HollowMode | None = None
+
+
+_planning = _Planning()
+
+
+def planning() -> HollowMode | None:
+    """Return the mode that this thread is in; None if it plans nothing."""
+    return _planning.mode
+
+
+def _resize(mode: HollowMode, resize: Any, storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
+    if storage.resizable():
+        resize(storage, size)
+    mode.meter.resized(storage, size)
+    return storage
+
+
+def _size(mode: HollowMode, size_of: Any, storage: torch.UntypedStorage) -> int:
+    return size_of(storage) if storage.resizable() else mode.meter.size_of(storage, size_of(storage))
+
+
+def _random_state(mode: HollowMode, state: Any) -> torch.Tensor:
+    made = state()
+    mode.meter.see(made)
+    return made
+
+
+def _read_list(mode: HollowMode, to_list: Any, tensor: torch.Tensor) -> Any:
+    """Ask for values: ``tolist`` calls no operator, and hollow tensors have random content."""
+    if mode.meter.is_hollow(tensor):
+        tensor = torch.full(tensor.shape, mode._assume("tolist"), dtype=tensor.dtype)
+    return to_list(tensor)
+
+
+def _attend(mode: HollowMode, attention: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """Note that attention runs, which adds its mask in place: see :meth:`HollowMode._masked_in_place`."""
+    mode._in_attention = True
+    try:
+        return attention(*args, **kwargs)
+    finally:
+        mode._in_attention = False
+
+
+_WITHOUT_OPERATORS: list[tuple[Any, str, Callable[..., Any]]] = [
+    (torch.UntypedStorage, "resize_", _resize),
+    (torch.UntypedStorage, "nbytes", _size),
+    (torch, "get_rng_state", _random_state),
+    (torch.Tensor, "tolist", _read_list),
+    (F, "scaled_dot_product_attention", _attend),
+]
+"""Functions that a dispatch mode does not see, or not enough of; what a planning thread calls in place of each."""
+
+_lock = threading.Lock()
+_modes = 0
+_restore = ExitStack()
+
+
+def _replace_functions(more: int) -> None:
+    """Count the modes of all threads; while there are any, torch's functions ask whether their thread plans."""
+    global _modes
+    with _lock:
+        if not _modes:
+            for owner, name, ours in _WITHOUT_OPERATORS:
+                theirs, inherited = getattr(owner, name), name not in vars(owner)
+                setattr(owner, name, _where_planned(theirs, ours))
+                _restore.callback(partial(delattr, owner, name) if inherited else partial(setattr, owner, name, theirs))
+        _modes += more
+        if not _modes:
+            _restore.close()
+
+
+def _where_planned(theirs: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that calls ``ours`` with the mode of a planning thread, and ``theirs`` in other threads."""
+
+    @functools.wraps(theirs)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        mode = _planning.mode
+        return theirs(*args, **kwargs) if mode is None else ours(mode, theirs, *args, **kwargs)
+
+    return call
+
+
 def real_tensors() -> AbstractContextManager[Any]:
     """Return a context inside a :class:`HollowMode` in which operators compute, and nothing is counted."""
-    return _disable_current_modes()
+    return without_modes()
 
 
 def _key(func: Any, args: Any, kwargs: Any, given: list[torch.Tensor]) -> Any:
@@ -391,13 +582,17 @@ def _key(func: Any, args: Any, kwargs: Any, given: list[torch.Tensor]) -> Any:
 
 def _references(tensor: torch.Tensor) -> tuple[int, int, int]:
     """Return the numbers of references to a tensor, to its Python object and to its storage."""
-    storage: Any = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)  # type: ignore[attr-defined]
+    storage: Any = storage_references(tensor.untyped_storage()._cdata)
     return tensor._use_count(), sys.getrefcount(tensor), storage  # type: ignore[attr-defined]
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
     """Return whether a tensor has no gaps and no overlaps: only then does ``empty_like`` keep its strides."""
     return torch.empty_like(tensor, device="meta").stride() == tensor.stride()
+
+
+def _viewed(_mode: HollowMode, func: Any, args: Any, kwargs: Any) -> Any:
+    return func(*args, **kwargs)
 
 
 @functools.cache
@@ -410,9 +605,7 @@ def _way_of(func: Any) -> Callable[[HollowMode, Any, Any, Any], Any] | None:
         return HollowMode._composed
     if name in _SHAPE_ONLY:
         return HollowMode._computed
-    aliased = [one.alias_info for one in func._schema.returns if one.alias_info is not None]
-    is_view = bool(aliased) and not any(one.is_write for one in aliased)
-    return HollowMode._viewed if is_view or torch.Tag.inplace_view in func.tags else None
+    return _viewed if is_view(func) or torch.Tag.inplace_view in func.tags else None
 
 
 def _unknown(func: Any) -> UnplannedStepError:

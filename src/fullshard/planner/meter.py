@@ -1,13 +1,49 @@
-"""Accounting of live tensor bytes by storage, from the operators that create them."""
+"""What a plan counts: live tensor bytes by storage, and its own work, by the operators that it runs."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import partial
 from typing import Any
 
 import torch
+
+from fullshard.errors import ConfigError
+
+_ALLOWANCE: ContextVar[list[float] | None] = ContextVar("allowance", default=None)
+"""The operators that plans may still take, one number."""
+
+
+class TooMuchWorkError(ConfigError):
+    """A plan was abandoned at its limit."""
+
+
+@contextmanager
+def work_limit(operators: int) -> Iterator[None]:
+    """End plans inside the context by :class:`TooMuchWorkError` once they have taken so many operators together."""
+    token = _ALLOWANCE.set([operators])
+    try:
+        yield
+    finally:
+        _ALLOWANCE.reset(token)
+
+
+def spend(operators: int) -> None:
+    """Count work of a plan; called wherever it may be much. What takes as long as an operator counts as one.
+
+    Raises:
+        TooMuchWorkError: It is more than the limit.
+    """
+    allowance = _ALLOWANCE.get()
+    if allowance is None:
+        return
+    allowance[0] -= operators
+    if allowance[0] < 0:
+        raise TooMuchWorkError("A plan took more operators than its limit, and was abandoned.")
+
 
 PHASES = ("before_first_step", "forward", "backward", "optimizer")
 """The phases of a plan: everything before the measured steps, and the three parts of a step."""

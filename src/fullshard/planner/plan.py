@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +17,12 @@ from fullshard.core.comm.mesh import axes_of
 from fullshard.core.engine import fully_shard
 from fullshard.core.engine.registry import runtime_of
 from fullshard.errors import ConfigError
-from fullshard.planner.blocks import OUTSIDE, REST
-from fullshard.planner.hardware import Hardware, hardware
 from fullshard.planner.hollow import HollowMode
 from fullshard.planner.meter import Meter
 from fullshard.planner.ranks import Ledger
 from fullshard.planner.rates import Rates, read_rates
-from fullshard.planner.rehearsal import PARTS, Rehearsal, Rehearsed, rehearse
-from fullshard.planner.timing import SheetSpeed, Speed, Timing, time_step
+from fullshard.planner.rehearsal import OUTSIDE, PARTS, REST, Rehearsal, Rehearsed, rehearse
+from fullshard.planner.timing import Hardware, SheetSpeed, Timing, hardware, time_step
 from fullshard.sizes import format_bytes
 
 MARGIN = 0.01
@@ -276,16 +273,22 @@ def plan(  # noqa: PLR0913 (what is trained, on how many ranks, on what)
         ModelError: The step depends on computed values.
         UserError: Those of :func:`fullshard.fully_shard`.
     """
-    _check(world_size, rank, options)
+    _check(world_size, rank, ranks_each, options)
 
     def sharded(comm: Comm) -> nn.Module:
-        ranks = comm if ranks_each is None else _axes(comm, ranks_each)
-        return fully_shard(model_fn(), ranks, **options)
+        return fully_shard(model_fn(), comm if ranks_each is None else axes_of(comm, ranks_each), **options)
 
     def build(comm: Comm) -> Rehearsed:
         model = sharded(comm)
-        optimizer = (optimizer_fn or _adamw)(model)
-        return Rehearsed(model, optimizer, partial(_step, model, optimizer, batch_fn(), loss_fn or _own_loss))
+        optimizer = optimizer_fn(model) if optimizer_fn else torch.optim.AdamW(model.parameters(), fused=True)
+        batch = batch_fn()
+
+        def step() -> None:
+            optimizer.zero_grad()
+            (model(**batch).loss if loss_fn is None else loss_fn(model, batch)).backward()
+            optimizer.step()
+
+        return Rehearsed(model, optimizer, step)
 
     ranks = candidates(sharded, world_size) if rank is None else [rank]
     device = hardware(gpu) if isinstance(gpu, str) else gpu
@@ -311,7 +314,7 @@ def highest(
     return max(found, key=lambda plan: (plan.highest_bytes, plan.peak_bytes))
 
 
-def speed_of(device: Hardware | None, rates: Rates | None) -> Speed | None:
+def speed_of(device: Hardware | None, rates: Rates | None) -> SheetSpeed | Rates | None:
     """Return the speed of operators: measured rates, otherwise the data sheet; None if there is neither.
 
     Raises:
@@ -349,7 +352,11 @@ def rehearse_on(
 
 
 def planned(
-    found: Rehearsal, rank: int, world_size: int, device: Hardware | None = None, speed: Speed | None = None
+    found: Rehearsal,
+    rank: int,
+    world_size: int,
+    device: Hardware | None = None,
+    speed: SheetSpeed | Rates | None = None,
 ) -> Plan:
     """Return the plan of ``rank`` from its rehearsal; ``speed`` adds the time.
 
@@ -398,36 +405,16 @@ def candidates(sharded: Callable[[Comm], nn.Module], world_size: int) -> list[in
     return sorted({0, held.index(max(held)), world_size - 1})
 
 
-def _check(world_size: int, rank: int | None, options: Mapping[str, Any]) -> None:
+def _check(world_size: int, rank: int | None, ranks_each: int | None, options: Mapping[str, Any]) -> None:
     if world_size < 1:
         raise ConfigError(f"world_size must be at least 1; got {world_size}.")
     if rank is not None and not 0 <= rank < world_size:
         raise ConfigError(f"rank must be from 0 to {world_size - 1}; got {rank}.")
+    if ranks_each is not None and (ranks_each < 1 or world_size % ranks_each):
+        raise ConfigError(f"ranks_each must divide world_size ({world_size}); got {ranks_each}.")
     for name in ("mesh", "weights", "first_values", "device"):
         if options.get(name) is not None:
             raise ConfigError(
                 f"A plan does not support {name}= yet: it counts the memory of one device per rank, on ranks that it "
                 "makes itself. Leave it out."
             )
-
-
-def _axes(comm: Any, ranks_each: int) -> tuple[Comm, Comm]:
-    if ranks_each < 1 or comm.size % ranks_each:
-        raise ConfigError(f"ranks_each must divide world_size ({comm.size}); got {ranks_each}.")
-    return axes_of(comm, ranks_each)
-
-
-def _adamw(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), fused=True)
-
-
-def _own_loss(model: nn.Module, batch: Any) -> torch.Tensor:
-    return model(**batch).loss
-
-
-def _step(
-    model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any, loss_of: Callable[[nn.Module, Any], torch.Tensor]
-) -> None:
-    optimizer.zero_grad()
-    loss_of(model, batch).backward()
-    optimizer.step()

@@ -28,23 +28,16 @@ class PlannedComm:
             full.view(self.size, -1).copy_(shard.view(1, -1))
         return self._issue()
 
-    def reduce_scatter(self, shard: torch.Tensor, full: torch.Tensor) -> Work:
-        """See :meth:`Comm.reduce_scatter`: no values."""
-        return self._issue()
-
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> Work:
         """See :meth:`Comm.all_reduce`: the result if all ranks had equal values, which checks of agreement read."""
         if op == "sum":
             tensor.mul_(self.size)
         return self._issue()
 
-    def broadcast(self, tensor: torch.Tensor, source: int = 0) -> Work:
-        """See :meth:`Comm.broadcast`: no values."""
+    def _without_values(self, *_given: Any, **_by_name: Any) -> Work:
         return self._issue()
 
-    def gather(self, shard: torch.Tensor, full: torch.Tensor | None, target: int = 0) -> Work:
-        """See :meth:`Comm.gather`: no values."""
-        return self._issue()
+    reduce_scatter = broadcast = gather = _without_values
 
     def exchange(self, received: Sequence[torch.Tensor], sent: Sequence[torch.Tensor]) -> Work:
         """See :meth:`Comm.exchange`: whole numbers, such as ids of rows, are this rank's requests to itself."""

@@ -1,31 +1,209 @@
-"""Runs a sharded model's steps without memory, and notes what is alive at the fullest moment."""
+"""Runs a sharded model's steps without memory, and notes what is alive at the fullest moment, and who made it."""
 
 from __future__ import annotations
 
 import gc
+import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
 from fullshard.core.comm import Comm, Work as CommWork
+from fullshard.core.comm.device import Device
 from fullshard.core.engine.registry import runtime_of
+from fullshard.core.engine.step.buffers import PermanentBuffer
 from fullshard.core.engine.step.recorder import Kind, SilentRecorder, Transfer
 from fullshard.core.quantized import QuantizedLinear
-from fullshard.core.torch_private import in_backward
-from fullshard.planner.blocks import REST, Blocks
-from fullshard.planner.course import Course, CourseRecorder
-from fullshard.planner.hollow import HollowMode
-from fullshard.planner.host import set_apart
-from fullshard.planner.limit import TooMuchWorkError
-from fullshard.planner.meter import PHASES, Meter
+from fullshard.core.torch_private import in_backward, tree_leaves
+from fullshard.errors import ConfigError
+from fullshard.planner.hollow import HollowMode, planning
+from fullshard.planner.meter import PHASES, Meter, TooMuchWorkError
 from fullshard.planner.ranks import Ledger
 from fullshard.planner.work import Work
+
+OUTSIDE = "other_forward"
+"""What forward makes outside of the model's modules, such as the loss, or in the model's own code."""
+
+REST = "backward_and_temporaries"
+"""What backward makes, recomputed activations too, and what operators hold until they return."""
+
+_PEFTS = "base_model.model."
+"""What peft's models put before every name."""
+
+
+class Blocks:
+    """Tells which block's forward runs: a module whose name ends with a number, or one that is not inside of such.
+
+    Blocks that differ in numbers are one: ``encoder.block.0`` and ``encoder.block.1`` are ``encoder.block.*``.
+    """
+
+    def __init__(self, model: nn.Module, is_forward: Callable[[], bool]) -> None:
+        """Watch ``model``; ``is_forward`` returns whether a step is in forward."""
+        self._is_forward = is_forward
+        self._running: list[str] = []
+        names = {module: name for name, module in reversed([*_outer(model, "")])}  # a shared one has its first name
+        for module, name in names.items():
+            label = re.sub(r"(?<![^.])\d+(?![^.])", "*", name.removeprefix(_PEFTS))
+            module.register_forward_pre_hook(partial(self._begin, label))
+            module.register_forward_hook(self._end, always_call=True)
+
+    def _begin(self, label: str, _module: nn.Module, _args: Any) -> None:
+        self._running.append(label)
+
+    def _end(self, *_args: Any) -> None:
+        self._running.pop()
+
+    def owner(self) -> str | None:
+        """Return the block that makes a storage now; None: backward or the optimizer does."""
+        if not self._is_forward():
+            return None
+        return self._running[-1] if self._running else OUTSIDE
+
+
+def _outer(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
+    """Yield blocks and the modules around them, with their names."""
+    for name, child in module.named_children():
+        yield prefix + name, child
+        if not name.isdigit():
+            yield from _outer(child, f"{prefix}{name}.")
+
+
+@dataclass(frozen=True)
+class Span:
+    """An interval of a step, in operators from its start; a gather or reduce lasts until it is waited for."""
+
+    unit: str  # empty: the optimizer
+    kind: Kind
+    start: int
+    end: int
+
+
+@dataclass(frozen=True)
+class Course:
+    """One step of a plan; places are numbers of operators that were called before."""
+
+    operators: int  # number of operators in the step
+    places: tuple[int, ...]  # ascending: where something was allocated or freed; a place has at most two moments
+    parts: Mapping[str, tuple[int, ...]]  # bytes by kind at the fullest and the last moment of each place
+    spans: tuple[Span, ...]  # sorted by their start
+    units: tuple[str, ...]  # names, root first
+
+
+class CourseRecorder(SilentRecorder):
+    """Notes the course of one step at a time."""
+
+    def __init__(self, operators: Callable[[], int]) -> None:
+        """Start empty; ``operators`` returns the number of calls so far."""
+        self._operators = operators
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget everything, because a step begins."""
+        self._start = self._operators()
+        self._samples: list[tuple[int, Mapping[str, int]]] = []
+        self._open: dict[tuple[str, Kind], int] = {}
+        self._spans: list[Span] = []
+
+    def _place(self) -> int:
+        return self._operators() - self._start
+
+    def sample_parts(self, parts: Mapping[str, int]) -> None:
+        """Record the live memory; for each place the fullest moment and the last are kept."""
+        place = self._place()
+        here = [one for one in self._samples[-2:] if one[0] == place]
+        if len(here) == 2:
+            highest = max(here, key=lambda one: sum(one[1].values()))
+            self._samples[-2:] = [highest]
+        self._samples.append((place, parts))
+
+    def begin(self, unit: str, kind: Kind) -> None:
+        """Start an interval, unless it has started already."""
+        self._open.setdefault((unit, kind), self._place())
+
+    def end(self, unit: str, kind: Kind) -> None:
+        """End an interval; do nothing if it has not started."""
+        begun = self._open.pop((unit, kind), None)
+        if begun is not None:
+            self._spans.append(Span(unit, kind, begun, self._place()))
+
+    def issued(self, unit: str, kind: Transfer, works: Sequence[CommWork]) -> None:
+        """Forget an interval that has no collectives."""
+        if not works:
+            self._open.pop((unit, kind), None)
+
+    def course(self, units: Sequence[str]) -> Course:
+        """Return the course of the step that ends here; everything after the units belongs to the optimizer."""
+        operators = self._place()
+        updates = max((span.end for span in self._spans), default=operators)
+        spans = [*self._spans, Span("", "optimizer", updates, operators)]
+        names = self._samples[0][1] if self._samples else {}
+        return Course(
+            operators=operators,
+            places=tuple(place for place, _ in self._samples),
+            parts={name: tuple(parts[name] for _, parts in self._samples) for name in names},
+            spans=tuple(sorted(spans, key=lambda span: (span.start, span.end))),
+            units=tuple(units),
+        )
+
+
+class _Apart(Device):
+    """The device of a rank with separate host memory: lanes see that their shards are not on it."""
+
+    def __init__(self, meter: Meter, reduces_behind: int) -> None:
+        super().__init__(torch.device("cpu"))
+        self.reduces_behind = reduces_behind
+        self.device = torch.device("meta")  # no tensor is on it, so shards always count as elsewhere
+        self._meter = meter
+
+    def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(numel, dtype=dtype)
+
+    def empty_host(self, numel: int, dtype: torch.dtype, *, pinned: bool) -> torch.Tensor:
+        made = torch.empty(numel, dtype=dtype)
+        self._meter.to_host(made)
+        return made
+
+
+def host_of_gpu() -> Device | None:
+    """Return a device that has host memory apart, in the rehearsal of a rank on a GPU; None elsewhere."""
+    mode = planning()
+    return _Apart(mode.meter, 0) if mode is not None and mode.has_host else None
+
+
+def set_apart(model: torch.nn.Module, mode: HollowMode, phase: Callable[[], str]) -> None:
+    """Count the shards of ``model`` as the host's from now on, and everything made only from them.
+
+    Args:
+        model: Sharded with ``offload_policy``.
+        mode: The mode it runs in.
+        phase: Returns the phase of a step: what the optimizer makes of nothing is the host's too.
+
+    Raises:
+        ConfigError: Weights are replicated.
+    """
+    meter, runtime = mode.meter, runtime_of(model)
+    lanes = [lane for unit in runtime.units for lane in unit.lanes]
+    if any(isinstance(lane.full, PermanentBuffer) for lane in lanes):
+        raise ConfigError(
+            "A plan for GPUs does not support sharding.cpu_offload with replicated weights yet (no_shard, or sharding."
+            "frozen: replicate). Plan sharding.strategy=full_shard and sharding.frozen=shard."
+        )
+    apart = _Apart(meter, runtime.device.reduces_behind)
+    for lane in lanes:
+        meter.to_host(lane.shard)
+        lane.device = apart
+
+    def on_host(given: list[torch.Tensor]) -> bool:
+        return all(map(meter.is_on_host, given)) if given else phase() == "optimizer"
+
+    mode.on_host = on_host
+
 
 STEPS = 3
 """Steps of a rehearsal: the first makes the optimizer's state and learns the order of units."""
@@ -176,7 +354,8 @@ class _Watch(SilentRecorder):
 
     def __init__(self, made: Rehearsed, meter: Meter, mode: HollowMode, *, draws: bool) -> None:
         self.course: Course | None = None
-        self._drawn = CourseRecorder(lambda: mode.operators) if draws else None
+        self._drawn = CourseRecorder(lambda: mode.operators)
+        self._draws = draws
         self.parts: dict[str, int] = dict.fromkeys(PARTS, 0)
         self._owned: dict[str, int] = {}
         self._runtime = runtime_of(made.model)
@@ -218,14 +397,14 @@ class _Watch(SilentRecorder):
         self._state = _state_bytes(self._optimizer, self._meter)
         self._held = self._meter.live - sum(self._known().values())
         self._is_fullest = self._knows_gradients = False
-        if self._drawn is not None:
-            self._drawn.clear()
-            self._meter.on_change = self._sample
+        self._drawn.clear()
+        if self._draws:
+            self._meter.on_change = lambda: self._drawn.sample_parts(self._parts_now())
 
     def end_step(self) -> None:
         """Keep the course of a step that was fuller than all before."""
         self._meter.on_change = lambda: None
-        if self._drawn is not None and self._is_fullest:
+        if self._draws and self._is_fullest:
             self.course = self._drawn.course([unit.name for unit in self._runtime.units])
 
     def begin(self, unit: str, kind: Kind) -> None:
@@ -236,24 +415,20 @@ class _Watch(SilentRecorder):
             self._knows_gradients = True
         elif kind == "backward":
             self._knows_gradients = False
-        if self._drawn is not None:
-            self._drawn.begin(unit, kind)
+        self._drawn.begin(unit, kind)
 
     def end(self, unit: str, kind: Kind) -> None:
         """See :meth:`SilentRecorder.end`."""
-        if self._drawn is not None:
-            self._drawn.end(unit, kind)
+        self._drawn.end(unit, kind)
 
     def issued(self, unit: str, kind: Transfer, works: Sequence[CommWork]) -> None:
         """See :meth:`SilentRecorder.issued`."""
-        if self._drawn is not None:
-            self._drawn.issued(unit, kind, works)
+        self._drawn.issued(unit, kind, works)
 
     def wait(self, unit: str, kind: Transfer, works: Sequence[CommWork], how: Callable[[CommWork], None]) -> None:
         """See :meth:`SilentRecorder.wait`."""
         super().wait(unit, kind, works, how)
-        if self._drawn is not None:
-            self._drawn.end(unit, kind)
+        self._drawn.end(unit, kind)
 
     def gradients_take(self, unit: str, nbytes: Callable[[], int]) -> None:
         """See :meth:`SilentRecorder.gradients_take`."""
@@ -290,10 +465,6 @@ class _Watch(SilentRecorder):
         known = self._known()
         rest = self._meter.live - sum(known.values()) - self._held
         return {**known, "buffers_and_batch": self._held, "activations_and_temporaries": rest}
-
-    def _sample(self) -> None:
-        assert self._drawn is not None, "called while a course is drawn"
-        self._drawn.sample_parts(self._parts_now())
 
     def _note(self) -> None:
         self.parts = self._parts_now()

@@ -1,13 +1,92 @@
-"""The time of a step: its operators and collectives in order, on a compute stream and streams for collectives."""
+"""The time of a step: its operators and collectives in order, on streams, and the data sheets of devices."""
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
-from typing import Protocol
+from functools import cache
+from importlib import resources
+from typing import Any
+
+import torch
 
 from fullshard.errors import ConfigError
-from fullshard.planner.hardware import Hardware
+from fullshard.planner.rates import Rates
 from fullshard.planner.work import Computed, Issued, Operator, Work
+
+NETWORK_BYTES_PER_S = 50e9
+"""Between machines, each way and device: 400 Gbit/s."""
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """A device and its links. Sizes are bytes, rates those that a step gets, not the peaks of a data sheet.
+
+    Attributes:
+        name: Its name for ``--gpu``.
+        memory_bytes: Memory of the device, as its driver reports it.
+        outside_bytes: Part of it outside of torch's allocator: the context, kernels, NCCL's buffers.
+        workspace_bytes: Workspaces of matrix products, which the allocator counts.
+        flops_per_s: Of matrix products, by dtype.
+        bytes_per_s: Between the device's memory and its processors.
+        kernel_s: Time of an operator in addition to its arithmetic and its bytes.
+        host_s: Time of the CPU to issue an operator of torch, including views.
+        devices_each: Devices of a machine.
+        link_bytes_per_s: Between two devices of a machine, each way.
+        network_bytes_per_s: Between machines, each way and device.
+        latency_s: Latency of a collective.
+        has_host: True if host memory is separate from the device's.
+    """
+
+    name: str
+    memory_bytes: int
+    outside_bytes: int
+    workspace_bytes: int
+    flops_per_s: dict[torch.dtype, float]
+    bytes_per_s: float
+    kernel_s: float
+    host_s: float
+    link_bytes_per_s: float
+    network_bytes_per_s: float = NETWORK_BYTES_PER_S
+    devices_each: int = 8
+    latency_s: float = 20e-6
+    has_host: bool = True
+
+
+def hardware(name: str) -> Hardware:
+    """Return the data sheet of a GPU: one of :func:`names`; case does not matter.
+
+    Raises:
+        ConfigError: There is no sheet for it.
+    """
+    sheets, shares = _table()["devices"], _table()["shares"]
+    sheet = sheets.get(name.lower())
+    if sheet is None:
+        raise ConfigError(f"There is no data sheet for {name!r}. Known are {', '.join(sheets)}; or pass its memory.")
+    rates = {getattr(torch, dtype): rate * shares["flops"] for dtype, rate in sheet["flops_per_s"].items()}
+    return Hardware(
+        name=name.lower(),
+        memory_bytes=int(sheet["memory_gib"] * (1 << 30)),
+        outside_bytes=int(shares["outside_gib"] * (1 << 30)),
+        workspace_bytes=int(sheet["workspace_mib"] * (1 << 20)),
+        flops_per_s=rates,
+        bytes_per_s=sheet["bytes_per_s"] * shares["bytes"],
+        kernel_s=shares["kernel_s"],
+        host_s=shares["host_s"],
+        link_bytes_per_s=sheet["link_bytes_per_s"] * shares["link"],
+        network_bytes_per_s=NETWORK_BYTES_PER_S * shares["link"],
+    )
+
+
+def names() -> list[str]:
+    """Return the names of the GPUs with a data sheet."""
+    return list(_table()["devices"])
+
+
+@cache
+def _table() -> dict[str, Any]:
+    text = resources.files("fullshard.planner").joinpath("hardware.json").read_text(encoding="utf-8")
+    return json.loads(text)
 
 
 @dataclass(frozen=True)
@@ -32,29 +111,7 @@ class Timing:
     flops: int
 
 
-class Speed(Protocol):
-    """Speed of operators and collectives; in seconds."""
-
-    @property
-    def host_s(self) -> float:
-        """Time of the CPU between two operators."""
-        ...
-
-    @property
-    def queues(self) -> bool:
-        """True if operators are queued, so that the CPU issues some while others run."""
-        ...
-
-    def operator_seconds(self, operator: Operator) -> float:
-        """Return how long an operator keeps the device busy; 0 for one that only makes a view."""
-        ...
-
-    def collective_seconds(self, issued: Issued) -> tuple[float, float]:
-        """Return the time of a collective alone, and how much of it computation does not hide."""
-        ...
-
-
-def time_step(work: Work, speed: Speed, times: float = 1) -> Timing:
+def time_step(work: Work, speed: SheetSpeed | Rates, times: float = 1) -> Timing:
     """Return the time of ``work`` at ``speed``, equal on all ranks; all but the optimizer's part times ``times``.
 
     Operators run one after the other on the compute stream, none before the CPU has issued it. Collectives of a group
@@ -98,7 +155,7 @@ def time_step(work: Work, speed: Speed, times: float = 1) -> Timing:
 
 
 class SheetSpeed:
-    """The speed of a device by its data sheet: see :class:`Speed`.
+    """The speed of a device by its data sheet.
 
     An operator takes the longer of its arithmetic and its bytes, and ``kernel_s`` (the roofline model, Williams et al.
     2009). Collectives are hidden in full.
@@ -112,53 +169,32 @@ class SheetSpeed:
         self.host_s = device.host_s
 
     def operator_seconds(self, operator: Operator) -> float:
-        """See :meth:`Speed.operator_seconds`.
+        """Return how long an operator keeps the device busy; 0 for one that only makes a view.
 
         Raises:
             ConfigError: There is no figure for products in its dtype.
         """
-        return operator_seconds(operator, self._device)
+        device = self._device
+        if not operator.nbytes:
+            return 0.0
+        rate = None if operator.dtype is None else device.flops_per_s.get(operator.dtype)
+        if operator.flops and rate is None:
+            raise ConfigError(
+                f"{device.name} has no figure for matrix products in {operator.dtype}, as in this step; it has some "
+                f"for {', '.join(map(str, device.flops_per_s))}. Plan another precision."
+            )
+        arithmetic = operator.flops / rate if rate else 0.0
+        return max(arithmetic, operator.nbytes / device.bytes_per_s) + device.kernel_s
 
     def collective_seconds(self, issued: Issued) -> tuple[float, float]:
-        """See :meth:`Speed.collective_seconds`."""
-        return collective_seconds(issued, self._device), 0.0
+        """Return the time of a collective alone, and how much of it computation does not hide: nothing.
 
-
-def operator_seconds(operator: Operator, device: Hardware) -> float:
-    """Return how long an operator keeps the device busy; 0 for one that only makes a view.
-
-    Raises:
-        ConfigError: There is no figure for products in its dtype.
-    """
-    if not operator.nbytes:
-        return 0.0
-    return max(_arithmetic(operator, device), operator.nbytes / device.bytes_per_s) + device.kernel_s
-
-
-def _arithmetic(operator: Operator, device: Hardware) -> float:
-    if not operator.flops:
-        return 0.0
-    rate = None if operator.dtype is None else device.flops_per_s.get(operator.dtype)
-    if rate is None:
-        has = ", ".join(map(str, device.flops_per_s))
-        raise ConfigError(
-            f"{device.name} has no figure for matrix products in {operator.dtype}, as in this step; it has some "
-            f"for {has}. Plan another precision."
-        )
-    return operator.flops / rate
-
-
-def collective_seconds(issued: Issued, device: Hardware) -> float:
-    """Return the time of a collective alone.
-
-    Ranks are numbered machine by machine. Inside a machine bytes go over its links. Between machines each of the
-    group's devices in a machine has its own network port; a ring may use all of them, up to the rate of the links.
-    """
-    each = max(device.devices_each // issued.ranks.step, 1)  # of this group in one machine
-    if len(issued.ranks) <= each:
+        Ranks are numbered machine by machine. Inside a machine bytes go over its links. Between machines each of the
+        group's devices in a machine has its own network port; a ring may use all of them, up to the rate of the links.
+        """
+        device = self._device
+        each = max(device.devices_each // issued.ranks.step, 1)  # of this group in one machine
         rate = device.link_bytes_per_s
-    elif each == 1:
-        rate = device.network_bytes_per_s
-    else:
-        rate = min(device.link_bytes_per_s, each * device.network_bytes_per_s)
-    return device.latency_s + issued.sent_bytes / rate
+        if len(issued.ranks) > each:
+            rate = min(rate, each * device.network_bytes_per_s) if each > 1 else device.network_bytes_per_s
+        return device.latency_s + issued.sent_bytes / rate, 0.0

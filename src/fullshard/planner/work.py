@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from fullshard.core.comm import Work as CommWork
+from fullshard.core.torch_private import operator, tree_leaves
 
 _MOVES_NOTHING = {
     *("aten::empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty", "aten::new_empty_strided"),
@@ -18,7 +18,7 @@ _MOVES_NOTHING = {
 }
 
 IN_PLACE: dict[Any, Any] = {
-    torch.ops.aten.index_put.default: torch.ops.aten._index_put_impl_.default,
+    torch.ops.aten.index_put.default: operator("_index_put_impl_") or torch.ops.aten.index_put.default,
     torch.ops.aten.index_add.default: torch.ops.aten.index_add_.default,
     torch.ops.aten.scatter_add.default: torch.ops.aten.scatter_add_.default,
     torch.ops.aten.scatter.src: torch.ops.aten.scatter_.src,
@@ -31,19 +31,12 @@ _QUANTISED_PRODUCT = "bitsandbytes::gemm_4bit"
 
 @dataclass(frozen=True)
 class Operator:
-    """An operator with the shapes of its arguments; calls with equal shapes are one.
+    """An operator with the shapes of its arguments; calls with equal shapes are one."""
 
-    Attributes:
-        key: Its name and its arguments' dtypes and shapes.
-        flops: Floating-point operations of products and attention, a multiply-add as two; 0 for others.
-        nbytes: Bytes that it must read and write at least.
-        dtype: Of its first floating-point tensor; None without one.
-    """
-
-    key: str
-    flops: int
-    nbytes: int
-    dtype: torch.dtype | None
+    key: str  # its name and its arguments' dtypes and shapes
+    flops: int  # of products and attention, a multiply-add as two; 0 for others
+    nbytes: int  # bytes that it must read and write at least
+    dtype: torch.dtype | None  # of its first floating-point tensor; None without one
 
 
 @dataclass(frozen=True)
@@ -128,7 +121,7 @@ def _flops(func: Any, args: Any, kwargs: Any, result: Any) -> int:
     """Return the floating-point operations of a product, by torch's own formulas."""
     if func._schema.name == _QUANTISED_PRODUCT:
         return 2 * args[0].numel() * args[2][0]
-    formula = _FORMULAS.get(func._overloadpacket)
+    formula = flop_registry.get(func._overloadpacket, _CPU_ATTENTION.get(func._schema.name))
     return 0 if formula is None else int(formula(*args, **kwargs, out_val=result))
 
 
@@ -142,17 +135,16 @@ def _attention_backward(*args: Any, out_val: Any, **kwargs: Any) -> int:
     return sdpa_backward_flop_count(grad.shape, query.shape, key.shape, value.shape)
 
 
-# torch's table leaves out attention on the CPU.
-_FORMULAS: dict[Any, Callable[..., int]] = {
-    **flop_registry,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
+_CPU_ATTENTION: dict[str, Callable[..., int]] = {
+    "aten::_scaled_dot_product_flash_attention_for_cpu": _attention,
+    "aten::_scaled_dot_product_flash_attention_for_cpu_backward": _attention_backward,
 }
+"""Formulas that torch's table leaves out, by name: a later torch may lack the operators."""
 
 
 def _bytes(func: Any, args: Any, kwargs: Any, result: Any) -> int:
     """Return the bytes that an operator reads and writes if each element of each tensor moves once."""
-    if func._schema.name in _MOVES_NOTHING or _is_view(func):
+    if func._schema.name in _MOVES_NOTHING or is_view(func):
         return 0
     read = sum(_held(tensor) for tensor in _tensors((args, kwargs)))
     return read + sum(_held(tensor) for tensor in _tensors(result))
@@ -166,6 +158,7 @@ def _held(tensor: torch.Tensor) -> int:
     return elements * tensor.element_size()
 
 
-def _is_view(func: Any) -> bool:
+def is_view(func: Any) -> bool:
+    """Return whether an operator returns a view of its argument."""
     aliased = [one.alias_info for one in func._schema.returns if one.alias_info is not None]
     return bool(aliased) and not any(one.is_write for one in aliased)

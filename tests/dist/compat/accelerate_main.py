@@ -398,14 +398,8 @@ def order(accelerator, context):
     return path.exists()
 
 
-@check
-def main_process_first():
-    assert order(ours(), "main_process_first")
-
-
-@check
-def local_main_process_first():
-    assert order(ours(), "local_main_process_first")
+for context in ("main_process_first", "local_main_process_first"):
+    CHECKS[context] = functools.partial(lambda context: order(ours(), context) or pytest.fail(context), context)
 
 
 @check
@@ -424,94 +418,64 @@ def of_both(ask):
     return expected
 
 
-@check
-def gather():
-    both = of_both(lambda a: a.gather({"x": torch.arange(3) + a.process_index, "y": [torch.ones(1, 2)]}))
-    assert both["x"].shape == (6,)
+def metrics(accelerator):
+    loader = accelerator.prepare(DataLoader(torch.arange(5.0), batch_size=2))
+    found = torch.cat([accelerator.gather_for_metrics(batch) for batch in loader])
+    assert torch.equal(found, torch.arange(5.0))
+    return found, accelerator.gather_for_metrics([f"rank {accelerator.process_index}"], use_gather_object=True)
 
 
-@check
-def gather_for_metrics():
-    def ask(accelerator):
-        loader = accelerator.prepare(DataLoader(torch.arange(5.0), batch_size=2))
-        return [accelerator.gather_for_metrics(batch) for batch in loader]
-
-    assert torch.equal(torch.cat(of_both(ask)), torch.arange(5.0))
-    of_both(lambda a: a.gather_for_metrics([f"rank {a.process_index}"], use_gather_object=True))
+def printed(accelerator):
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        accelerator.print("here", accelerator.num_processes)
+    assert out.getvalue() == ("here 2\n" if torch.distributed.get_rank() == 0 else "")
+    return out.getvalue()
 
 
-@check
-def reduce():
-    for how in ("sum", "mean"):
-        of_both(lambda a, how=how: a.reduce(torch.ones(2) * (1 + a.process_index), how))
+def done_by_ranks(accelerator):
+    done = []
+    for name in ("on_main_process", "on_local_main_process", "on_last_process"):
+        getattr(accelerator, name)(lambda name=name: done.append(name))()
+    accelerator.on_process(lambda: done.append("one"), process_index=1)()
+    accelerator.on_local_process(lambda: done.append("local"), local_process_index=0)()
+    return done
 
 
-@check
-def pad_across_processes():
-    of_both(lambda a: a.pad_across_processes(torch.ones(1 + a.process_index, 2), pad_index=7))
+def triggered(accelerator):
+    if accelerator.process_index == 1:
+        accelerator.set_trigger()
+    found = [accelerator.check_trigger(), accelerator.check_trigger()]
+    assert found == [True, False]
+    return found
 
 
-@check
-def print_():
-    def ask(accelerator):
-        with contextlib.redirect_stdout(io.StringIO()) as out:
-            accelerator.print("here", accelerator.num_processes)
-        return out.getvalue()
-
-    assert of_both(ask) == ("here 2\n" if torch.distributed.get_rank() == 0 else "")
+def split(accelerator):
+    with accelerator.split_between_processes([1, 2, 3]) as mine:
+        return mine
 
 
-@check
-def on_main_process_():
-    def ask(accelerator):
-        done = []
-        for name in ("on_main_process", "on_local_main_process", "on_last_process"):
-            getattr(accelerator, name)(lambda name=name: done.append(name))()
-        accelerator.on_process(lambda: done.append("one"), process_index=1)()
-        accelerator.on_local_process(lambda: done.append("local"), local_process_index=0)()
-        return done
-
-    of_both(ask)
+def skipped(accelerator):
+    return list(accelerator.skip_first_batches(accelerator.prepare(DataLoader(torch.arange(16), batch_size=2)), 2))
 
 
-@check
-def who_am_i():
-    of_both(
-        lambda a: [
-            a.process_index,
-            a.local_process_index,
-            a.num_processes,
-            a.is_main_process,
-            a.is_local_main_process,
-            a.is_last_process,
-            str(a.device),
-            a.use_distributed,
-            a.mixed_precision,
-            a.gradient_accumulation_steps,
-            a.split_batches,
-            a.even_batches,
-            a.sync_gradients,
-        ]
-    )
-
-
-@check
-def trigger():
-    def ask(accelerator):
-        if accelerator.process_index == 1:
-            accelerator.set_trigger()
-        return [accelerator.check_trigger(), accelerator.check_trigger()]
-
-    assert of_both(ask) == [True, False]
-
-
-@check
-def split_between_processes():
-    def ask(accelerator):
-        with accelerator.split_between_processes([1, 2, 3]) as mine:
-            return mine
-
-    of_both(ask)
+WHO = (
+    *("process_index", "local_process_index", "num_processes", "is_main_process", "is_local_main_process"),
+    *("is_last_process", "use_distributed", "mixed_precision", "gradient_accumulation_steps", "split_batches"),
+    *("even_batches", "sync_gradients"),
+)
+QUESTIONS = {
+    "gather": lambda a: a.gather({"x": torch.arange(3) + a.process_index, "y": [torch.ones(1, 2)]}),
+    "gather_for_metrics": metrics,
+    "reduce": lambda a: [a.reduce(torch.ones(2) * (1 + a.process_index), how) for how in ("sum", "mean")],
+    "pad_across_processes": lambda a: a.pad_across_processes(torch.ones(1 + a.process_index, 2), pad_index=7),
+    "print_": printed,
+    "on_main_process_": done_by_ranks,
+    "who_am_i": lambda a: [str(a.device), *(getattr(a, name) for name in WHO)],
+    "trigger": triggered,
+    "split_between_processes": split,
+    "skip_first_batches": skipped,
+}
+CHECKS.update({name: functools.partial(of_both, ask) for name, ask in QUESTIONS.items()})
 
 
 @check
@@ -544,28 +508,18 @@ def several_accelerators():
 def accelerates_own_plugin():
     """Of both versions, with words, torch's objects and torch's policies."""
     theirs_ = accelerate.FullyShardedDataParallelPlugin
-    names = ["Block"]
     for version, others in ((1, {"sharding_strategy": "SHARD_GRAD_OP"}), (2, {"reshard_after_forward": False})):
-        given = theirs_(
-            fsdp_version=version,
-            auto_wrap_policy="transformer_based_wrap",
-            transformer_cls_names_to_wrap=names,
-            mixed_precision_policy="fp32",
-            state_dict_type="SHARDED_STATE_DICT",
-            cpu_offload=True,
-            activation_checkpointing=True,
+        options = {
+            "fsdp_version": version,
+            "auto_wrap_policy": "transformer_based_wrap",
+            "transformer_cls_names_to_wrap": ["Block"],
+            "mixed_precision_policy": "fp32",
+            "state_dict_type": "SHARDED_STATE_DICT",
+            "cpu_offload": True,
+            "activation_checkpointing": True,
             **others,
-        )
-        mine = FullyShardedDataParallelPlugin(
-            fsdp_version=version,
-            auto_wrap_policy="transformer_based_wrap",
-            transformer_cls_names_to_wrap=names,
-            mixed_precision_policy="fp32",
-            state_dict_type="SHARDED_STATE_DICT",
-            cpu_offload=True,
-            activation_checkpointing=True,
-            **others,
-        )
+        }
+        given, mine = theirs_(**options), FullyShardedDataParallelPlugin(**options)
         reset()
         accelerator = Accelerator(fsdp_plugin=given)
         assert accelerator.state.fsdp_plugin == mine
@@ -900,15 +854,6 @@ class Trusted(dict):
 
     def __init__(self, seen=0):
         super().__init__(seen=seen)
-
-
-@check
-def skip_first_batches():
-    def ask(accelerator):
-        loader = accelerator.prepare(DataLoader(torch.arange(16), batch_size=2))
-        return list(accelerator.skip_first_batches(loader, 2))
-
-    of_both(ask)
 
 
 class Notes(GeneralTracker):

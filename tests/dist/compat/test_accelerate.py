@@ -18,6 +18,8 @@ TEXT = SCRIPT.read_text()
 NAMES = [
     *re.findall(r"^@check\ndef (\w+)", TEXT, re.MULTILINE),
     *re.findall(r'^seq2seq\("(\w+)"', TEXT, re.MULTILINE),
+    *re.findall(r'^    "(\w+)": ', TEXT[TEXT.index("QUESTIONS = {") : TEXT.index("CHECKS.update")], re.MULTILINE),
+    *("main_process_first", "local_main_process_first"),
     *(f"{kind}_v{v}{off}" for v in (1, 2) for kind in ("t5", "lora") for off in ("", "_offload")),
     *(f"{name}_v{v}" for v in (1, 2) for name in ("bart",)),
     "end_training",

@@ -11,8 +11,7 @@ import pytest
 import torch.distributed.checkpoint.state_dict as getters
 import torch.distributed.fsdp as torch_fsdp
 
-from fullshard.compat import redirect, torch_fsdp as ours
-from fullshard.compat.redirection import _COUNTERPARTS
+from fullshard.compat import _COUNTERPARTS, redirect, torch_fsdp as ours
 from support.processes import environment
 
 IMPORTS = [  # as libraries write them inside their functions

@@ -1,5 +1,8 @@
 """Operators on tensors without memory count what the allocator counts when they run."""
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
@@ -10,6 +13,7 @@ from fullshard.core.quantized import formats, workspace
 from fullshard.core.quantized.bitsandbytes_door import bitsandbytes
 from fullshard.core.quantized.formats import format_of
 from fullshard.errors import ModelError
+from fullshard.planner import hollow
 from fullshard.planner.hollow import HollowMode, real_tensors
 from fullshard.planner.meter import Meter
 
@@ -273,8 +277,8 @@ def test_grouped_products_have_the_shape_and_the_dtype_that_they_have(dtype):
     ends = torch.tensor([2, 4, 6], dtype=torch.int32)
     real = torch.nn.functional.grouped_mm(rows, experts, offs=ends)
     with HollowMode(Meter()):
-        hollow = torch.nn.functional.grouped_mm(torch.empty(6, 16, dtype=dtype), experts, offs=ends)
-    assert (hollow.shape, hollow.stride(), hollow.dtype) == (real.shape, real.stride(), real.dtype)
+        made = torch.nn.functional.grouped_mm(torch.empty(6, 16, dtype=dtype), experts, offs=ends)
+    assert (made.shape, made.stride(), made.dtype) == (real.shape, real.stride(), real.dtype)
 
 
 def test_real_tensors_have_values_and_are_not_counted():
@@ -302,3 +306,47 @@ def test_rows_that_a_known_mask_picks_are_counted():
         with pytest.raises(ModelError, match="reads a number"):
             torch.empty(ROWS)[torch.empty(ROWS[0]).exp() > 1]
     assert max(meter.peaks.values()) == pytest.approx(measured.peak_bytes - measured.start_bytes, abs=512)
+
+
+def test_threads_that_do_not_plan_have_torchs_own_functions():
+    fixed, meter = torch.frombuffer(bytearray(64), dtype=torch.float32), Meter()
+
+    def beside():
+        torch.get_rng_state()
+        with pytest.raises(RuntimeError, match="resize"):
+            fixed.untyped_storage().resize_(128)
+        return fixed.tolist()
+
+    with ThreadPoolExecutor(1) as other, HollowMode(meter):
+        meter.see(fixed, hollow=True)
+        before, meter.peaks = meter.live, {}
+        assert other.submit(beside).result() == [0.0] * 16
+        assert (meter.live, meter.peaks) == (before, {})
+        with pytest.raises(ModelError, match="reads a number"):
+            fixed.tolist()
+
+
+def test_plans_of_two_threads_do_not_end_each_other():
+    before = [getattr(owner, name) for owner, name, _ in hollow._WITHOUT_OPERATORS]
+    turn = threading.Barrier(2, timeout=60)
+
+    def planned(first):
+        meter = Meter()
+        for begins in (True, False):
+            if begins is first:
+                mode = HollowMode(meter).__enter__()
+            turn.wait()
+        if first:  # ends while the other goes on
+            mode.__exit__(None, None, None)
+        turn.wait()
+        if first:
+            return None
+        x = torch.empty(ROWS)
+        live = meter.live
+        x.untyped_storage().resize_(0)
+        mode.__exit__(None, None, None)
+        return live - meter.live
+
+    with ThreadPoolExecutor(2) as threads:
+        assert list(threads.map(planned, (True, False))) == [None, 4 * ROWS[0] * ROWS[1]]
+    assert [getattr(owner, name) for owner, name, _ in hollow._WITHOUT_OPERATORS] == before

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from fullshard.errors import ConfigError
-from fullshard.planner.hardware import Hardware, hardware, names
-from fullshard.planner.timing import SheetSpeed, collective_seconds, time_step
+from fullshard.planner.timing import Hardware, SheetSpeed, hardware, names, time_step
 from fullshard.planner.work import Awaited, Computed, Issued, Operator, Work
 
 DEVICE = Hardware(
@@ -83,7 +82,7 @@ def test_the_optimizer_is_apart_and_more_micro_batches_do_not_repeat_it():
     ],
 )
 def test_ranks_of_one_machine_use_its_links_and_others_the_network_of_their_ports(ranks, rate):
-    assert collective_seconds(Issued(0, "all_reduce", 100, ranks), DEVICE) == 0.5 + 100 / rate
+    assert SheetSpeed(DEVICE).collective_seconds(Issued(0, "all_reduce", 100, ranks)) == (0.5 + 100 / rate, 0.0)
 
 
 def test_products_in_a_dtype_without_a_figure_are_refused():

@@ -333,11 +333,11 @@ def _plugin(given: Any) -> FullyShardedDataParallelPlugin:
     """Return the given plugin, that of the first Accelerator, or one made from the environment."""
     if given is None:
         return shared_states()[1].get("fsdp_plugin") or FullyShardedDataParallelPlugin()
-    if isinstance(given, accelerate.FullyShardedDataParallelPlugin):
-        return FullyShardedDataParallelPlugin.of(given)
-    if not isinstance(given, FullyShardedDataParallelPlugin):
+    if isinstance(given, FullyShardedDataParallelPlugin):
+        return given
+    if not isinstance(given, accelerate.FullyShardedDataParallelPlugin):
         raise ConfigError(f"fsdp_plugin must be a FullyShardedDataParallelPlugin; got {type(given).__name__}.")
-    return given
+    return FullyShardedDataParallelPlugin.of(given)
 
 
 def _parallelism(given: ParallelismConfig | None) -> ParallelismConfig | None:

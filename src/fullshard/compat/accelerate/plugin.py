@@ -6,11 +6,12 @@ import dataclasses
 import functools
 import os
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, TypeVar
 
+import accelerate
 import torch
 from torch import nn
 
@@ -33,6 +34,7 @@ from fullshard.core.transformers_private import block_classes
 from fullshard.errors import ConfigError, WrapError
 
 E = TypeVar("E", bound=Enum)
+_library: Any = accelerate  # untyped: the fields are words first and objects later
 
 _DTYPES = {"fp8": torch.bfloat16, "fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 _POLICIES = {
@@ -48,67 +50,24 @@ _CONFIGS = {
 
 
 @dataclass
-class FullyShardedDataParallelPlugin:
-    """Settings of how ``Accelerator.prepare`` shards models.
+class FullyShardedDataParallelPlugin(_library.FullyShardedDataParallelPlugin):
+    """Settings of how ``Accelerator.prepare`` shards models: the fields of Accelerate's plugin.
 
-    A field that is None is read from its environment variable, which ``accelerate launch`` and ``fullshard launch``
-    set, and otherwise has Accelerate's default; below, both follow the description. Enum fields take a number, a word
-    or a member.
+    A field that is None is read from its environment variable (``FSDP_`` and its name), which ``accelerate launch`` and
+    ``fullshard launch`` set, and otherwise has Accelerate's default. Enum fields take a number, a word or a member.
+    Different from Accelerate's:
 
-    Attributes:
-        fsdp_version: 1 (a wrapper around the model) or 2 (the model itself is changed). ``FSDP_VERSION``; 1.
-        sharding_strategy: Version 1. ``FSDP_SHARDING_STRATEGY``; FULL_SHARD.
-        reshard_after_forward: Version 2: True or False. ``FSDP_RESHARD_AFTER_FORWARD``; True. Version 1: a sharding
-            strategy, used if ``sharding_strategy`` is None.
-        backward_prefetch: Version 1. ``FSDP_BACKWARD_PREFETCH``; none.
-        mixed_precision_policy: ``"bf16"``, ``"fp16"``, ``"fp32"``, a dict of dtypes, ``MixedPrecision`` (version 1) or
-            ``MixedPrecisionPolicy`` (2); None: that of ``Accelerator(mixed_precision=…)``.
-        auto_wrap_policy: ``"transformer_based_wrap"``, ``"size_based_wrap"``, ``"no_wrap"`` or a policy of
-            ``fullshard.compat.torch_fsdp.wrap`` or ``torch.distributed.fsdp.wrap``. ``FSDP_AUTO_WRAP_POLICY``; the
-            blocks that ``fullshard.fully_shard`` finds (in Accelerate: no_wrap).
-        cpu_offload: Whether shards, gradients and the optimizer's state live in host memory: a bool, ``CPUOffload``
-            (version 1) or an ``OffloadPolicy`` (2). ``FSDP_OFFLOAD_PARAMS``; False.
-        ignored_modules: Modules left unsharded, or a regular expression for their names. ``FSDP_IGNORED_MODULES``.
-        state_dict_type: ``FSDP_STATE_DICT_TYPE``; FULL_STATE_DICT (version 1), SHARDED_STATE_DICT (2).
-        state_dict_config: Settings of the model's state dict; None: the type's defaults.
-        optim_state_dict_config: Settings of the optimizer's state dict; None: the type's defaults.
-        limit_all_gathers: No effect: gathered memory is always bounded.
-        use_orig_params: No effect: parameters are always the original ones. ``FSDP_USE_ORIG_PARAMS``.
-        param_init_fn: Version 1: allocates and initializes modules on the meta device.
-        sync_module_states: Version 1: use rank 0's parameters and buffers. ``FSDP_SYNC_MODULE_STATES``; False.
-        forward_prefetch: Version 1: gather ahead in forward. ``FSDP_FORWARD_PREFETCH``; False.
-        activation_checkpointing: Recompute the units' activations in backward. ``FSDP_ACTIVATION_CHECKPOINTING``;
-            False.
-        activation_checkpointing_offload: Keep the units' inputs in host memory.
-            ``FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD``; False.
-        cpu_ram_efficient_loading: Only rank 0 loads the pretrained weights; the other ranks get them from it when the
-            model is prepared. ``FSDP_CPU_RAM_EFFICIENT_LOADING``; False.
-        transformer_cls_names_to_wrap: Class names for transformer_based_wrap. ``FSDP_TRANSFORMER_CLS_TO_WRAP``,
-            separated by commas; the model's ``_no_split_modules``, or else the blocks that ``fully_shard`` finds.
-        min_num_params: Smallest unit for size_based_wrap. ``FSDP_MIN_NUM_PARAMS``; 0.
+    - ``auto_wrap_policy`` is by default the blocks that ``fullshard.fully_shard`` finds (in Accelerate: no_wrap), also
+      where ``transformer_based_wrap`` is given no class names and the model names none.
+    - ``reshard_after_forward`` counts in version 1 too, as a sharding strategy, if ``sharding_strategy`` is None.
+    - ``limit_all_gathers`` and ``use_orig_params`` have no effect: gathered memory is always bounded, parameters are
+      always the original ones. In version 2 neither have ``sharding_strategy``, ``backward_prefetch``,
+      ``param_init_fn``, ``sync_module_states`` and ``forward_prefetch``; a warning says so.
+    - ``param_init_fn`` must also allocate the tensors of its module.
+    - Values that are not supported are a ``ConfigError`` with those that are.
     """
 
-    fsdp_version: Any = None
-    sharding_strategy: Any = None
-    reshard_after_forward: Any = None
-    backward_prefetch: Any = None
-    mixed_precision_policy: Any = None
-    auto_wrap_policy: Any = None
     cpu_offload: Any = None
-    ignored_modules: Iterable[nn.Module] | str | None = None
-    state_dict_type: Any = None
-    state_dict_config: Any = None
-    optim_state_dict_config: Any = None
-    limit_all_gathers: bool = True
-    use_orig_params: bool | None = None
-    param_init_fn: Callable[[nn.Module], None] | None = None
-    sync_module_states: bool | None = None
-    forward_prefetch: bool | None = None
-    activation_checkpointing: bool | None = None
-    activation_checkpointing_offload: bool | None = None
-    cpu_ram_efficient_loading: bool | None = None
-    transformer_cls_names_to_wrap: Any = None
-    min_num_params: int | None = None
 
     def __post_init__(self) -> None:
         """Read the environment and convert words and numbers.
@@ -343,14 +302,6 @@ class FullyShardedDataParallelPlugin:
             self.cpu_offload = CPUOffload(offload_params=offloads)
         elif not isinstance(value, OffloadPolicy):
             self.cpu_offload = CPUOffloadPolicy() if offloads else OffloadPolicy()
-
-    def validate_cpu_offload(self) -> None:
-        """Raise a ConfigError if the class of ``cpu_offload`` is not the version's."""
-        cls = CPUOffload if self.fsdp_version == 1 else OffloadPolicy
-        if not isinstance(self.cpu_offload, cls):
-            raise ConfigError(
-                f"cpu_offload must be a {cls.__name__} with fsdp_version={self.fsdp_version}; got {self.cpu_offload!r}."
-            )
 
 
 def _or_env(value: Any, name: str, default: Any) -> Any:

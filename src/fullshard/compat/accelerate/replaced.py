@@ -9,7 +9,9 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
+import inspect
 import sys
+from collections.abc import Callable
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -22,7 +24,6 @@ from accelerate import utils
 from accelerate.state import PartialState as _PartialState
 from accelerate.utils import other
 from torch import nn
-from torch.optim import Optimizer
 
 from fullshard.compat.accelerate.accelerator import Accelerator
 from fullshard.compat.accelerate.plugin import FullyShardedDataParallelPlugin
@@ -47,85 +48,43 @@ def extract_model_from_parallel(model: nn.Module, *args: Any, **kwargs: Any) -> 
     return _extract(unwrapped(model), *args, **kwargs)
 
 
-def save_fsdp_model(
-    fsdp_plugin: FullyShardedDataParallelPlugin,
-    accelerator: Accelerator,
-    model: nn.Module,
-    output_dir: str,
-    model_index: int = 0,
-    adapter_only: bool = False,  # noqa: FBT001, FBT002
-    use_dcp: bool = True,  # noqa: FBT001, FBT002
-) -> None:
-    """Write one model as ``save_state`` does; every rank calls it.
+def _one_of_state(name: str) -> Callable[..., None]:
+    """Return our function in place of Accelerate's ``{save,load}_fsdp_{model,optimizer}``, with its arguments.
 
-    With ``adapter_only``, only the trained parameters and buffers of a PEFT model, under the model's names.
+    It writes or reads one model, or the optimizer of one, as ``save_state`` and ``load_state`` do; every rank calls it.
+    With ``adapter_only``, these are only the trained parameters and buffers of a PEFT model, under the model's names;
+    frozen ones that are not in the file keep their values.
     """
-    _state(fsdp_plugin, accelerator, output_dir, adapter_only, use_dcp).save_model(unwrapped(model), model_index)
+    theirs = getattr(utils, name)
+    verb, _, what = name.split("_")
+
+    @functools.wraps(theirs)
+    def call(*args: Any, **kwargs: Any) -> None:
+        bound = inspect.signature(theirs).bind(*args, **kwargs)
+        bound.apply_defaults()
+        given = bound.arguments
+        if not given["use_dcp"]:
+            raise ConfigError(
+                "fullshard saves and loads models and optimizers in torch's distributed format or as one file; got "
+                "use_dcp=False. Leave it out."
+            )
+        directory = Path(given["output_dir" if verb == "save" else "input_dir"])
+        directory.mkdir(parents=True, exist_ok=True)
+        state = State(given["accelerator"], directory)
+        state.kind = given["fsdp_plugin"].state_dict_type
+        state.adapter_only = given.get("adapter_only", False)
+        number = given[f"{what}_index"]
+        if what == "model":
+            getattr(state, f"{verb}_model")(unwrapped(given["model"]), number)
+        else:
+            optimizer = getattr(given["optimizer"], "optimizer", given["optimizer"])
+            getattr(state, f"{verb}_optimizer")(unwrapped(given["model"]), optimizer, number)
+
+    return call
 
 
-def load_fsdp_model(
-    fsdp_plugin: FullyShardedDataParallelPlugin,
-    accelerator: Accelerator,
-    model: nn.Module,
-    input_dir: str,
-    model_index: int = 0,
-    adapter_only: bool = False,  # noqa: FBT001, FBT002
-    use_dcp: bool = True,  # noqa: FBT001, FBT002
-) -> None:
-    """Read one model that :func:`save_fsdp_model` wrote; every rank calls it.
-
-    With ``adapter_only``, frozen parameters of a PEFT model that are not in the file keep their values.
-    """
-    _state(fsdp_plugin, accelerator, input_dir, adapter_only, use_dcp).load_model(unwrapped(model), model_index)
-
-
-def save_fsdp_optimizer(
-    fsdp_plugin: FullyShardedDataParallelPlugin,
-    accelerator: Accelerator,
-    optimizer: Optimizer,
-    model: nn.Module,
-    output_dir: str,
-    optimizer_index: int = 0,
-    use_dcp: bool = True,  # noqa: FBT001, FBT002
-) -> None:
-    """Write the optimizer of a model as ``save_state`` does; every rank calls it."""
-    state = _state(fsdp_plugin, accelerator, output_dir, adapter_only=False, use_dcp=use_dcp)
-    state.save_optimizer(unwrapped(model), getattr(optimizer, "optimizer", optimizer), optimizer_index)
-
-
-def load_fsdp_optimizer(  # noqa: PLR0913 (Accelerate's signature)
-    fsdp_plugin: FullyShardedDataParallelPlugin,
-    accelerator: Accelerator,
-    optimizer: Optimizer,
-    model: nn.Module,
-    input_dir: str,
-    optimizer_index: int = 0,
-    adapter_only: bool = False,  # noqa: FBT001, FBT002
-    use_dcp: bool = True,  # noqa: FBT001, FBT002
-) -> None:
-    """Read what :func:`save_fsdp_optimizer` wrote; every rank calls it."""
-    state = _state(fsdp_plugin, accelerator, input_dir, adapter_only, use_dcp)
-    state.load_optimizer(unwrapped(model), getattr(optimizer, "optimizer", optimizer), optimizer_index)
-
-
-def _state(
-    plugin: FullyShardedDataParallelPlugin,
-    accelerator: Accelerator,
-    directory: str,
-    adapter_only: bool,  # noqa: FBT001
-    use_dcp: bool,  # noqa: FBT001
-) -> State:
-    if not use_dcp:
-        raise ConfigError(
-            "fullshard saves and loads models and optimizers in torch's distributed format or as one file; got "
-            "use_dcp=False. Leave it out."
-        )
-    Path(directory).mkdir(parents=True, exist_ok=True)
-    state = State(accelerator, Path(directory))
-    state.kind = plugin.state_dict_type
-    state.adapter_only = adapter_only
-    return state
-
+save_fsdp_model, load_fsdp_model = _one_of_state("save_fsdp_model"), _one_of_state("load_fsdp_model")
+save_fsdp_optimizer, load_fsdp_optimizer = _one_of_state("save_fsdp_optimizer"), _one_of_state("load_fsdp_optimizer")
 
 REPLACED: list[tuple[Any, Any]] = [
     (accelerate.Accelerator, Accelerator),

@@ -137,16 +137,14 @@ TOP: Mapping[str, Key] = {
     "enable_cpu_affinity": Key(flag, default=False),
     "dynamo_backend": Key(bare_no, "NO"),
     "main_training_function": Key(text, "main", _TPU),
-    "downcast_bf16": Key(flag, default=False, ignored=_TPU),
-    "tpu_name": Key(anything, None, _TPU),
-    "tpu_zone": Key(anything, None, _TPU),
-    "tpu_use_cluster": Key(flag, default=False, ignored=_TPU),
-    "tpu_use_sudo": Key(flag, default=False, ignored=_TPU),
-    "tpu_vm": Key(anything, None, _TPU),
-    "tpu_env": Key(anything, None, _TPU),
-    "tpu_cluster": Key(flag, default=False, ignored=_TPU),
-    "commands": Key(anything, None, _TPU),
-    "command_file": Key(anything, None, _TPU),
+    **{
+        name: Key(flag, default=False, ignored=_TPU)
+        for name in ("downcast_bf16", "tpu_use_cluster", "tpu_use_sudo", "tpu_cluster")
+    },
+    **{
+        name: Key(anything, None, _TPU)
+        for name in ("tpu_name", "tpu_zone", "tpu_vm", "tpu_env", "commands", "command_file")
+    },
     "deepspeed_config": Key(anything, None, "distributed_type is not DEEPSPEED"),
     "megatron_lm_config": Key(anything, None, "distributed_type is not MEGATRON_LM"),
     "fp8_config": Key(anything, None, "mixed_precision is not fp8"),
@@ -194,11 +192,9 @@ DYNAMO: Mapping[str, Key] = {
 """Keys of ``dynamo_config``."""
 
 PARALLELISM: Mapping[str, Key] = {
-    "parallelism_config_dp_replicate_size": Key(integer(1), 1),
-    "parallelism_config_dp_shard_size": Key(integer(1), 1),
-    "parallelism_config_tp_size": Key(integer(1), 1),
-    "parallelism_config_cp_size": Key(integer(1), 1),
-    "parallelism_config_sp_size": Key(integer(1), 1),
+    **{
+        f"parallelism_config_{axis}_size": Key(integer(1), 1) for axis in ("dp_replicate", "dp_shard", "tp", "cp", "sp")
+    },
     "parallelism_config_cp_backend": Key(text, "torch", _SPLIT),
     "parallelism_config_cp_comm_strategy": Key(text, "allgather", _SPLIT),
     "parallelism_config_sp_backend": Key(text, "deepspeed", _SPLIT),

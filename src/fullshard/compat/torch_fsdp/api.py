@@ -10,19 +10,16 @@ from contextlib import contextmanager
 from enum import Enum, auto
 
 from torch import nn
-from torch.distributed.fsdp import OptimStateKeyType
+from torch.distributed.fsdp import OptimStateKeyType as OptimStateKeyType, api as _theirs
+from torch.distributed.fsdp.api import *  # noqa: F403 (the enums and settings of its __all__)
 from torch.distributed.fsdp.api import (
-    BackwardPrefetch,
-    CPUOffload,
     FullOptimStateDictConfig,
     FullStateDictConfig,
     LocalOptimStateDictConfig,
     LocalStateDictConfig,
-    MixedPrecision,
     OptimStateDictConfig,
     ShardedOptimStateDictConfig,
     ShardedStateDictConfig,
-    ShardingStrategy,
     StateDictConfig,
     StateDictSettings,
     StateDictType,
@@ -31,23 +28,8 @@ from torch.distributed.fsdp.api import (
 from fullshard.core.engine import sharded_roots
 from fullshard.errors import ConfigError, ShardingError
 
-__all__ = [
-    "BackwardPrefetch",
-    "CPUOffload",
-    "FullOptimStateDictConfig",
-    "FullStateDictConfig",
-    "LocalOptimStateDictConfig",
-    "LocalStateDictConfig",
-    "MixedPrecision",
-    "OptimStateDictConfig",
-    "OptimStateKeyType",
-    "ShardedOptimStateDictConfig",
-    "ShardedStateDictConfig",
-    "ShardingStrategy",
-    "StateDictConfig",
-    "StateDictSettings",
-    "StateDictType",
-]
+__all__ = ["OptimStateKeyType"]
+__all__ += _theirs.__all__
 
 
 class TrainingState(Enum):

@@ -13,13 +13,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
-    ActivationWrapper,
-    CheckpointImpl,
-    CheckpointWrapper,
-)
 
 from fullshard.compat.torch_fsdp.wrap import lambda_auto_wrap_policy, run_policy
+from fullshard.core.torch_private import checkpoint_wrappers
 from fullshard.errors import ConfigError
 
 __all__ = [
@@ -32,6 +28,9 @@ __all__ = [
     "checkpoint_wrapper",
     "offload_wrapper",
 ]
+
+
+ActivationWrapper, CheckpointImpl, CheckpointWrapper = checkpoint_wrappers()
 
 
 class OffloadWrapper(ActivationWrapper):

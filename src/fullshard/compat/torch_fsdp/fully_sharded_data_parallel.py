@@ -21,7 +21,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.module import _IncompatibleKeys
 
 from fullshard.compat.torch_fsdp import api, optim_state
 from fullshard.compat.torch_fsdp.api import *  # noqa: F403 (torch's module of this name exports them too)
@@ -32,9 +31,8 @@ from fullshard.compat.torch_fsdp.api import (
     ShardingStrategy,
     TrainingState,
 )
-from fullshard.compat.torch_fsdp.arguments import ignored_parts
 from fullshard.compat.torch_fsdp.model_state import load_model_state_dict, model_state_dict
-from fullshard.compat.torch_fsdp.sharding import Sharding, install_hooks, shard
+from fullshard.compat.torch_fsdp.sharding import Sharding, ignored_parts, install_hooks, shard
 from fullshard.compat.torch_fsdp.wrap import WRAPPED
 from fullshard.core.engine import no_sync, on_state_dict, plain_class, plain_name, sharded_roots, summoned_parameters
 from fullshard.core.engine.registry import runtime_of
@@ -364,7 +362,7 @@ class FullyShardedDataParallel(nn.Module):
         state_dict: Mapping[str, Any],
         strict: bool = True,  # noqa: FBT001, FBT002 (torch's signature)
         assign: bool = False,  # noqa: FBT001, FBT002
-    ) -> _IncompatibleKeys:
+    ) -> Any:
         """See :func:`~fullshard.compat.torch_fsdp.model_state.load_model_state_dict`."""
         return load_model_state_dict(self, state_dict, strict, assign)
 

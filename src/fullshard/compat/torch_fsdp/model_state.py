@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.module import _IncompatibleKeys
 
 from fullshard.compat.torch_fsdp.api import (
     FullStateDictConfig,
@@ -16,8 +15,8 @@ from fullshard.compat.torch_fsdp.api import (
     StateDictType,
     get_state_dict_type,
 )
+from fullshard.compat.torch_fsdp.optimizer_hooks import getter_asks
 from fullshard.compat.torch_fsdp.tensor import DTensor, place_like
-from fullshard.compat.torch_fsdp.torch_getters import getter_asks
 from fullshard.core.comm import Comm, together
 from fullshard.core.engine import (
     StateEntry,
@@ -29,6 +28,7 @@ from fullshard.core.engine import (
     state_entries,
 )
 from fullshard.core.shards import rows_of
+from fullshard.core.torch_private import incompatible_keys
 from fullshard.errors import ShardingError
 from fullshard.state.saving.shard_tensor import ShardTensor, part_or_full
 
@@ -67,7 +67,8 @@ def model_state_dict(
         ShardingError: The module is not part of a sharded model, only rank 0 has the full parameters, or parameters
             are a group's own (experts): only FULL on all ranks and LOCAL have them.
     """
-    destination, prefix = _positional(args, destination, prefix)
+    by_place = dict(zip(("destination", "prefix"), args, strict=False))
+    destination, prefix = by_place.get("destination", destination), by_place.get("prefix", prefix)
     kind, config = _requested(module)
     entries = state_entries(module)
     if kind is StateDictType.SHARDED_STATE_DICT or getattr(config, "rank0_only", False):
@@ -106,16 +107,6 @@ def _in_module_order(module: nn.Module, tensors: dict[str, Any], prefix: str) ->
     order = {plain_name(path): place for place, (path, _) in enumerate(module.named_modules(remove_duplicate=False))}
     names = sorted(values, key=lambda name: order[name.rpartition(".")[0]])
     return {prefix + name: values[name] for name in names}
-
-
-def _positional(
-    args: tuple[Any, ...], destination: dict[str, Any] | None, prefix: str
-) -> tuple[dict[str, Any] | None, str]:
-    if args and destination is None:
-        destination = args[0]
-    if len(args) > 1 and not prefix:
-        prefix = args[1]
-    return destination, prefix
 
 
 def _full(module: nn.Module, entries: Sequence[StateEntry], config: Any) -> list[torch.Tensor] | None:
@@ -174,7 +165,7 @@ def load_model_state_dict(
     state_dict: Mapping[str, Any],
     strict: bool = True,  # noqa: FBT001, FBT002 (torch's signature)
     assign: bool = False,  # noqa: FBT001, FBT002
-) -> _IncompatibleKeys:
+) -> Any:
     """Load a state dict of the kind that ``set_state_dict_type`` set; every rank calls it.
 
     Args:
@@ -210,7 +201,7 @@ def load_model_state_dict(
     for name, owner in _extra_states(module).items():
         if name in state_dict:
             owner.set_extra_state(state_dict[name])
-    return _IncompatibleKeys(missing, unexpected)
+    return incompatible_keys(missing, unexpected)
 
 
 def _plan(

@@ -10,7 +10,6 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
-from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlanner
 from torch.distributed.checkpoint.state_dict_loader import load
@@ -23,6 +22,7 @@ from fullshard.core.engine import LocalTensor, local_tensors, mesh_of, plain_nam
 from fullshard.core.layout import StatePart
 from fullshard.core.optim.shards import comm_of, holds_rows
 from fullshard.core.shards import STATE_ON_ALL_RANKS
+from fullshard.core.torch_private import unflatten
 from fullshard.errors import CheckpointError, InvariantError, ProcessGroupError, ShardingError
 from fullshard.state.saving.optimizer_state import Described, StateDict, StatesOfAll, cut, group_options
 from fullshard.state.saving.shard_tensor import ShardTensor, state_as_part
@@ -475,7 +475,7 @@ def load_sharded_optimizer_state_dict(
         known = ", ".join(sorted({str(path[0]) for path in paths.values()}))
         raise CheckpointError(f"The distributed checkpoint has no key {optimizer_key!r}; it has {known}.")
     load(state, storage_reader=storage_reader, planner=planner)
-    return unflatten_state_dict(state, {key: paths[key] for key in state})
+    return unflatten(state, {key: paths[key] for key in state})
 
 
 def _parameter(path: tuple[Any, ...]) -> str:

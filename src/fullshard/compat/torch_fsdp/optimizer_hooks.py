@@ -9,20 +9,75 @@ torch's getters get :class:`ShardTensor` values there too.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextvars import ContextVar
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from fullshard.compat.torch_fsdp.tensor import place_like
-from fullshard.compat.torch_fsdp.torch_getters import getter_asks
 from fullshard.core.comm import Comm
 from fullshard.core.optim.walk import has_shape_here, part_of_saved, part_of_state
 from fullshard.core.shards import STATE_ON_ALL_RANKS
+from fullshard.core.torch_private import wrap_state_getters
 from fullshard.state.saving.optimizer_state import cut
-from fullshard.state.saving.shard_tensor import ShardTensor, state_as_part
+from fullshard.state.saving.shard_tensor import ShardTensor, UnsplitTensor, state_as_part
+
+_asking: ContextVar[bool] = ContextVar("asking", default=False)
+
+
+def getter_asks() -> bool:
+    """Return whether one of torch's getters or setters is calling ``state_dict()`` or ``load_state_dict()``."""
+    return _asking.get()
+
+
+def _asked_by_getter(ask: Callable[..., Callable[..., Any]]) -> Callable[..., Callable[..., Any]]:
+    def function_of(owner: Any, api: str) -> Callable[..., Any]:
+        function = ask(owner, api)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            before = _asking.set(True)
+            try:
+                return function(*args, **kwargs)
+            finally:
+                _asking.reset(before)
+
+        return call
+
+    return function_of
+
+
+def _with_full_tensors(finish: Callable[..., Any]) -> Callable[..., Any]:
+    def finished(state_dict: Any, info: Any) -> Any:
+        if info.full_state_dict:
+            # torch keeps full states in host memory on rank 0 only.
+            dropped = info.cpu_offload and dist.is_initialized() and dist.get_rank() > 0
+            state_dict = _full(state_dict, torch.device("cpu") if info.cpu_offload else None, dropped=dropped)
+        return finish(state_dict, info)
+
+    return finished
+
+
+def _full(value: Any, device: torch.device | None, *, dropped: bool) -> Any:
+    """Return ``value`` with full tensors, on ``device``, in place of parts; every rank calls it."""
+    if isinstance(value, dict):
+        # Sorted, so that every rank gathers in the same order, whatever the order of an optimizer's first steps.
+        full = {key: _full(value[key], device, dropped=dropped) for key in sorted(value, key=str)}
+        return type(value)((key, full[key]) for key in value)
+    if not isinstance(value, (ShardTensor, UnsplitTensor)):
+        return value
+    full = value.full_tensor()
+    if dropped:
+        return full.new_empty(0)
+    return full if device is None else full.to(device)
+
+
+wrap_state_getters(_asked_by_getter, _with_full_tensors)
+
 
 _FSDP1 = "_fullshard_in_fsdp1"
 _HOOKED = "_fullshard_described"

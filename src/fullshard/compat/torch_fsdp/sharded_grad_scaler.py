@@ -8,7 +8,7 @@ import torch
 from torch.optim import Optimizer
 
 from fullshard import optim
-from fullshard.compat.torch_fsdp.arguments import accelerator_type
+from fullshard.compat.torch_fsdp.sharding import accelerator_type
 from fullshard.core.comm import as_mesh
 from fullshard.core.policy import ShardingStrategy
 

@@ -12,10 +12,17 @@ from typing import Any
 
 import yaml
 
-from fullshard.compat.accelerate_config.explain import default_values, next_commands, summary
 from fullshard.compat.accelerate_config.file import read_accelerate_file
 from fullshard.compat.accelerate_config.options import launch_warnings
-from fullshard.compat.accelerate_config.translate import LEFT, nested, run_file_text, translate
+from fullshard.compat.accelerate_config.translate import (
+    LEFT,
+    default_values,
+    nested,
+    next_commands,
+    run_file_text,
+    summary,
+    translate,
+)
 from fullshard.errors import CheckpointError, ConfigError
 from fullshard.program.cli.accelerate import add_config_file, file_overrides
 from fullshard.program.cli.common import (

@@ -19,6 +19,7 @@ from torch.nn import functional
 
 from fullshard.core.comm import logits_at_once
 from fullshard.core.shards import table_of
+from fullshard.core.torch_private import plain_functions
 from fullshard.errors import ModelError
 from fullshard.program.models.adapters import base_of
 
@@ -226,7 +227,7 @@ class FusedHead:
             return summed_loss(logits[:, -spec.labels_BT.shape[1] :], spec.labels_BT, spec.objective, spec.weights)
         rows, labels, weights = self._counted(input, spec)
         records = torch.is_grad_enabled()
-        with torch._C.DisableTorchFunctionSubclass():
+        with plain_functions():
             spec = replace(spec, weights=weights)
             return _LinearCrossEntropy.apply(rows, weight, bias, labels, spec, records)  # type: ignore[return-value]
 

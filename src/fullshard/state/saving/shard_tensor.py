@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from fullshard.core.comm import Comm
 from fullshard.core.layout import Box, StatePart, boxes
 from fullshard.core.shards import gather_full, rows_of
+from fullshard.core.torch_private import plain_subclass
 from fullshard.errors import ShardingError
 
 _ABOUT = frozenset(
@@ -254,7 +255,7 @@ class UnsplitTensor(_Described, torch.Tensor):
 
     _ranks: _Ranks
     # Results of operations on it are plain tensors.
-    __torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore[reportAssignmentType]
+    __torch_function__ = plain_subclass  # pyright: ignore[reportAssignmentType]
 
     @staticmethod
     def of(full: torch.Tensor, comm: Comm) -> UnsplitTensor:
