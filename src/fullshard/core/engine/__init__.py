@@ -60,6 +60,6 @@ from fullshard.core.engine.setup.source import (
 )
 from fullshard.core.engine.step.lane import LaneState as LaneState
 from fullshard.core.engine.step.unit import Keep as Keep, Unit as Unit, UnitOptions as UnitOptions
-from fullshard.core.engine.tables.head import vocab_parallel_loss as vocab_parallel_loss
+from fullshard.core.engine.tables.loss import vocab_parallel_loss as vocab_parallel_loss
 from fullshard.core.engine.timeline import MemorySample as MemorySample, Recorder as Recorder, TraceEvent as TraceEvent
 from fullshard.core.layout.names import plain_name as plain_name

@@ -24,11 +24,11 @@ from fullshard.core.shards.shard import (
     Shard as Shard,
     ShardParameter as ShardParameter,
     as_shard as as_shard,
-    lay_aside as lay_aside,
     on_rows as on_rows,
     parameter_class as parameter_class,
+    restore as restore,
+    restore_all as restore_all,
     rows_of as rows_of,
-    take_up as take_up,
-    take_up_all as take_up_all,
+    strip as strip,
 )
 from fullshard.core.shards.untraced import untraced as untraced

@@ -165,47 +165,47 @@ def on_rows(function: Function) -> Function:
     return call  # type: ignore[return-value]
 
 
-def lay_aside(params: Iterable[nn.Parameter]) -> list[tuple[nn.Parameter, torch.Tensor | None]]:
+def strip(params: Iterable[nn.Parameter]) -> list[tuple[nn.Parameter, torch.Tensor | None]]:
     """Make shards and their gradients plain, for a step that is known to treat each rank's rows alone.
 
     The step then has no overhead. Parameters without rows on this rank have no gradient meanwhile, and so get no
     optimizer state: some optimizers divide by the number of rows. Those with the mark keep their gradient.
 
     Returns:
-        Each parameter that was a shard, with its gradient if that was one; for :func:`take_up`.
+        Each parameter that was a shard, with its gradient if that was one; for :func:`restore`.
     """
-    laid: list[tuple[nn.Parameter, torch.Tensor | None]] = []
+    stripped: list[tuple[nn.Parameter, torch.Tensor | None]] = []
     with plain_functions():
         for param in params:
             if type(param) is ShardParameter:
                 param.__class__ = nn.Parameter  # pyright: ignore[reportAttributeAccessIssue]
                 gradient = param.grad
                 if not param.nbytes and STATE_ON_ALL_RANKS not in vars(param):
-                    vars(param)["laid_aside"], param.grad, gradient = gradient, None, None
+                    vars(param)["stripped_gradient"], param.grad, gradient = gradient, None, None
                 elif type(gradient) is Shard:
                     gradient.__class__ = torch.Tensor  # pyright: ignore[reportAttributeAccessIssue]
                 else:
                     gradient = None
-                laid.append((param, gradient))
-    return laid
+                stripped.append((param, gradient))
+    return stripped
 
 
-def take_up(laid: Iterable[tuple[nn.Parameter, torch.Tensor | None]]) -> None:
-    """Turn the result of :func:`lay_aside` back into shards; a gradient that the step replaced becomes one too."""
-    for param, before in laid:
+def restore(stripped: Iterable[tuple[nn.Parameter, torch.Tensor | None]]) -> None:
+    """Turn the result of :func:`strip` back into shards; a gradient that the step replaced becomes one too."""
+    for param, before in stripped:
         gradient = param.grad
         if gradient is not None and gradient is before:
             gradient.__class__ = Shard  # it still has its cut; setting it again would double the time of this loop
         elif gradient is not None:
             as_shard(gradient, param.cut)  # type: ignore[attr-defined]
-        elif "laid_aside" in vars(param):
-            param.grad = vars(param).pop("laid_aside")
+        elif "stripped_gradient" in vars(param):
+            param.grad = vars(param).pop("stripped_gradient")
         param.__class__ = ShardParameter
 
 
-def take_up_all(params: Iterable[nn.Parameter]) -> None:
+def restore_all(params: Iterable[nn.Parameter]) -> None:
     """Turn parameters back into shards that a step which raised has left plain."""
-    take_up((param, None) for param in params if type(param) is nn.Parameter and "cut" in vars(param))
+    restore((param, None) for param in params if type(param) is nn.Parameter and "cut" in vars(param))
 
 
 def refusal(name: str, values: Any) -> ShardingError:

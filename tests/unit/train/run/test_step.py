@@ -8,11 +8,12 @@ import pytest
 import torch
 
 from fullshard import MixedPrecision, fully_shard, unsharded
+from fullshard.core.engine.tables import loss as loss_module
 from fullshard.core.optim import ShardedGradScaler
 from fullshard.core.testing import run_ranks
 from fullshard.errors import TrainingError
 from fullshard.program.data import CollateSpec, LengthStats, RowRef, TokenizedSet, collate
-from fullshard.program.models import Objective, fuse_head, loss as loss_module
+from fullshard.program.models import Objective, fuse_head
 from fullshard.program.train.forward import loss_sum
 from fullshard.program.train.run import step as step_module
 from fullshard.program.train.run.step import StepSpec

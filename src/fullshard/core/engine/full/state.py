@@ -14,7 +14,7 @@ from fullshard.core.engine.registry import runtime_of
 from fullshard.core.engine.step.param import ShardedParam
 from fullshard.core.engine.step.runtime import Runtime
 from fullshard.core.engine.step.unit import Keep, Unit
-from fullshard.core.engine.tables.table_lane import bring_tables
+from fullshard.core.engine.tables.table_lane import request_tables
 from fullshard.core.layout.names import plain_name
 from fullshard.core.shards import on_rows, rows_of
 from fullshard.core.torch_private import in_backward
@@ -47,7 +47,7 @@ def unsharded(model: nn.Module, *, write_back: bool = True) -> Iterator[None]:
     order = _Order(runtime) if outermost else None
     entered = [unit for unit in runtime.units if Keep.CONTEXT not in unit.keep]
     for unit in runtime.units:
-        bring_tables(unit)
+        request_tables(unit)
         runtime.gather(unit)
         unit.settle()  # writes inside the context must not reach a rank that still reads
     for unit in entered:
@@ -158,7 +158,7 @@ class RootHeld:
         if not root.stays_shown:
             root.reshard()  # the gathered values may be older than the shards
             runtime.follow_changes([root])
-        bring_tables(root)
+        request_tables(root)
         runtime.gather(root)
         root.keep.add(Keep.GENERATION)
 

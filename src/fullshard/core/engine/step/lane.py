@@ -30,7 +30,7 @@ class LaneState(Enum):
     SPENT = "spent"
     """Nothing: freed early in this backward, because no operation left in it reads the parameters."""
     HOME = "home"
-    """Nothing: a table's rows stay with their ranks, and tokens travel to them (``engine/tables``)."""
+    """Nothing: a table's rows stay with their ranks, which exchange them (``engine/tables``)."""
 
 
 def predivisor(mesh: Mesh, dtype: torch.dtype) -> float:

@@ -1,7 +1,13 @@
-"""This rank's rows of a table, and the collectives of the ranks that share it."""
+"""This rank's rows of a table, and their exchange: ids go to the ranks that own their rows, rows and gradients back.
+
+A rank sends, for N ranks, L distinct rows that it looks up, width d, and b bytes an element: 8 (N-1) for the
+counts, 8 L (N-1)/N for the ids, and L d b (N-1)/N for the rows, on average; backward sends as much for their gradients.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -14,6 +20,23 @@ from fullshard.core.engine.tables.table_lane import TableLane
 from fullshard.core.shards import on_rows
 from fullshard.core.torch_private import will_execute
 from fullshard.errors import ShardingError
+
+
+@dataclass(frozen=True)
+class Lookup:
+    """One lookup: the rows this rank requested, and the rows others requested of it.
+
+    Attributes:
+        places: For each id, the index of its row among those requested; in the shape of the ids.
+        requested: Number of distinct rows that this rank requested of each rank.
+        served: Number of rows that each rank requested of this one.
+        served_rows: Those rows, counted from this rank's first row, ordered by requesting rank; (sum(served),), int64.
+    """
+
+    places: torch.Tensor
+    requested: list[int]
+    served: list[int]
+    served_rows: torch.Tensor
 
 
 class TableRows(ShardedParam):
@@ -49,8 +72,8 @@ class TableRows(ShardedParam):
 
     @property
     def is_home(self) -> bool:
-        """True if tokens travel to the table now."""
-        self.lane.go_home()
+        """True if rows are exchanged now."""
+        self.lane.resume_exchange()
         return self.lane.state is LaneState.HOME
 
     @property
@@ -75,6 +98,48 @@ class TableRows(ShardedParam):
         if will_execute(self.accumulate):
             unit = self.unit
             unit.runtime.receive(unit, self, lambda: add(self.local_view(self.lane.add_rows_gradient())))
+
+    def send_ids(self, ids: torch.Tensor) -> Lookup:
+        """Send ids to the ranks that own their rows. Every rank that shares the table calls it.
+
+        Args:
+            ids: Rows to look up, any shape, int32 or int64; each is a row of the table.
+        """
+        rows, places = torch.unique(ids.long(), return_inverse=True)  # ascending: grouped by owner
+        ends = torch.searchsorted(rows, self.bounds[1:])
+        counts = torch.diff(ends, prepend=ends.new_zeros(1))
+        replies = torch.empty_like(counts)
+        self._run(replies.split(1), counts.split(1))
+        requested, served = counts.tolist(), replies.tolist()
+        served_rows = rows.new_empty(sum(served))
+        self._run(served_rows.split(served), rows.split(requested))
+        return Lookup(places, requested, served, served_rows - self.bounds[self.comm.rank])
+
+    def fetch_rows(self, lookup: Lookup) -> torch.Tensor:
+        """Return the rows that this rank requested, (sum(requested), d), in the compute dtype."""
+        own = self.rows
+        sent = own.index_select(0, lookup.served_rows.to(own.device)).to(lookup.served_rows.device)
+        received = sent.new_empty(sum(lookup.requested), own.shape[1])
+        self._run(received.split(lookup.requested), sent.split(lookup.served))
+        return received
+
+    def return_gradients(self, lookup: Lookup, gradients: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """Start sending gradients of rows, (sum(requested), d), to their owners.
+
+        Returns:
+            A function that waits for the gradients of ``lookup.served_rows`` and returns them.
+        """
+        received = gradients.new_empty(sum(lookup.served), gradients.shape[1])
+        work = self.comm.exchange(received.split(lookup.served), gradients.split(lookup.requested))
+
+        def arrived(_sent: torch.Tensor = gradients) -> torch.Tensor:  # keeps it until others have read it
+            self.wait(work)
+            return received
+
+        return arrived
+
+    def _run(self, received: tuple[torch.Tensor, ...], sent: tuple[torch.Tensor, ...]) -> None:
+        self.wait(self.comm.exchange(received, sent))
 
 
 def _finish(work: Work) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from enum import Enum
 
 import torch
 
@@ -14,72 +15,83 @@ from fullshard.core.torch_private import in_backward
 from fullshard.errors import ShardingError
 
 
+class LookupState(Enum):
+    """How recorded passes read a table; the same on every rank."""
+
+    EXCHANGED = "exchanged"
+    """Rows were exchanged: no backward that may still come reads the gathered table."""
+    GATHERED = "gathered"
+    """The table was gathered, for a backward that may still come."""
+    REDUCED = "reduced"
+    """As GATHERED, and a gradient was reduced since: the next recorded forward exchanges rows again. Not earlier,
+    because autograd may still run the graph of another forward, or the same graph twice."""
+
+
 @dataclass(eq=False)
 class TableLane(Lane):
-    """The lane of one table, split by complete rows, to which tokens travel where that sends fewer bytes.
+    """The lane of one table, split by complete rows, which are exchanged where that sends fewer bytes.
 
-    While ``travels`` is set, the lane is HOME where another one would be SHARDED, and the unit's gather leaves it out.
-    If something other than a lookup or the loss needs the table, :meth:`bring` has it gathered; backward then gives an
-    unsharded gradient, which is reduced as usual. Both kinds of gradient may occur in one backward.
+    While ``exchanges`` is set, the lane is HOME where another one would be SHARDED: the unit's gather leaves it out.
+    If something other than a lookup or the loss needs the table, :meth:`request_gather` has it gathered; backward then
+    gives an unsharded gradient, which is reduced as usual. Both kinds of gradient may occur in one backward.
 
     Attributes:
-        forced: True if tokens travel at any cost, as long as nothing else reads the table.
-        travels: True if tokens travel in this pass; the same on every rank.
-        came: True if the table was gathered for a backward that may still come; the same on every rank.
-        over: True once a gradient was reduced: the next recorded forward starts at home again. Not earlier, because
-            autograd may still run the graph of another forward, or the same graph twice.
-        asked: True if the next gather must include the table.
-        rows_gradient: Gradient of this rank's rows brought by tokens, summed over the shard group;
+        forced: True if rows are exchanged at any cost, as long as nothing else reads the table.
+        exchanges: True if rows are exchanged in this pass; the same on every rank.
+        lookup: How recorded passes read the table.
+        requested: True if the next gather must include the table.
+        rows_gradient: Gradient of this rank's rows brought by exchanges, summed over the shard group;
             (shard_numel,), in the dtype of sums; None if there is none.
         arriving: Functions that each wait for gradients of rows and add them to ``rows_gradient``.
     """
 
     forced: bool = False
-    travels: bool = True
-    came: bool = False
-    over: bool = False
-    asked: bool = False
+    exchanges: bool = True
+    lookup: LookupState = LookupState.EXCHANGED
+    requested: bool = False
     rows_gradient: torch.Tensor | None = None
     arriving: list[Callable[[], None]] = field(default_factory=list)
 
-    def choose(self, *, travels: bool) -> None:
-        """Set whether tokens travel. Called between passes by every rank, with the same value."""
-        self.travels = travels
+    def choose(self, *, exchanges: bool) -> None:
+        """Set whether rows are exchanged. Called between passes by every rank, with the same value."""
+        self.exchanges = exchanges
         if self.state in (LaneState.HOME, LaneState.SHARDED):
-            self.state = LaneState.HOME if self.travels and not self.came else LaneState.SHARDED
+            self.state = LaneState.HOME if exchanges and self.lookup is LookupState.EXCHANGED else LaneState.SHARDED
 
-    def bring(self) -> None:
+    def request_gather(self) -> None:
         """Make the unit's next gather include the table."""
         if self.state in (LaneState.HOME, LaneState.SHARDED):
-            self.state, self.asked = LaneState.SHARDED, True
+            self.state, self.requested = LaneState.SHARDED, True
 
-    def go_home(self) -> None:
+    def resume_exchange(self) -> None:
         """Return to HOME when a forward begins and all earlier gradients are reduced."""
-        if self.over and self.travels and self.state is LaneState.SHARDED and not self.asked and not in_backward():
+        may = self.exchanges and self.state is LaneState.SHARDED and not self.requested
+        if self.lookup is LookupState.REDUCED and may and not in_backward():
             self.state = LaneState.HOME
             if torch.is_grad_enabled():
-                self.came = self.over = False
+                self.lookup = LookupState.EXCHANGED
 
     def issue_gather(self) -> None:
         """See :meth:`Lane.issue_gather`."""
-        self.go_home()
+        self.resume_exchange()
         if self.state is LaneState.HOME:
             return
-        self.asked = False
+        self.requested = False
         super().issue_gather()
         self.note_use()
 
     def note_use(self) -> None:
         """Record that the gathered table is read now, or that autograd may record what is computed with it."""
         if torch.is_grad_enabled() or in_backward():
-            self.came, self.over = True, False
+            self.lookup = LookupState.GATHERED
 
     def release(self) -> None:
         """See :meth:`Lane.release`."""
         super().release()
-        if in_backward() and not self.trainable:
-            self.over = True  # without a gradient, no reduce will set it
-        if self.travels and not self.came:  # otherwise backward gathers it again
+        exchanged = self.lookup is LookupState.EXCHANGED
+        if in_backward() and not self.trainable and not exchanged:
+            self.lookup = LookupState.REDUCED  # without a gradient, no reduce will set it
+        if self.exchanges and exchanged:  # otherwise backward gathers it again
             self.state = LaneState.HOME
 
     @property
@@ -101,12 +113,13 @@ class TableLane(Lane):
             add()
 
     def start_sum(self) -> tuple[torch.Tensor, Work | None]:
-        """See :meth:`Lane.start_sum`; gradients brought by tokens are summed already."""
+        """See :meth:`Lane.start_sum`; gradients brought by exchanges are summed already."""
         self.add_arriving()
-        rows = self.add_rows_gradient() if not self.came else self.rows_gradient
+        exchanged = self.lookup is LookupState.EXCHANGED
+        rows = self.add_rows_gradient() if exchanged else self.rows_gradient
         self._drop_rows()
-        if self.came:
-            self.over = True
+        if not exchanged:
+            self.lookup = LookupState.REDUCED
             self._add_own(rows)
             return super().start_sum()
         assert rows is not None
@@ -118,7 +131,7 @@ class TableLane(Lane):
         Raises:
             ShardingError: The gradient arrives when no reduce expects it, and would be lost.
         """
-        if not self.came:
+        if self.lookup is LookupState.EXCHANGED:
             raise ShardingError(
                 f"The gradient of a table of shape {self.shapes[place]} belongs to an earlier forward, or the table "
                 "was gathered under torch.no_grad() and then trained. Run each backward before the next forward, and "
@@ -127,7 +140,7 @@ class TableLane(Lane):
         return super().gradient_of(place)
 
     def _add_own(self, rows: torch.Tensor | None) -> None:
-        """Add the gradient that tokens brought, (shard_numel,), to this rank's slice of the unsharded gradient."""
+        """Add the gradient that exchanges brought, (shard_numel,), to this rank's slice of the unsharded gradient."""
         full = self.complete_gradient()
         self.written.update(range(len(self.layout.placements)))  # a complete gradient need not be cleared again
         if rows is not None:
@@ -146,8 +159,8 @@ class TableLane(Lane):
         self._drop_rows()
 
 
-def bring_tables(unit: Unit) -> None:
+def request_tables(unit: Unit) -> None:
     """Make the unit's next gather include its tables that are home, because all parameters will be read."""
     for lane in unit.lanes:
         if isinstance(lane, TableLane):
-            lane.bring()
+            lane.request_gather()

@@ -33,7 +33,7 @@ from fullshard.core.optim.guard.trial import (
     why_not_on_shards,
 )
 from fullshard.core.optim.shards import is_split, meta_of
-from fullshard.core.shards import Shard, as_shard, lay_aside, on_rows, take_up, take_up_all
+from fullshard.core.shards import Shard, as_shard, on_rows, restore, restore_all, strip
 from fullshard.core.torch_private import hooks_around_every_step
 from fullshard.errors import ConfigError
 
@@ -354,11 +354,11 @@ def _before(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any])
         refuse_unreduced(members)
     note_claims(optimizer)
     note_rates(optimizer, members)
-    take_up_all(param for param, _ in members.laid)
+    restore_all(param for param, _ in members.stripped)
     if _only_steps(optimizer, members, (*given, *kwargs.values())):
-        members.laid[:] = lay_aside(members.sharded)
+        members.stripped[:] = strip(members.sharded)
     else:
-        members.laid.clear()
+        members.stripped.clear()
         _mark_states(optimizer, members, as_shards=True)
     if not callable(closure):
         return None
@@ -370,10 +370,10 @@ def _before(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any])
 
 def _after(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     members = members_before(optimizer)
-    take_up(members.laid)
-    if not members.laid:
+    restore(members.stripped)
+    if not members.stripped:
         _mark_states(optimizer, members, as_shards=False)
-    members.laid.clear()
+    members.stripped.clear()
     for one in (*args, *kwargs.values()):
         if isinstance(one, _CheckedClosure) and not one.called:  # the step does not use its closure
             refuse_unreduced(members)

@@ -31,7 +31,7 @@ class Members:
         units: Their units, as weak references; without parameters that are stepped in backward.
         groups: For each group, and each sharded model that it steps and whose learning rates are compared, the checksum
             of its parameters' names and the first of them.
-        laid: The shards that are made plain during a step, with their gradients.
+        stripped: The shards that are made plain during a step, with their gradients.
     """
 
     key: list[list[object]]
@@ -40,7 +40,7 @@ class Members:
     split: bool
     units: list[Callable[[], Any]]
     groups: list[list[tuple[int, nn.Parameter]]]
-    laid: list[tuple[nn.Parameter, torch.Tensor | None]] = field(default_factory=list)
+    stripped: list[tuple[nn.Parameter, torch.Tensor | None]] = field(default_factory=list)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Reduce to None in a copy or a pickle of the optimizer, whose parameters differ."""
