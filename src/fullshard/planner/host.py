@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from fullshard.core.comm.device import CpuDevice, Device
 from fullshard.core.engine.registry import runtime_of
-from fullshard.core.engine.step.buffers import PermanentBuffer
+from fullshard.core.engine.step.lane import PermanentBuffer
 from fullshard.errors import ConfigError
 from fullshard.planner.hollow import HollowMode
 from fullshard.planner.meter import Meter

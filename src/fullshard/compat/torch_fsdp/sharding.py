@@ -25,7 +25,7 @@ from fullshard.core.comm import as_mesh
 from fullshard.core.engine import FirstValues, Unit, fully_shard
 from fullshard.core.engine.registry import runtime_of
 from fullshard.core.engine.step.runtime import Runtime
-from fullshard.core.shards.untraced import untraced
+from fullshard.core.shards.shard import untraced
 
 Ignored = tuple[set[nn.Module], set[nn.Parameter]]
 

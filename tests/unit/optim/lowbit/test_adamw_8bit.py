@@ -8,13 +8,13 @@ import torch
 from torch import nn
 
 from fullshard.core.layout import ShardMeta, plan_unit
-from fullshard.core.optim.lowbit import blockwise
-from fullshard.core.optim.lowbit.adamw_8bit import AdamW8bit
-from fullshard.core.optim.lowbit.blockwise import (
+from fullshard.core.optim.lowbit import (
     BLOCK,
+    AdamW8bit,
     CodeBook,
     any_block_is_cut,
     block_maxima,
+    blockwise,
     chunks,
     cut_blocks,
     dequantise,

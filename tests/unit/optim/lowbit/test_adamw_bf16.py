@@ -4,10 +4,15 @@ import pytest
 import torch
 from torch import nn
 
-from fullshard.core.optim.lowbit import blockwise
-from fullshard.core.optim.lowbit.adamw_8bit import AdamW8bit
-from fullshard.core.optim.lowbit.adamw_bf16 import AdamWBF16
-from fullshard.core.optim.lowbit.rounding import random_words, round_to_bfloat16, sixteen_bits, stream_key
+from fullshard.core.optim.lowbit import (
+    AdamW8bit,
+    AdamWBF16,
+    blockwise,
+    random_words,
+    round_to_bfloat16,
+    sixteen_bits,
+    stream_key,
+)
 from fullshard.errors import ConfigError
 
 CPU = torch.device("cpu")

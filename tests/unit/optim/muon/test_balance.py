@@ -5,7 +5,7 @@ from itertools import product
 
 from hypothesis import given, settings, strategies as st
 
-from fullshard.core.optim.muon.balance import RoundPlan, SplitMatrix, newton_schulz_flops, plan_rounds
+from fullshard.core.optim.muon_rounds import RoundPlan, SplitMatrix, newton_schulz_flops, plan_rounds
 
 RANKS = 4
 

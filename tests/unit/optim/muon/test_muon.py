@@ -7,9 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from fullshard.core.optim.muon.muon import Muon
-from fullshard.core.optim.muon.muon_groups import muon_groups
-from fullshard.core.optim.muon.newton_schulz import newton_schulz
+from fullshard.core.optim.muon import Muon, muon_groups
+from fullshard.core.optim.muon_rounds import newton_schulz
 from fullshard.errors import ConfigError
 
 SHAPES = [(20, 20), (20, 20), (300, 24), (24, 300), (2, 20), (64, 1)]

@@ -13,7 +13,7 @@ from torch import nn
 from fullshard.core.comm import Mesh, together
 from fullshard.core.engine.setup.identity import Differing
 from fullshard.core.engine.setup.wrap import ParamSpec, UnitSpec
-from fullshard.core.engine.step.plain_modules import plain_type
+from fullshard.core.engine.step.unit import plain_type
 from fullshard.core.transformers_private import initializer
 from fullshard.errors import MismatchError, WrapError
 

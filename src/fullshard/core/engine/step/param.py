@@ -10,8 +10,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import Node, get_gradient_edge
 
-from fullshard.core.engine.step.buffers import PermanentBuffer, ReusableBuffer
-from fullshard.core.engine.step.lane import Lane
+from fullshard.core.engine.step.lane import Lane, PermanentBuffer, ReusableBuffer
 from fullshard.core.layout.sharded import ShardMeta
 from fullshard.core.shards import (
     FreedParameter,

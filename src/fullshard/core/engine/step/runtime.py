@@ -13,13 +13,11 @@ from torch import nn
 from fullshard.core.comm import Device, Mesh
 from fullshard.core.engine.step.adopt import adopt_changes
 from fullshard.core.engine.step.agreement import Agreement
-from fullshard.core.engine.step.buffers import Account
-from fullshard.core.engine.step.lane import LaneState
+from fullshard.core.engine.step.lane import Account, LaneState
 from fullshard.core.engine.step.param import ShardedParam
-from fullshard.core.engine.step.plain_modules import is_plain_embedding
 from fullshard.core.engine.step.recorder import SILENT, SilentRecorder
 from fullshard.core.engine.step.schedule import Action, Call, Schedule, Verb, no_graph
-from fullshard.core.engine.step.unit import Keep, Unit
+from fullshard.core.engine.step.unit import Keep, Unit, is_plain_embedding
 from fullshard.core.policy import Prefetch
 from fullshard.core.torch_private import call_after_backward
 from fullshard.errors import MismatchError, ProcessGroupError, WrapError

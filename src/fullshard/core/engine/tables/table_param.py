@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from fullshard.core.comm import add_rows
-from fullshard.core.engine.step.fused import EmbeddingSite, LinearSite
+from fullshard.core.engine.step.hooks import EmbeddingSite, LinearSite
 from fullshard.core.engine.step.lane import LaneState
 from fullshard.core.engine.step.precision import tensors_in
 from fullshard.core.engine.tables.loss import Terms, home_loss
