@@ -23,12 +23,11 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
 
 from fullshard.core.comm import Comm
 from fullshard.core.layout import ShardMeta, StatePart, along_rows, on_all_owners
 from fullshard.core.optim.exchange import PooledOwnerReduce
-from fullshard.core.optim.shards import as_rows, by_comm, copied, is_split, meta_of, require_same_parameters
+from fullshard.core.optim.shards import RowsOptimizer, as_rows, by_comm, is_split, meta_of, require_same_parameters
 from fullshard.core.shards import on_rows
 from fullshard.errors import ConfigError
 
@@ -231,7 +230,7 @@ class ParamStep:
         return found
 
 
-class FactoredOptimizer(Optimizer):
+class FactoredOptimizer(RowsOptimizer):
     """The shard-aware part of Adafactor; a subclass (a convention) defines how statistics are kept and used.
 
     A step computes each parameter that is complete on one rank without communication. The owners of a split parameter
@@ -244,31 +243,7 @@ class FactoredOptimizer(Optimizer):
     full_key: str  # name of the second moment of vectors and numbers
     keepdim: bool  # whether statistics keep the reduced dimension with size one
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Update all parameters; every rank calls it, also without gradients.
-
-        Parameters without a gradient, and those that do not require one, are not changed.
-
-        Args:
-            closure: Computes the gradients; called once, before anything else.
-
-        Returns:
-            The result of ``closure``, or None.
-
-        Raises:
-            ConfigError: The optimizer has other parameters on other ranks, on every rank; or a gradient is sparse.
-        """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        self._step()
-        return loss
-
-    @on_rows
-    def _step(self) -> None:
-        """Update all parameters."""
+    def _update_all(self) -> None:
         self._require_same_parameters()
         group_of = {param: group for group in self.param_groups for param in group["params"] if param.requires_grad}
         rounds: list[_SplitSteps] = []
@@ -280,7 +255,10 @@ class FactoredOptimizer(Optimizer):
                 rounds.append(_SplitSteps(self, comm, [(param, group_of[param]) for param in of_comm]))
         for param, group in group_of.items():
             if param.grad is not None and param.numel() and param not in split:
-                self._step_alone(self._param_step(param, group))
+                step = self._param_step(param, group)
+                self._use_totals(step, self._begin(step))
+                update = self._update(step)
+                self._write(step, update, sum_of_squares(update, step.dtype))
         for one in rounds:
             one.share_updates()
         for one in rounds:
@@ -291,13 +269,9 @@ class FactoredOptimizer(Optimizer):
         factored = matrices_of(meta_of(param)) is not None
         return dict.fromkeys(("step", *((self.row_key, self.column_key) if factored else (self.full_key,))))
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """Copy the parameters too, marked as the shards that they are."""
-        return copied(self, memo)
-
     def _require_same_parameters(self) -> None:
         agreed: list[Comm] = self.__dict__.setdefault("_agreed", [])
-        for comm, params in by_comm(param for group in self.param_groups for param in group["params"]):
+        for comm, params in by_comm(self._params()):
             if not any(comm is known for known in agreed):
                 require_same_parameters(comm, params, type(self).__name__)
                 agreed.append(comm)
@@ -305,11 +279,6 @@ class FactoredOptimizer(Optimizer):
     def _param_step(self, param: nn.Parameter, group: dict[str, Any]) -> ParamStep:
         meta = meta_of(param)
         return ParamStep(param, group, meta, matrices_of(meta), self.state[param])
-
-    def _step_alone(self, step: ParamStep) -> None:
-        self._use_totals(step, self._begin(step))
-        update = self._update(step)
-        self._write(step, update, sum_of_squares(update, step.dtype))
 
     def _begin(self, step: ParamStep) -> torch.Tensor:
         """Count the step, update statistics that need no other rank, and return the sums to add up, (n,)."""
@@ -443,8 +412,7 @@ class FactoredOptimizer(Optimizer):
         finally:
             handle.remove()
         numbers = [number for group in given[-1]["param_groups"] for number in group["params"]]
-        params = [param for group in self.param_groups for param in group["params"]]
-        for number, param in zip(numbers, params, strict=True):
+        for number, param in zip(numbers, self._params(), strict=True):
             for key, value in given[-1]["state"].get(number, {}).items():
                 self.state[param][key] = self._loaded(param, key, value)
 
@@ -740,13 +708,15 @@ class TorchAdafactor(FactoredOptimizer):
             ConfigError: A number is out of range.
         """
         one_lr = not isinstance(lr, torch.Tensor) or lr.numel() == 1
-        _refuse_unless(
-            lr=(lr, "one number >= 0", one_lr and bool(lr >= 0)),
-            beta2_decay=(beta2_decay, "<= 0", beta2_decay <= 0),
-            eps=(eps, "None or >= 0, and >= 0", (eps[0] is None or eps[0] >= 0) and eps[1] >= 0),
-            d=(d, ">= 1", d >= 1),
-            weight_decay=(weight_decay, ">= 0", weight_decay >= 0),
-        )
+        for name, value, rule, holds in (
+            ("lr", lr, "one number >= 0", one_lr and bool(lr >= 0)),
+            ("beta2_decay", beta2_decay, "<= 0", beta2_decay <= 0),
+            ("eps", eps, "None or >= 0, and >= 0", (eps[0] is None or eps[0] >= 0) and eps[1] >= 0),
+            ("d", d, ">= 1", d >= 1),
+            ("weight_decay", weight_decay, ">= 0", weight_decay >= 0),
+        ):
+            if not holds:
+                raise ConfigError(f"TorchAdafactor's {name} must be {rule}; got {value}.")
         defaults = {
             "lr": lr,
             "beta2_decay": beta2_decay,
@@ -800,9 +770,3 @@ def at_least(value: torch.Tensor, smallest: float) -> torch.Tensor:
 def _smallest_root(step: ParamStep) -> float:
     smallest = step.group["eps"][0]
     return torch.finfo(step.param.dtype).eps if smallest is None else smallest
-
-
-def _refuse_unless(**given: tuple[Any, str, bool]) -> None:
-    for name, (value, rule, holds) in given.items():
-        if not holds:
-            raise ConfigError(f"TorchAdafactor's {name} must be {rule}; got {value}.")

@@ -310,7 +310,8 @@ def refuse_parts(optimizer: Optimizer) -> None:
         _refuse(concerned, rule, _remedy_for(kind))
     elif _is_of_blocks(optimizer):
         rule = f"{kind.__name__} quantises blocks of {BLOCK} elements, and ranks hold parts of blocks"
-        cut = [p for p in _sharded(optimizer) if _cuts_blocks(meta_of(p))]
+        metas = [(p, meta_of(p)) for p in _sharded(optimizer)]
+        cut = [p for p, m in metas if any(m.layout.local_range(m.placement, rank)[0] % BLOCK for rank in m.owners)]
         _refuse(cut, rule, "fullshard.optim.AdamW8bit")
     elif settings is None and not kind.__module__.startswith("torchao."):  # on the CPU theirs fail, or compile kernels
         _judge(optimizer)
@@ -434,11 +435,6 @@ def _is_of_blocks(optimizer: Optimizer) -> bool:
     if not kind.__module__.startswith("bitsandbytes."):
         return False
     return getattr(getattr(optimizer, "args", None), "optim_bits", 32) == 8
-
-
-def _cuts_blocks(meta: ShardMeta) -> bool:
-    """Return True if a boundary between ranks lies inside a block of the parameter."""
-    return any(meta.layout.local_range(meta.placement, rank)[0] % BLOCK for rank in meta.owners)
 
 
 def _only_steps(optimizer: Optimizer, members: Members, given: Iterable[object]) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -17,15 +17,14 @@ from torch.optim import Optimizer
 from fullshard.core.comm import Comm
 from fullshard.core.layout import ShardMeta, StatePart, by_block, on_all_owners
 from fullshard.core.optim.exchange import OwnerReduce, OwnerValue
-from fullshard.core.optim.shards import by_comm, copied, meta_of, refuse_torch_options, require_same_parameters
+from fullshard.core.optim.shards import RowsOptimizer, by_comm, meta_of, refuse_torch_options, require_same_parameters
 from fullshard.core.shards import on_rows
-from fullshard.core.torch_private import plain_functions
 from fullshard.errors import CheckpointError, ConfigError
 
 _WIDE = (torch.float32, torch.float64)
 
 
-class NarrowAdamW(Optimizer):
+class NarrowAdamW(RowsOptimizer):
     """AdamW with decoupled weight decay, computed in float32 whatever its states are kept in.
 
     For each element, with the gradient g, step t and the stored moments m and v: ``m = b1 m + (1 - b1) g``,
@@ -48,10 +47,6 @@ class NarrowAdamW(Optimizer):
             )
         super().__init__(params, defaults)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """Copy the parameters too, marked as the shards that they are."""
-        return copied(self, memo)
-
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group.
 
@@ -60,24 +55,6 @@ class NarrowAdamW(Optimizer):
         """
         refuse_torch_options(param_group, type(self).__name__)
         super().add_param_group(param_group)
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """Update every parameter that has a gradient; every rank calls it.
-
-        Args:
-            closure: Computes the loss again, with gradients.
-
-        Returns:
-            The result of ``closure``; None without one.
-        """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        with plain_functions():  # it computes with rows
-            self._update_all()
-        return loss
 
     @on_rows
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -110,15 +87,8 @@ class NarrowAdamW(Optimizer):
             self.state[param] = state
 
     @abstractmethod
-    def _update_all(self) -> None:
-        """Step all parameters that have a gradient."""
-
-    @abstractmethod
     def _loaded_state(self, param: nn.Parameter, state: Mapping[str, Any]) -> dict[str, Any]:
         """Return a parameter's state from that of a state dict."""
-
-    def _params(self) -> Iterator[nn.Parameter]:
-        return chain.from_iterable(group["params"] for group in self.param_groups)
 
     def _to_update(self) -> Iterable[tuple[int, nn.Parameter, dict[str, Any]]]:
         """Yield each parameter with a gradient and elements here, with its index in the optimizer and its group."""

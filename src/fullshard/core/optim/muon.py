@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
 from torch.optim.adamw import adamw
 
 from fullshard.core.comm import Comm
@@ -22,9 +21,9 @@ from fullshard.core.optim.muon_rounds import (
     step_unsplit,
 )
 from fullshard.core.optim.shards import (
+    RowsOptimizer,
     by_comm,
     comm_of,
-    copied,
     is_split,
     meta_of,
     refuse_torch_options,
@@ -160,7 +159,7 @@ def _require_matrices(group: dict[str, Any]) -> None:
             )
 
 
-class Muon(Optimizer):
+class Muon(RowsOptimizer):
     r"""Muon for matrices and AdamW for everything else, on sharded and unsharded models.
 
     For a matrix it computes what ``torch.optim.Muon`` does: momentum, Newton-Schulz, decoupled weight decay. Momentum
@@ -246,10 +245,6 @@ class Muon(Optimizer):
             super().add_param_group(part)
         self._checked = False
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """Copy the parameters too, marked as the shards that they are."""
-        return copied(self, memo)
-
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for copies and pickles."""
         options = {"_muon_options": self._muon_options, "_adamw_options": self._adamw_options}
@@ -271,30 +266,7 @@ class Muon(Optimizer):
         super().__setstate__(state)
         self._checked, self._plans = False, {}
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Step all parameters that have a gradient; every rank calls it, also without gradients.
-
-        Args:
-            closure: Evaluates the model again and returns the loss.
-
-        Returns:
-            The result of ``closure``.
-
-        Raises:
-            ConfigError: Ranks have different parameters (raised on every rank, at the first step), or a gradient is
-                sparse.
-        """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        self._step()
-        return loss
-
-    @on_rows
-    def _step(self) -> None:
-        """Step all parameters that have a gradient."""
+    def _update_all(self) -> None:
         self._require_same_parameters()
         matrices = [
             (param, MuonMatrix(param, group, self.state))
@@ -337,7 +309,7 @@ class Muon(Optimizer):
     def _require_same_parameters(self) -> None:
         if self._checked:
             return
-        for comm, params in by_comm(param for group in self.param_groups for param in group["params"]):
+        for comm, params in by_comm(self._params()):
             require_same_parameters(comm, params, "Muon")
             matrices = [param for param in self._of_muon() if comm_of(param) is comm]
             require_same_parameters(

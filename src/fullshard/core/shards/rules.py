@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -106,8 +105,6 @@ _IN_PLACE_ONLY = frozenset({"normal", "bernoulli"})
 """Names that are fills in place with an underscore and something else without."""
 
 _known: dict[Any, Rule] = {}
-RULES = MappingProxyType(_known)
-"""Rules found so far, by function."""
 
 
 def find_rule(func: Any) -> Rule:
@@ -115,12 +112,9 @@ def find_rule(func: Any) -> Rule:
     # Getters are created anew at each access, but compare and hash as equal.
     rule = _known.get(func)
     if rule is None:
-        rule = _known[func] = _of_attribute(func) if _is_accessor(func) else _of_function(func.__name__)
+        is_accessor = getattr(func, "__name__", "") in ("__get__", "__set__", "__delete__")
+        rule = _known[func] = _of_attribute(func) if is_accessor else _of_function(func.__name__)
     return rule
-
-
-def _is_accessor(func: Any) -> bool:
-    return getattr(func, "__name__", "") in ("__get__", "__set__", "__delete__")
 
 
 def _of_attribute(func: Any) -> Rule:

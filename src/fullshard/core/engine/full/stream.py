@@ -31,7 +31,9 @@ def warn_if_buffers_differ(runtime: Runtime) -> None:
     buffers = [pair for top in runtime.root.modules for pair in persistent_buffers(top) if not pair[1].is_meta]
     if not buffers or runtime.mesh.size == 1:
         return
-    sums = {name: _checksum(buffer) for name, buffer in buffers}
+    # Of bytes: some dtypes, such as those of 8 bits, cannot be summed.
+    flat = {name: buffer.detach().reshape(-1).cpu().view(torch.uint8) for name, buffer in buffers}
+    sums = {name: zlib.crc32(values.numpy().tobytes()) for name, values in flat.items()}
     by_rank = runtime.mesh.all_gather_object(sums)
     differing = [name for name in sums if any(of_rank.get(name) != sums[name] for of_rank in by_rank)]
     if differing:
@@ -41,11 +43,6 @@ def warn_if_buffers_differ(runtime: Runtime) -> None:
             "before, or use layers with common statistics (SyncBatchNorm).",
             stacklevel=2,
         )
-
-
-def _checksum(buffer: torch.Tensor) -> int:
-    """Return a checksum of the bytes: some dtypes, such as those of 8 bits, cannot be summed."""
-    return zlib.crc32(buffer.detach().reshape(-1).cpu().view(torch.uint8).numpy().tobytes())
 
 
 def broadcast_buffers(model: nn.Module) -> None:

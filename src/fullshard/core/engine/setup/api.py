@@ -33,8 +33,14 @@ from fullshard.core.engine.setup.build import (
     move_buffers,
     sharded_inside,
 )
-from fullshard.core.engine.setup.identity import Differing, check_same_model, different_values, refuse_different_values
-from fullshard.core.engine.setup.initial import FirstValues, Initializer
+from fullshard.core.engine.setup.initial import (
+    Differing,
+    FirstValues,
+    Initializer,
+    check_same_model,
+    different_values,
+    refuse_different_values,
+)
 from fullshard.core.engine.setup.weights import WeightSource, fill, give_memory, open_weights, quantize_of
 from fullshard.core.engine.setup.wrap import (
     NoRepeatedBlocksError,

@@ -109,7 +109,9 @@ class UnitHooks:
         if not recompute:
             runtime.forward_event()
         if self.is_root and not recompute:
-            args, kwargs = _to_device((args, kwargs), runtime.device.device)
+            device = runtime.device.device  # inputs move to it, as with FSDP
+            moved = map_tensors((args, kwargs), lambda t: t if t.device == device else t.to(device, non_blocking=True))
+            args, kwargs = moved
         precision = self.unit.policy.precision
         if self.casts_inputs and id(module) not in self.kept:
             args, kwargs = cast_floats((args, kwargs), precision.param)
@@ -322,11 +324,6 @@ class _BackwardBegins:
 
     def __call__(self, _gradient: torch.Tensor) -> None:
         self.hooks.backward_begins(self.call)
-
-
-def _to_device(value: Any, device: torch.device) -> Any:
-    """Move the model's inputs to the device it computes on, as FSDP does."""
-    return map_tensors(value, lambda t: t if t.device == device else t.to(device, non_blocking=True))
 
 
 class _Site:

@@ -79,7 +79,10 @@ class Runtime:
         self.follow_tree: Callable[[Runtime], None]
         self.on_added: Callable[[dict[str, nn.Parameter]], None]
         self._tree: list[object] = []
-        inspected = _inspected_modules(self.root)
+        # torch's encoder inspects its layers' parameters in its own forward without computing with them, and takes
+        # another path if one has a ``__torch_function__``.
+        encoders = (m for top in self.root.modules for m in top.modules() if isinstance(m, nn.TransformerEncoder))
+        inspected = {module for encoder in encoders for module in encoder.modules()}
         for _, param in self.all_params():
             param.inspected = param.slots[0][0] in inspected
         for index, unit in enumerate(units):
@@ -446,12 +449,3 @@ class Runtime:
         """Refuse, as :meth:`Unit.__deepcopy__` does."""
         self.root.__deepcopy__(memo)
         return self
-
-
-def _inspected_modules(root: Unit) -> set[nn.Module]:
-    """Return modules whose parameters a container inspects in its own forward without computing with them.
-
-    torch's encoder takes another path if a parameter of one of its layers has a ``__torch_function__``.
-    """
-    encoders = (m for top in root.modules for m in top.modules() if isinstance(m, nn.TransformerEncoder))
-    return {module for encoder in encoders for module in encoder.modules()}

@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from fullshard.core.comm import logits_at_once
-from fullshard.core.engine.tables.rows import TableRows
+from fullshard.core.engine.tables.table_lane import TableRows
 from fullshard.core.shards import table_of
 from fullshard.core.torch_private import plain_functions
 from fullshard.errors import ConfigError, MismatchError

@@ -13,7 +13,7 @@ from fullshard.core.engine.step.hooks import EmbeddingSite, LinearSite
 from fullshard.core.engine.step.lane import LaneState
 from fullshard.core.engine.step.precision import tensors_in
 from fullshard.core.engine.tables.loss import Terms, home_loss
-from fullshard.core.engine.tables.rows import Lookup, TableRows
+from fullshard.core.engine.tables.table_lane import Lookup, TableRows
 from fullshard.core.shards import WatchedParameter, reads_metadata
 from fullshard.core.torch_private import call_after_backward, in_functorch, plain_functions
 
