@@ -295,16 +295,15 @@ def home_loss(table: TableRows, hidden: torch.Tensor, labels: torch.Tensor, term
         0-d, float32 or wider.
     """
     table.announce("loss")
-    counts = _counts(table, labels)
     hidden = hidden.to(table.lane.dtypes.compute)
     records = torch.is_grad_enabled() and (hidden.requires_grad or table.trainable)
-    tokens = _Tokens(table, counts, records=records)
     with plain_functions():
-        return _HomeLoss.apply(hidden, table.full, table, labels, terms, tokens)  # type: ignore[return-value]
+        parts = _Parts(table, hidden, labels, terms, records=records)
+        return _HomeLoss.apply(hidden, table.full, parts)  # type: ignore[return-value]
 
 
-def _counts(table: TableRows, labels: torch.Tensor) -> list[int]:
-    """Exchange how many tokens each rank has.
+def _most_tokens(table: TableRows, labels: torch.Tensor) -> int:
+    """Exchange how many tokens each rank has, and return the most.
 
     Raises:
         IndexError: A label of some rank is not a row of the table; raised on every rank.
@@ -316,33 +315,7 @@ def _counts(table: TableRows, labels: torch.Tensor) -> list[int]:
     for rank, (_, first, last) in enumerate(by_rank):
         if first < 0 or last >= rows:
             raise IndexError(f"{table.meta.name} has {rows} rows; labels of rank {rank} are from {first} to {last}.")
-    return [count for count, _, _ in by_rank]
-
-
-@dataclass(frozen=True)
-class _Tokens:
-    """The tokens of all ranks that one loss is computed for.
-
-    Attributes:
-        table: The table.
-        counts: How many tokens each rank has.
-        records: True if gradients are needed.
-    """
-
-    table: TableRows
-    counts: list[int]
-    records: bool
-
-    @property
-    def most(self) -> int:
-        """The most tokens on any rank; the other ranks are padded to it."""
-        return max(self.counts)
-
-    def gather(self, mine: torch.Tensor) -> torch.Tensor:
-        """Return (N * most, ...): each rank's (T, ...), padded with zeros."""
-        padded = mine.new_zeros(self.most, *mine.shape[1:])
-        padded[: len(mine)] = mine
-        return _all_gather(self.table, padded).flatten(0, 1)
+    return max(count for count, _, _ in by_rank)
 
 
 def _all_gather(table: TableRows, mine: torch.Tensor) -> torch.Tensor:
@@ -357,18 +330,9 @@ def _all_gather(table: TableRows, mine: torch.Tensor) -> torch.Tensor:
 
 class _HomeLoss(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        hidden: torch.Tensor,
-        _full: torch.Tensor,
-        table: TableRows,
-        labels: torch.Tensor,
-        terms: Terms,
-        tokens: _Tokens,
-    ) -> torch.Tensor:
-        parts = _Parts(table, hidden, labels, terms, tokens)
-        total = parts.run(wants_hidden=tokens.records and ctx.needs_input_grad[0])
-        ctx.table, ctx.factor, ctx.tokens = table, terms.factor, tokens
+    def forward(ctx: Any, hidden: torch.Tensor, _full: torch.Tensor, parts: _Parts) -> torch.Tensor:
+        total = parts.run(wants_hidden=parts.records and ctx.needs_input_grad[0])
+        ctx.table, ctx.factor = parts.table, parts.terms.factor
         ctx.gradients, ctx.unit = (parts.hidden_gradient, parts.rows_gradient), parts.unit
         return total
 
@@ -383,7 +347,7 @@ class _HomeLoss(torch.autograd.Function):
                 total.addcmul_(rows.to(total.dtype), (left * ctx.unit).to(total.dtype))
 
             table.receive(add)
-        return (None if hidden is None else hidden.mul_(left * ctx.unit), None, None, None, None, None)
+        return (None if hidden is None else hidden.mul_(left * ctx.unit), None, None)
 
 
 def _require_equal(table: TableRows, left: torch.Tensor) -> None:
@@ -408,33 +372,41 @@ def _power_of_two(weights: torch.Tensor) -> torch.Tensor:
 
 
 class _Parts:
-    """Computes the loss and its gradients in chunks of tokens."""
+    """Computes the loss of all ranks' tokens, and its gradients if ``records``, in chunks of tokens."""
 
+    @torch.no_grad()
     def __init__(
-        self, table: TableRows, hidden: torch.Tensor, labels: torch.Tensor, terms: Terms, tokens: _Tokens
+        self, table: TableRows, hidden: torch.Tensor, labels: torch.Tensor, terms: Terms, *, records: bool
     ) -> None:
-        self.table, self.terms, self.tokens = table, terms, tokens
+        self.table, self.terms, self.records = table, terms, records
+        self.most = _most_tokens(table, labels)  # the other ranks are padded to it
         self.rows = table.rows
         self.rank, self.count = table.comm.rank, len(hidden)
         self.wide = torch.promote_types(hidden.dtype, torch.float32)
-        self.hidden = tokens.gather(hidden.detach())
+        self.hidden = self._gather(hidden.detach())
         first = table.bounds[self.rank].item()
-        targets = tokens.gather(labels) - first
+        targets = self._gather(labels) - first
         self.is_here = (targets >= 0) & (targets < len(self.rows))
         self.targets = targets.where(self.is_here, 0)
         ones = torch.ones(len(hidden), dtype=self.wide, device=hidden.device)
         self.own_weights = ones if terms.weights is None else terms.weights.to(self.wide)
         # Tokens are weighted before their gradients are rounded to 16 bits; padding gets 0. The largest is scaled to
         # about 1, and back after the sums: in float16 the slopes of a mean over many tokens would underflow to zero.
-        weights = tokens.gather(self.own_weights * terms.factor)
+        weights = self._gather(self.own_weights * terms.factor)
         self.unit = _power_of_two(weights)
         self.weights = weights / self.unit
         self.hidden_gradient: torch.Tensor | None = None
         self.rows_gradient: torch.Tensor | None = None
 
+    def _gather(self, mine: torch.Tensor) -> torch.Tensor:
+        """Return (N * most, ...): each rank's (T, ...), padded with zeros."""
+        padded = mine.new_zeros(self.most, *mine.shape[1:])
+        padded[: len(mine)] = mine
+        return _all_gather(self.table, padded).flatten(0, 1)
+
     def run(self, *, wants_hidden: bool) -> torch.Tensor:
         """Return this rank's loss, 0-d, and set the gradients."""
-        dtypes, records = self.table.lane.dtypes, self.tokens.records
+        dtypes, records = self.table.lane.dtypes, self.records
         partial = torch.zeros_like(self.hidden, dtype=dtypes.reduce) if wants_hidden else None
         if records and self.table.trainable:
             self.rows_gradient = torch.zeros_like(self.rows, dtype=self.wide)
@@ -451,14 +423,14 @@ class _Parts:
                 _add_product(self.rows_gradient, slopes, self.hidden[part])
         if partial is not None:
             self.hidden_gradient = self._own(partial).to(self.hidden.dtype)
-        at = self.rank * self.tokens.most
+        at = self.rank * self.most
         mine = torch.cat(losses)[at : at + self.count] if losses else self.weights
         return (mine * self.own_weights).sum()
 
     def _own(self, partial: torch.Tensor) -> torch.Tensor:
         """Return the sum over ranks of what each computed for this rank's tokens, (T, d)."""
-        own = partial.new_empty(self.tokens.most, partial.shape[1], dtype=self.table.lane.dtypes.reduce_sum)
-        if not self.tokens.most:
+        own = partial.new_empty(self.most, partial.shape[1], dtype=self.table.lane.dtypes.reduce_sum)
+        if not self.most:
             return own
         self.table.wait(self.table.comm.reduce_scatter(own.view(-1), partial.view(-1)))
         return own[: self.count]
@@ -473,7 +445,7 @@ class _Parts:
         lse = top + (everywhere[:, 1] * (everywhere[:, 0] - top).exp()).sum(0).log()
         mean = everywhere[:, 3].sum(0) / vocabulary if objective.label_smoothing else 0.0
         losses = objective.losses(lse, everywhere[:, 2].sum(0), mean)
-        if not self.tokens.records:
+        if not self.records:
             return losses, logits
         softmax = logits.sub_(lse[:, None]).exp_()
         slopes = objective.slopes(softmax, lse, targets, vocabulary, here)
