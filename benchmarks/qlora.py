@@ -30,9 +30,9 @@ from transformers import T5Config, T5ForConditionalGeneration
 
 import fullshard
 from fullshard.core.comm import Comm, RecordingComm
-from fullshard.core.engine.setup.quantise import CHUNK
+from fullshard.core.engine.setup.weights import CHUNK
 from fullshard.core.quantized import QuantizedLinear, format_of
-from fullshard.core.quantized.bitsandbytes_door import bitsandbytes
+from fullshard.core.quantized.formats import bitsandbytes
 from fullshard.core.shards import rows_of
 from fullshard.program.models import AdaptedWeights, AdapterSpec, add_adapter, enable_activation_checkpointing
 from fullshard.state.saving import Pretrained

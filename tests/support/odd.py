@@ -5,8 +5,8 @@ import torch.distributed as dist
 from torch import nn
 
 from fullshard import fully_shard
-from fullshard.core.optim.adafactor.adafactor import Adafactor
-from fullshard.core.optim.lowbit.adamw_8bit import AdamW8bit
+from fullshard.core.optim.adafactor import Adafactor
+from fullshard.core.optim.lowbit import AdamW8bit
 from support.states import rank_runs, whole
 
 

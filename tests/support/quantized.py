@@ -21,7 +21,7 @@ from transformers import (
 
 from fullshard import Pretrained, Quantize, fully_shard, unsharded
 from fullshard.core.quantized import QuantizedLinear
-from fullshard.core.quantized.bitsandbytes_door import bitsandbytes
+from fullshard.core.quantized.formats import bitsandbytes
 from fullshard.program.models import AdaptedWeights, AdapterSpec, add_adapter
 from support import models
 from support.tiny_lm import VOCAB

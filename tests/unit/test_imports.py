@@ -28,7 +28,7 @@ def test_the_command_line_starts_without_torch():
     ],
 )
 def test_whoever_can_shard_a_model_has_optimizers_judged(door):
-    assert printed(f"{door}; import sys; print('fullshard.core.optim.guard.guard' in sys.modules)") == "True"
+    assert printed(f"{door}; import sys; print('fullshard.core.optim.guard' in sys.modules)") == "True"
 
 
 NAMES = """

@@ -34,8 +34,8 @@ def test_no_other_file_uses_a_private_name_of_torch():
     of_classes = {("linear.py", "torch.Tensor._make_subclass"), ("linear.py", "torch.Tensor._make_wrapper_subclass")}
     # an operator's name, and a name of torch that is replaced, whether it is there or not
     assert found - of_classes == {
-        ("fused.py", "torch.ops.aten._unsafe_view"),
-        ("draws.py", "init._calculate_fan_in_and_fan_out"),
+        ("hooks.py", "torch.ops.aten._unsafe_view"),
+        ("elementwise.py", "init._calculate_fan_in_and_fan_out"),
     }
 
 

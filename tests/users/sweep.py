@@ -19,8 +19,8 @@ import torch
 from torch.overrides import get_testing_overrides
 
 from fullshard.core.layout import ShardMeta
-from fullshard.core.layout.lanes import LaneLayout, Placement
-from fullshard.core.shards import Cut, Shard, as_shard, cut_of, draws
+from fullshard.core.layout.plan import LaneLayout, Placement
+from fullshard.core.shards import Cut, Shard, as_shard, cut_of, elementwise
 from fullshard.core.shards.elementwise import about, refused
 from fullshard.core.shards.rules import find_rule, plain_name
 from fullshard.core.testing import run_ranks
@@ -298,8 +298,8 @@ class Trial:
     def seeded(self):
         """True for functions that draw, without communication: torch's random state is the threads' in common."""
         return getattr(self.func, "__module__", "") == "torch.nn.init" or find_rule(self.func) in (
-            draws.drawn,
-            draws.drawn_like,
+            elementwise.drawn,
+            elementwise.drawn_like,
         )
 
 

@@ -17,7 +17,7 @@ from torch import nn
 from fullshard.core.comm import Comm, Work as CommWork
 from fullshard.core.comm.device import Device
 from fullshard.core.engine.registry import runtime_of
-from fullshard.core.engine.step.buffers import PermanentBuffer
+from fullshard.core.engine.step.lane import PermanentBuffer
 from fullshard.core.engine.step.recorder import Kind, SilentRecorder, Transfer
 from fullshard.core.quantized import QuantizedLinear
 from fullshard.core.torch_private import in_backward, tree_leaves

@@ -14,7 +14,7 @@ from fullshard.compat.torch_fsdp import fsdp2
 from fullshard.compat.torch_fsdp.fully_sharded_data_parallel import FullyShardedDataParallel as FSDP
 from fullshard.compat.torch_fsdp.optim_state import full_optim_state_dict
 from fullshard.compat.torch_fsdp.wrap import ModuleWrapPolicy, transformer_auto_wrap_policy
-from fullshard.core.engine import local_tensors, sharded_roots, state_entries, tree
+from fullshard.core.engine import local_tensors, registry, sharded_roots, state_entries
 from fullshard.core.engine.setup import api
 from fullshard.core.optim import step_in_backward
 from fullshard.core.optim.average import ExponentialMovingAverage
@@ -243,7 +243,7 @@ def test_ranks_that_move_modules_differently_are_told():
 
 def test_a_step_of_an_unchanged_model_looks_at_names_once(monkeypatch):
     looks, model = [], make()
-    follow = tree.follow_tree
+    follow = registry.follow_tree
     monkeypatch.setattr(api, "follow_tree", lambda runtime: (looks.append(1), follow(runtime)))
 
     def work(comm):

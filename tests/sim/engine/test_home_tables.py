@@ -18,7 +18,7 @@ from fullshard.core.comm import SoloComm
 from fullshard.core.comm.memory import LOGITS_AT_ONCE
 from fullshard.core.engine.registry import runtime_of
 from fullshard.core.engine.setup import wrap
-from fullshard.core.engine.tables.table_lane import TableLane
+from fullshard.core.engine.tables.table_lane import LookupState, TableLane
 from fullshard.core.testing import RecordingComm, run_ranks
 from fullshard.errors import ConfigError, MismatchError
 from fullshard.program.models.loss import Objective, fuse_head, model_loss
@@ -150,7 +150,7 @@ def test_a_choice_that_changes_with_the_number_of_tokens():
     """Of 50 rows: 3 ranks with 2 x 8 tokens each come to 48, 4 ranks to 64."""
     for ranks, travels in ((3, True), (4, False)):
         models = compare(fused(t5), fused_loss(), ranks, tables="auto")
-        assert [lane.travels for lane in tables_of(models[0])] == [travels]
+        assert [lane.exchanges for lane in tables_of(models[0])] == [travels]
 
 
 def uneven_gradients(tables, make=t5, before=lambda model: None, **options):
@@ -230,7 +230,7 @@ def test_tokens_travel_instead_of_the_table():
         model = fully_shard(copies[comm.rank], ledger, tables="home")
         ledger.entries.clear()
         loss_of(model, tokens[comm.rank : comm.rank + 1]).backward()
-        assert not any(lane.came for lane in tables_of(model))
+        assert not any(lane.lookup is not LookupState.EXCHANGED for lane in tables_of(model))
         return [entry.sent_bytes for entry in ledger.entries]
 
     part = VOCAB * 32 * 4 // 2

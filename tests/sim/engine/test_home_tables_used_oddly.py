@@ -11,7 +11,7 @@ from fullshard.core.comm.memory import LOGITS_AT_ONCE
 from fullshard.core.engine import controls
 from fullshard.core.engine.registry import runtime_of
 from fullshard.core.engine.setup import wrap
-from fullshard.core.engine.tables.table_lane import TableLane
+from fullshard.core.engine.tables.table_lane import LookupState, TableLane
 from fullshard.core.shards import rows_of
 from fullshard.core.testing import run_ranks
 from fullshard.errors import ShardingError
@@ -107,7 +107,9 @@ def test_units_gathered_without_gradients_before_a_step(kind):
 
     models = compare(make, steps)
     if kind.startswith("hidden"):
-        assert not any(lane.came for lane in tables_of(models[0]))  # the second step sends tokens again
+        assert not any(
+            lane.lookup is not LookupState.EXCHANGED for lane in tables_of(models[0])
+        )  # the second step sends tokens again
 
 
 @pytest.mark.parametrize("trains", [True, False])
@@ -120,7 +122,7 @@ def test_a_table_goes_home_again_after_a_step_that_gathered_it(trains):
         hidden_loss(model, mine(SECOND)).backward()
 
     for model in compare(HiddenLM, steps):
-        assert [lane.came for lane in tables_of(model)] == [False]
+        assert [lane.lookup is not LookupState.EXCHANGED for lane in tables_of(model)] == [False]
 
 
 def test_logits_of_a_forward_before_one_that_sends_tokens():
@@ -260,7 +262,7 @@ def test_replicas_with_different_numbers_of_tokens_choose_alike():
         model = fully_shard(copies[comm.rank].double(), mesh, **options)
         tokens = FIRST[:2, :6] if comm.rank < 2 else torch.cat([FIRST, SECOND])[:5]
         hidden_loss(model, tokens).backward()
-        return [lane.came for lane in tables_of(model)]
+        return [lane.lookup is not LookupState.EXCHANGED for lane in tables_of(model)]
 
     _, copies = replicas(HiddenLM, 4)
     assert run_ranks(4, work) == [[True]] * 4

@@ -22,7 +22,7 @@ from fullshard import (
 from fullshard.core.engine.setup import wrap
 from fullshard.core.engine.step import unit
 from fullshard.core.engine.step.lane import Lane, LaneState
-from fullshard.core.engine.step.reduce import finish_reduce
+from fullshard.core.engine.step.unit import finish_reduce
 from fullshard.core.optim import step_in_backward
 from fullshard.core.policy import CPUOffload
 from fullshard.core.shards import rows_of

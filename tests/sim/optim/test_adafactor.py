@@ -8,8 +8,7 @@ import transformers
 from torch import nn
 
 from fullshard import MixedPrecision, fully_shard
-from fullshard.core.optim.adafactor.adafactor import Adafactor, TorchAdafactor
-from fullshard.core.optim.adafactor.matrices import matrices_of
+from fullshard.core.optim.adafactor import Adafactor, TorchAdafactor, matrices_of
 from fullshard.core.testing import RecordingComm, ThreadComm, run_ranks
 from fullshard.errors import ConfigError
 from support.optimizers import (

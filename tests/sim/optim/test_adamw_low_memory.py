@@ -14,8 +14,7 @@ from torch import nn
 import support.optimizers
 from fullshard import fully_shard, step_in_backward
 from fullshard.core.layout import elementwise
-from fullshard.core.optim.lowbit.adamw_8bit import AdamW8bit
-from fullshard.core.optim.lowbit.adamw_bf16 import AdamWBF16
+from fullshard.core.optim.lowbit import AdamW8bit, AdamWBF16
 from fullshard.core.testing import RecordingComm, run_ranks
 from fullshard.errors import ConfigError
 from support.optimizers import (

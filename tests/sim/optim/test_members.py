@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fullshard import fully_shard, no_sync, step_in_backward
-from fullshard.core.optim.guard.members import members_of
+from fullshard.core.optim.guard import members_of
 from fullshard.core.testing import run_ranks
 from fullshard.errors import ShardingError
 from support.tiny_lm import TinyLM, batches, lm_loss

@@ -5,11 +5,9 @@ import torch
 from torch import nn
 
 from fullshard import MixedPrecision, ShardingStrategy, clip_grad_norm_, fully_shard
-from fullshard.core.optim import step_in_backward
-from fullshard.core.optim.muon import rounds as muon_rounds
-from fullshard.core.optim.muon.balance import SplitMatrix, newton_schulz_flops, plan_rounds
-from fullshard.core.optim.muon.muon import Muon
-from fullshard.core.optim.muon.muon_groups import muon_groups
+from fullshard.core.optim import muon_rounds, step_in_backward
+from fullshard.core.optim.muon import Muon, muon_groups
+from fullshard.core.optim.muon_rounds import SplitMatrix, newton_schulz_flops, plan_rounds
 from fullshard.core.shards import rows_of
 from fullshard.core.testing import RecordingComm, run_ranks
 from fullshard.errors import ConfigError

@@ -11,12 +11,10 @@ from fullshard.compat.torch_fsdp import fsdp2
 from fullshard.compat.torch_fsdp.api import FullOptimStateDictConfig, FullStateDictConfig, StateDictType
 from fullshard.compat.torch_fsdp.fully_sharded_data_parallel import FullyShardedDataParallel as FSDP
 from fullshard.core.engine import local_tensors
-from fullshard.core.optim.adafactor.adafactor import Adafactor, TorchAdafactor
+from fullshard.core.optim.adafactor import Adafactor, TorchAdafactor
 from fullshard.core.optim.average import ExponentialMovingAverage
-from fullshard.core.optim.lowbit.adamw_8bit import AdamW8bit
-from fullshard.core.optim.lowbit.adamw_bf16 import AdamWBF16
-from fullshard.core.optim.muon.muon import Muon
-from fullshard.core.optim.muon.muon_groups import muon_groups
+from fullshard.core.optim.lowbit import AdamW8bit, AdamWBF16
+from fullshard.core.optim.muon import Muon, muon_groups
 from fullshard.core.testing import run_ranks
 from fullshard.errors import CheckpointError
 from fullshard.state.saving.dcp import load_dcp, save_dcp

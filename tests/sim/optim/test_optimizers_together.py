@@ -10,12 +10,10 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from fullshard import ShardedGradScaler, clip_grad_norm_, fully_shard, no_sync, step_in_backward
 from fullshard.core.optim import Places, repoint
-from fullshard.core.optim.adafactor.adafactor import Adafactor, TorchAdafactor
+from fullshard.core.optim.adafactor import Adafactor, TorchAdafactor
 from fullshard.core.optim.average import ExponentialMovingAverage
-from fullshard.core.optim.lowbit.adamw_8bit import AdamW8bit
-from fullshard.core.optim.lowbit.adamw_bf16 import AdamWBF16
-from fullshard.core.optim.muon.muon import Muon
-from fullshard.core.optim.muon.muon_groups import muon_groups
+from fullshard.core.optim.lowbit import AdamW8bit, AdamWBF16
+from fullshard.core.optim.muon import Muon, muon_groups
 from fullshard.core.policy import CPUOffload
 from fullshard.core.shards import rows_of
 from fullshard.core.testing import run_ranks

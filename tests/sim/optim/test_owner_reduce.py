@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from fullshard.core.optim.owner_reduce import OwnerReduce, OwnerValue
+from fullshard.core.optim.exchange import OwnerReduce, OwnerValue
 from fullshard.core.testing import RecordingComm, run_ranks
 
 OWNERS = [range(0, 2), range(1, 4), range(0, 4), range(2, 4)]

@@ -9,8 +9,7 @@ from torch import nn
 
 from fullshard import Pretrained, Quantize, fully_shard
 from fullshard.core.comm import RecordingComm
-from fullshard.core.quantized.bitsandbytes_door import bitsandbytes
-from fullshard.core.quantized.formats import FourBit
+from fullshard.core.quantized.formats import FourBit, bitsandbytes
 from fullshard.core.testing import run_ranks
 from support import quantized
 from support.quantized import t5

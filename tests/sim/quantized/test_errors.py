@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from fullshard import Checkpoints, Pretrained, Quantize, fully_shard, load_checkpoint, unsharded
-from fullshard.core.quantized import QuantizedLinear, bitsandbytes_door
+from fullshard.core.quantized import QuantizedLinear, formats
 from fullshard.core.testing import run_ranks
 from fullshard.errors import CheckpointError, ConfigError, MismatchError, ShardingError
 from support import quantized
@@ -76,18 +76,18 @@ def test_weights_that_do_not_fit_leave_the_layers_as_they_were(tmp_path):
 )
 def test_bitsandbytes_missing_or_too_old(found, match, tmp_path, monkeypatch):
     quantized.saved(t5, tmp_path)
-    bitsandbytes_door.bitsandbytes.cache_clear()
+    formats.bitsandbytes.cache_clear()
     with monkeypatch.context() as patched:
         patched.setitem(sys.modules, "bitsandbytes", found)
         patched.delitem(sys.modules, "bitsandbytes.nn", raising=False)
         refused(skeleton(), f"{match}.*fullshard\\[quantization\\]", Pretrained(tmp_path, quantize=NF4))
         fp8 = Pretrained(tmp_path, quantize=Quantize("fp8"))
         run_ranks(2, lambda comm: fully_shard(skeleton(), comm, weights=fp8))  # needs no bitsandbytes
-    bitsandbytes_door.bitsandbytes.cache_clear()
+    formats.bitsandbytes.cache_clear()
 
 
 def test_blocks_of_another_size_are_refused():
-    library = bitsandbytes_door.bitsandbytes()
+    library = formats.bitsandbytes()
     layer = library.nn.Linear4bit(64, 64, bias=False, quant_type="nf4")
     layer.weight = library.nn.Params4bit(layer.weight.data, blocksize=128, quant_type="nf4", module=layer)
     model = nn.Sequential(layer.to("cpu"), nn.Linear(64, 64))
@@ -101,7 +101,7 @@ def test_blocks_of_another_size_are_refused():
 
 
 def test_a_layer_that_is_not_quantised_yet_is_refused():
-    library = bitsandbytes_door.bitsandbytes()
+    library = formats.bitsandbytes()
     model = nn.Sequential(library.nn.Linear4bit(64, 64, quant_type="nf4"), nn.Linear(64, 64))
     refused_layer = "not quantised yet"
 

@@ -8,7 +8,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from fullshard import Pretrained, Quantize, fully_shard
-from fullshard.core.engine.setup import quantise
+from fullshard.core.engine.setup import weights
 from fullshard.core.quantized.formats import FourBit
 from fullshard.core.testing import run_ranks
 from fullshard.errors import CheckpointError
@@ -22,7 +22,7 @@ RUNS = sum(-(-rows * width // RUN) for rows, width in SHAPES)
 
 @pytest.fixture
 def short_runs(monkeypatch):
-    monkeypatch.setattr(quantise, "CHUNK", RUN)
+    monkeypatch.setattr(weights, "CHUNK", RUN)
 
 
 def linears():
@@ -44,7 +44,7 @@ def test_bits_do_not_depend_on_how_much_is_read_at_a_time(type, tmp_path, monkey
         return quantized.stored(sharded(comm, Pretrained(tmp_path, quantize=Quantize(type))))
 
     (at_once,) = run_ranks(1, rank)
-    monkeypatch.setattr(quantise, "CHUNK", RUN)
+    monkeypatch.setattr(weights, "CHUNK", RUN)
     for size in (1, 2, 3):
         for stored in run_ranks(size, rank):
             for name, parts in stored.items():

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from fullshard import Quantize, TransformerBlocks, fully_shard
-from fullshard.core.quantized import QuantizedLinear, formats, workspace
+from fullshard.core.quantized import QuantizedLinear, formats, linear
 from fullshard.core.quantized.formats import format_of
 from fullshard.core.quantized.linear import Held
 from fullshard.core.testing import run_ranks
@@ -22,7 +22,7 @@ SHAPES = [(64, 64), (320, 640), (48, 40), (33, 96), (7, 10), (5, 33), (1, 100)]
 
 @pytest.fixture
 def _every_weight_is_large(monkeypatch):
-    monkeypatch.setattr(workspace, "RECYCLED_BELOW", 0)
+    monkeypatch.setattr(linear, "RECYCLED_BELOW", 0)
     monkeypatch.setattr(formats, "_DEQUANTISED", 1 << 10)
 
 
@@ -33,7 +33,7 @@ def _every_weight_is_large(monkeypatch):
 def test_the_weight_has_the_bits_of_one_dequantised_at_once(type, double, own, dtype):
     own, dtype = getattr(torch, own), getattr(torch, dtype)
     format = format_of(Quantize(type, double_quant=double))
-    kept = workspace.Workspace(max(rows * width for rows, width in SHAPES))
+    kept = linear.Workspace(max(rows * width for rows, width in SHAPES))
     addresses = set()
     for shape in SHAPES:
         weight = torch.randn(shape, generator=torch.Generator().manual_seed(0))
@@ -98,7 +98,7 @@ def test_training_goes_on_after_an_evaluation_in_inference_mode():
 
 
 def trained(large, monkeypatch):
-    monkeypatch.setattr(workspace, "RECYCLED_BELOW", 0 if large else 1 << 60)
+    monkeypatch.setattr(linear, "RECYCLED_BELOW", 0 if large else 1 << 60)
     plain = quantized.reference(quantized.saved(t5)[0], NF4)
     copies = [copy.deepcopy(plain) for _ in range(2)]
 
@@ -129,7 +129,7 @@ def test_training_with_kept_memory_is_the_same_to_the_bit_and_keeps_one_weight(m
 
 
 def test_blocks_that_were_sharded_before_share_the_memory_and_a_copy_has_none(monkeypatch):
-    monkeypatch.setattr(workspace, "RECYCLED_BELOW", 0)
+    monkeypatch.setattr(linear, "RECYCLED_BELOW", 0)
     plain = quantized.reference(quantized.saved(t5)[0], NF4)
 
     def rank(comm):
@@ -150,7 +150,7 @@ def test_blocks_that_were_sharded_before_share_the_memory_and_a_copy_has_none(mo
 
 @pytest.mark.parametrize("gpu", [False, True])
 def test_only_the_plan_of_a_cpu_rank_has_kept_memory(gpu, monkeypatch):
-    monkeypatch.setattr(workspace, "RECYCLED_BELOW", 0)
+    monkeypatch.setattr(linear, "RECYCLED_BELOW", 0)
     format, shape, made = format_of(Quantize("nf4")), (64, 128), []
 
     def build(comm):

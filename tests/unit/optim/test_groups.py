@@ -8,7 +8,7 @@ from torch import nn
 
 from fullshard import fully_shard, step_in_backward
 from fullshard.core.optim.groups import decay_groups
-from fullshard.core.optim.muon.muon_groups import muon_groups
+from fullshard.core.optim.muon import muon_groups
 from fullshard.core.shards import rows_of
 from fullshard.core.testing import run_ranks
 from fullshard.errors import ConfigError

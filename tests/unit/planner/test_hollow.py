@@ -9,9 +9,8 @@ from torch.utils.checkpoint import checkpoint
 
 from fullshard import Quantize
 from fullshard.core.comm import MemoryMeter
-from fullshard.core.quantized import formats, workspace
-from fullshard.core.quantized.bitsandbytes_door import bitsandbytes
-from fullshard.core.quantized.formats import format_of
+from fullshard.core.quantized import formats, linear
+from fullshard.core.quantized.formats import bitsandbytes, format_of
 from fullshard.errors import ModelError
 from fullshard.planner import hollow
 from fullshard.planner.hollow import HollowMode, real_tensors
@@ -170,11 +169,11 @@ def test_a_loss_holds_its_elements_as_its_kernel_does(name, dtype, after):
 
 def test_of_a_weight_dequantised_in_parts_two_have_the_peak_of_all(monkeypatch):
     bitsandbytes()  # the tables that its import makes are not of the first way
-    monkeypatch.setattr(workspace, "RECYCLED_BELOW", 0)
+    monkeypatch.setattr(linear, "RECYCLED_BELOW", 0)
     monkeypatch.setattr(formats, "_DEQUANTISED", 1 << 12)
     peaks, operators = [], []
     for most_parts in (None, 2, 1):
-        kept = workspace.Workspace()
+        kept = linear.Workspace()
         kept.most_parts = most_parts
         meter = Meter()
         with HollowMode(meter) as mode:

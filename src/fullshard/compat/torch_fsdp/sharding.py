@@ -25,7 +25,7 @@ from fullshard.core.comm import as_mesh, machines_of_world, named_ranks
 from fullshard.core.engine import FirstValues, Unit, fully_shard
 from fullshard.core.engine.registry import runtime_of
 from fullshard.core.engine.step.runtime import Runtime
-from fullshard.core.shards.untraced import untraced
+from fullshard.core.shards.shard import untraced
 from fullshard.core.torch_private import in_functorch, tree_leaves, tree_map
 from fullshard.errors import ConfigError, WrapError
 

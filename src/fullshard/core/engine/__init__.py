@@ -21,10 +21,6 @@ from fullshard.core.engine.full.model_class import (
     root_held as root_held,
     wrap_forward_method as wrap_forward_method,
 )
-from fullshard.core.engine.full.shared_buffers import (
-    average_ignored_gradients as average_ignored_gradients,
-    broadcast_buffers as broadcast_buffers,
-)
 from fullshard.core.engine.full.state import (
     LocalTensor as LocalTensor,
     full_tensors as full_tensors,
@@ -37,6 +33,8 @@ from fullshard.core.engine.full.stream import (
     RUNS_BYTES as RUNS_BYTES,
     Run as Run,
     SavedTensor as SavedTensor,
+    average_ignored_gradients as average_ignored_gradients,
+    broadcast_buffers as broadcast_buffers,
     full_runs as full_runs,
     full_state_dict as full_state_dict,
     saved_tensors as saved_tensors,
@@ -50,16 +48,16 @@ from fullshard.core.engine.full.summon import (
 from fullshard.core.engine.full.table import UnitRow as UnitRow, UnitTable as UnitTable
 from fullshard.core.engine.registry import sharded_roots as sharded_roots
 from fullshard.core.engine.setup.api import fully_shard as fully_shard
-from fullshard.core.engine.setup.fill import load_weights as load_weights
 from fullshard.core.engine.setup.initial import FirstValues as FirstValues
-from fullshard.core.engine.setup.source import (
+from fullshard.core.engine.setup.weights import (
     WantedTensor as WantedTensor,
     WeightReader as WeightReader,
     WeightSource as WeightSource,
+    load_weights as load_weights,
     wanted_tensors as wanted_tensors,
 )
 from fullshard.core.engine.step.lane import LaneState as LaneState
 from fullshard.core.engine.step.unit import Keep as Keep, Unit as Unit, UnitOptions as UnitOptions
-from fullshard.core.engine.tables.head import vocab_parallel_loss as vocab_parallel_loss
+from fullshard.core.engine.tables.loss import vocab_parallel_loss as vocab_parallel_loss
 from fullshard.core.engine.timeline import MemorySample as MemorySample, Recorder as Recorder, TraceEvent as TraceEvent
 from fullshard.core.layout.names import plain_name as plain_name

@@ -13,7 +13,7 @@ from fullshard.core.engine.full.table import UnitTable, unit_table
 from fullshard.core.engine.registry import runtime_of
 from fullshard.core.engine.step.recorder import SILENT
 from fullshard.core.engine.step.unit import Keep, Unit
-from fullshard.core.engine.tables.table_lane import TableLane, bring_tables
+from fullshard.core.engine.tables.table_lane import TableLane, request_tables
 from fullshard.core.engine.timeline import Recorder
 from fullshard.core.torch_private import in_backward
 from fullshard.errors import ShardingError
@@ -130,7 +130,7 @@ def reset(model: nn.Module) -> None:
 def unshard(unit: Unit) -> None:
     """Start the gather of a unit for the user; it is kept until the next pass begins. Every rank calls it."""
     runtime = unit.runtime
-    bring_tables(unit)
+    request_tables(unit)
     if in_backward():
         runtime.issue_gather(unit)
         return

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fullshard.core.comm import Work, allocated_bytes, clock_of
-from fullshard.core.engine.step.buffers import Account
+from fullshard.core.engine.step.lane import Account
 from fullshard.core.engine.step.recorder import Kind, SilentRecorder, Transfer
 
 _WAITS: Mapping[Transfer, Kind] = {"gather": "gather_wait", "reduce": "reduce_wait", "exchange": "exchange_wait"}

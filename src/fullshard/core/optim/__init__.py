@@ -4,7 +4,7 @@ from fullshard.core.optim.adafactor import Adafactor as Adafactor, TorchAdafacto
 from fullshard.core.optim.average import ExponentialMovingAverage as ExponentialMovingAverage
 from fullshard.core.optim.clip import clip_grad_norm_ as clip_grad_norm_
 from fullshard.core.optim.groups import decay_groups as decay_groups
-from fullshard.core.optim.guard.guard import trust as trust
+from fullshard.core.optim.guard import trust as trust
 from fullshard.core.optim.in_backward import StepInBackward as StepInBackward, step_in_backward as step_in_backward
 from fullshard.core.optim.lowbit import AdamW8bit as AdamW8bit, AdamWBF16 as AdamWBF16
 from fullshard.core.optim.muon import Muon as Muon, muon_groups as muon_groups

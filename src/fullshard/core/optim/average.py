@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
-from fullshard.core.optim.guard.guard import refuse_equal_names
+from fullshard.core.optim.guard import refuse_equal_names
 from fullshard.core.optim.shards import meta_of
 from fullshard.core.shards import on_rows, rows_of
 from fullshard.errors import CheckpointError, ConfigError, ShardingError

@@ -60,7 +60,9 @@ def clip_grad_norm_(
     everywhere = [p for p in params if not hasattr(p, "shard_comm")]  # left out of sharding: equal on all ranks
     dtype = torch.float64 if any(p.dtype == torch.float64 for p in sharded) else torch.float32
     by_ranks = by_comm(sharded, everyone_of)  # or each group of experts would scale what all share by its own norm
-    norms = [_norm_over_ranks(comm, _counting(params), norm_type, dtype) for comm, params in by_ranks]
+    # Of a group's replicated parameters, those of its first rank count.
+    counting = [(comm, [p for p in params if getattr(p, "shard_counts", True)]) for comm, params in by_ranks]
+    norms = [_norm_over_ranks(comm, _grads(params), norm_type, dtype) for comm, params in counting]
     norms.append(_local_norm(_grads(everywhere), norm_type, norms[0]))
     total = torch.linalg.vector_norm(torch.stack(norms), norm_type)
     if error_if_nonfinite and not math.isfinite(total.item()):
@@ -75,11 +77,6 @@ def clip_grad_norm_(
 
 def _grads(params: Sequence[nn.Parameter]) -> list[torch.Tensor]:
     return [p.grad for p in params if p.grad is not None and p.grad.numel()]  # an empty tensor has no largest element
-
-
-def _counting(params: Sequence[nn.Parameter]) -> list[torch.Tensor]:
-    """Return the gradients without those of a group's replicated parameters, of which its first rank's count."""
-    return _grads([p for p in params if getattr(p, "shard_counts", True)])
 
 
 def _local_norm(grads: Sequence[torch.Tensor], norm_type: float, like: torch.Tensor) -> torch.Tensor:

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from fullshard.core.comm import together
-from fullshard.core.optim.guard.guard import refuse_equal_names, refuse_parts
+from fullshard.core.optim.guard import refuse_equal_names, refuse_parts
 from fullshard.core.optim.shards import by_comm, holds_rows, meta_of, require_model
 from fullshard.core.shards import some_ranks_only
 from fullshard.errors import CheckpointError, ConfigError, ShardingError

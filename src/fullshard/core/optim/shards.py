@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import zip_longest
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import chain, zip_longest
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch.optim import Optimizer
 from fullshard.core.comm import Comm, SoloComm
 from fullshard.core.layout import LaneLayout, Placement, ShardMeta
 from fullshard.core.shards import rows_of
+from fullshard.core.torch_private import plain_functions
 from fullshard.errors import ConfigError, UserError
 
 
@@ -112,19 +114,51 @@ def require_model(model: object, what: str) -> None:
         )
 
 
-def copied(optimizer: Optimizer, memo: dict[int, Any]) -> Any:
-    """Return a deep copy of an optimizer, for its ``__deepcopy__``; copies of shards are marked as shards.
+class RowsOptimizer(Optimizer):
+    """An optimizer of fullshard, whose step computes with this rank's rows as plain tensors."""
 
-    torch copies a Parameter without its attributes: an optimizer would then step this rank's rows of a matrix as if
-    they were the full matrix.
-    """
-    for param in (param for group in optimizer.param_groups for param in group["params"]):
-        marks = {key: value for key, value in vars(param).items() if key in ("shard_meta", "shard_comm", "cut")}
-        copy.deepcopy(param, memo).__dict__.update(marks)
-    made = type(optimizer).__new__(type(optimizer))
-    memo[id(optimizer)] = made
-    made.__setstate__(copy.deepcopy(optimizer.__getstate__(), memo))
-    return made
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Update all parameters that have a gradient; every rank calls it, also without gradients.
+
+        Args:
+            closure: Computes the loss and the gradients; called once, before anything else, with gradients enabled.
+
+        Returns:
+            The result of ``closure``; None without one.
+
+        Raises:
+            ConfigError: An optimizer that communicates has other parameters on other ranks, on every rank; or a
+                gradient is sparse.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        with plain_functions():
+            self._update_all()
+        return loss
+
+    @abstractmethod
+    def _update_all(self) -> None:
+        """Step all parameters that have a gradient."""
+
+    def _params(self) -> Iterator[nn.Parameter]:
+        return chain.from_iterable(group["params"] for group in self.param_groups)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """Copy the parameters too, marked as the shards that they are.
+
+        torch copies a Parameter without its attributes: an optimizer would then step this rank's rows of a matrix as
+        if they were the full matrix.
+        """
+        for param in self._params():
+            marks = {key: value for key, value in vars(param).items() if key in ("shard_meta", "shard_comm", "cut")}
+            vars(copy.deepcopy(param, memo)).update(marks)
+        made = type(self).__new__(type(self))
+        memo[id(self)] = made
+        made.__setstate__(copy.deepcopy(self.__getstate__(), memo))
+        return made
 
 
 def refuse_torch_options(group: Mapping[str, Any], what: str, error: type[UserError] = ConfigError) -> None:

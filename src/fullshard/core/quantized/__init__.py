@@ -1,9 +1,9 @@
 """Linear layers with frozen 4-bit and 8-bit weights: formats, the module, and the choice of a model's layers."""
 
-from fullshard.core.quantized.bitsandbytes_door import keep_quiet as keep_quiet
 from fullshard.core.quantized.formats import (
     Format as Format,
     format_of as format_of,
+    keep_quiet as keep_quiet,
     quantisations as quantisations,
     rounded as rounded,
 )

@@ -13,10 +13,8 @@ from torch import nn
 
 from fullshard.core.layout.names import plain_name
 from fullshard.core.policy import Quantize
-from fullshard.core.quantized.bitsandbytes_door import bitsandbytes, loaded
-from fullshard.core.quantized.formats import BLOCK, OUTER_BLOCK, FourBit, Int8, format_of
-from fullshard.core.quantized.linear import Held, QuantizedLinear
-from fullshard.core.quantized.workspace import Workspace
+from fullshard.core.quantized.formats import BLOCK, OUTER_BLOCK, FourBit, Int8, bitsandbytes, format_of, loaded
+from fullshard.core.quantized.linear import Held, QuantizedLinear, Workspace
 from fullshard.errors import ConfigError
 
 _WRAPPED = ("base_layer", "original_module")

@@ -9,8 +9,6 @@ called with one follows one of three rules (``rules`` has the tables):
 """
 
 from fullshard.core.shards import rules as _rules  # noqa: F401 (sets the rules of the class)
-from fullshard.core.shards.cut import Cut as Cut, cut_of as cut_of
-from fullshard.core.shards.gather import gather_full as gather_full, some_ranks_only as some_ranks_only
 from fullshard.core.shards.guarded import (
     FreedParameter as FreedParameter,
     FullParameter as FullParameter,
@@ -21,14 +19,18 @@ from fullshard.core.shards.guarded import (
 )
 from fullshard.core.shards.shard import (
     STATE_ON_ALL_RANKS as STATE_ON_ALL_RANKS,
+    Cut as Cut,
     Shard as Shard,
     ShardParameter as ShardParameter,
     as_shard as as_shard,
-    lay_aside as lay_aside,
+    cut_of as cut_of,
+    gather_full as gather_full,
     on_rows as on_rows,
     parameter_class as parameter_class,
+    restore as restore,
+    restore_all as restore_all,
     rows_of as rows_of,
-    take_up as take_up,
-    take_up_all as take_up_all,
+    some_ranks_only as some_ranks_only,
+    strip as strip,
+    untraced as untraced,
 )
-from fullshard.core.shards.untraced import untraced as untraced

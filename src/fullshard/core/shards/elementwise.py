@@ -1,14 +1,19 @@
-"""The local rule: functions that compute each element from the elements at the same place."""
+"""Functions computed on the rows here: elementwise ones, views, and random draws as on the full tensor."""
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+from math import prod
+from types import FunctionType
 from typing import Any
 
 import torch
+from torch.nn import init
 
 from fullshard.core.comm import same_group
-from fullshard.core.shards.cut import Cut, tensors_in
-from fullshard.core.shards.shard import Shard, as_shard, refusal
+from fullshard.core.shards.shard import Cut, Shard, as_shard, joined, refusal, tensors_in
+from fullshard.core.torch_private import fan_in_and_out, plain_functions
 from fullshard.errors import ShardingError
 
 
@@ -204,3 +209,254 @@ def numel(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
     if known is None:
         raise refusal(f"{func.__name__} of elements picked by a mask (use mask.sum())", args)
     return known
+
+
+Args = tuple[Any, ...]
+Kwargs = dict[str, Any]
+
+
+def view(func: Any, args: Args, kwargs: Kwargs) -> torch.Tensor:
+    """Compute ``view`` and ``reshape`` to one dimension, to another shard's shape, or with the rows as they are.
+
+    Sizes may be those of the full tensor or of the rows here.
+    """
+    value, sizes = args[0], args[1:] or tuple(kwargs.values())
+    if sizes and isinstance(sizes[0], torch.Tensor):
+        return _view_as(func, value, sizes[0])
+    if not isinstance(value, Shard) or (sizes and isinstance(sizes[0], torch.dtype)):
+        raise refusal(func.__name__, args)
+    sizes = tuple(sizes[0]) if sizes and isinstance(sizes[0], (tuple, list)) else tuple(sizes)
+    cut, full = value.cut, value.cut.full_shape(value)
+    numel = value.numel() if full is None else prod(full)
+    wanted = _resolved(sizes, numel)
+    if full is not None and sizes == full and (not full or not cut.whole_rows):
+        return as_shard(value.reshape(value.shape), cut)
+    if wanted in ((numel,), (value.numel(),)):
+        return as_shard(value.reshape(-1), cut.flat(value))
+    if sizes == tuple(value.shape):
+        return as_shard(value.reshape(sizes), cut)
+    if full and cut.whole_rows:
+        for rows, inner in ((full[0], wanted[1:]), (value.shape[0], _resolved(sizes, value.numel())[1:])):
+            if rows in (wanted[0], sizes[0]) and prod(inner) == prod(full[1:]):
+                return as_shard(value.reshape(value.shape[0], *inner), cut)
+    raise refusal(f"{func.__name__} to {sizes}", args)
+
+
+def _view_as(func: Any, value: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """Compute ``view_as`` and ``reshape_as``: to a shape of the same elements here and on every rank."""
+    if not isinstance(value, Shard):
+        if value.shape == other.shape:
+            return value.view(other.shape)
+        raise refusal(func.__name__, (other,))
+    if not isinstance(other, Shard):
+        if value.shape == other.shape:
+            return as_shard(value.view(other.shape), value.cut)
+        raise refusal(func.__name__, (value,))
+    if value.cut.key is None or value.cut.flat(value).key != other.cut.flat(other).key:
+        raise refusal(func.__name__, (value,))
+    return as_shard(value.reshape(other.shape), other.cut)
+
+
+def _resolved(sizes: tuple[int, ...], numel: int) -> tuple[int, ...]:
+    """Return ``sizes`` with -1 replaced."""
+    known = prod(n for n in sizes if n != -1)
+    return tuple(numel // known if n == -1 and known else n for n in sizes)
+
+
+def flatten(func: Any, args: Args, kwargs: Kwargs) -> torch.Tensor:
+    """Compute ``flatten`` and ``ravel``, from dimension 0 to the last, or of later dimensions only."""
+    value = args[0]
+    start = kwargs.get("start_dim", args[1] if len(args) > 1 else 0) % max(1, value.dim())
+    end = kwargs.get("end_dim", args[2] if len(args) > 2 else -1) % max(1, value.dim())
+    result = func(*args, **kwargs)
+    if (start > 0 and value.cut.whole_rows) or (start == end and value.cut.shape != ()):
+        return as_shard(result, value.cut)
+    if result.dim() != 1 or end != max(1, value.dim()) - 1:
+        raise refusal(func.__name__, args)
+    cut = value.cut.flat(value)
+    return as_shard(value.view(-1) if result is value else result, cut)  # a view, to keep the argument's own cut
+
+
+def unsqueeze(func: Any, args: Args, kwargs: Kwargs) -> torch.Tensor:
+    """Compute ``unsqueeze`` of a dimension after the rows; a scalar has none, on any rank."""
+    value, dim = args[0], kwargs.get("dim", args[1] if len(args) > 1 else 0)
+    if not value.cut.shape or not value.cut.whole_rows or dim % (value.dim() + 1) == 0:
+        raise refusal(f"{func.__name__}({dim})", args)
+    return as_shard(func(*args, **kwargs), value.cut)
+
+
+def cat(func: Any, args: Args, kwargs: Kwargs) -> torch.Tensor:
+    """Compute ``cat`` of flattened shards (``parameters_to_vector``): a vector in this rank's order.
+
+    Sums, norms and products of it are those of the full vector, and slices at the full parameters' places give the
+    parameters back (``vector_to_parameters``).
+    """
+    parts, *rest = args
+    parts, dim = list(parts), kwargs.get("dim", rest[0] if rest else 0)
+    if dim != 0 or kwargs.get("out") is not None or any(not isinstance(p, Shard) or p.dim() != 1 for p in parts):
+        raise refusal(f"{func.__name__} of other than flattened shards", args)
+    return as_shard(func(*args, **kwargs), joined([(part.cut, part) for part in parts]))
+
+
+def getitem(func: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Compute ``p[...]``, ``p[:]``, ``p[:, a:b]``, ``p[mask]``, and slices that are parts of a joined vector."""
+    value, index = args
+    if not isinstance(value, Shard):
+        raise refusal("an index", args)
+    cut = value.cut
+    index = index if isinstance(index, tuple) else (index,)
+    if cut.parts and len(index) == 1 and isinstance(index[0], slice):
+        return _part_of(value, index[0], args)
+    if _keeps_rows(index) and (len(index) == 1 or cut.whole_rows):
+        return as_shard(func(value, index), cut)
+    mask = index[0]
+    if len(index) == 1 and isinstance(mask, torch.Tensor) and mask.dtype == torch.bool:
+        mask = rows_of_full(mask, cut, value)
+        if mask.shape == value.shape:
+            return as_shard(func(value, mask), cut.picked())
+    raise refusal("an index of rows", args)
+
+
+def _keeps_rows(index: tuple[Any, ...]) -> bool:
+    """Return True if an index takes every row in order; indices of further dimensions are not tensors."""
+    first = index[0] if index else Ellipsis
+    every_row = (isinstance(first, slice) and first == slice(None)) or (first is Ellipsis and len(index) == 1)
+    return every_row and all(isinstance(one, (slice, int, type(None))) or one is Ellipsis for one in index[1:])
+
+
+def _part_of(value: Shard, wanted: slice, args: Args) -> torch.Tensor:
+    """Return the part of a joined vector at the place of one parameter in the full vector."""
+    at = here = 0
+    for cut, numel, numel_here in value.cut.parts:
+        if (wanted.start or 0, wanted.stop, wanted.step) == (at, at + numel, None):
+            return as_shard(value.narrow(0, here, numel_here), cut)
+        at, here = at + numel, here + numel_here
+    raise refusal(f"elements {wanted.start} to {wanted.stop}, which are not one parameter,", args)
+
+
+def setitem(func: Any, args: Args, kwargs: Kwargs) -> None:
+    """Assign rows, columns or masked elements: each rank writes those that it holds."""
+    value, index, new = args
+    if not isinstance(value, Shard):
+        raise refusal("an assignment to an index", args)
+    cut = value.cut
+    index = index if isinstance(index, tuple) else (index,)
+    index = index or (Ellipsis,)
+    first, shape = index[0], cut.full_shape(value)
+    if isinstance(first, torch.Tensor) and first.dtype == torch.bool and len(index) == 1:
+        if isinstance(new, torch.Tensor) and new.dim():
+            raise refusal("an assignment of several values to a mask", args)
+        func(value, rows_of_full(first, cut, value), new)
+    elif _keeps_rows(index) and (len(index) == 1 or cut.whole_rows):
+        func(value, index, rows_of_full(new, cut, value) if len(index) == 1 else _own_rows(new, cut, value))
+    elif cut.whole_rows and shape and isinstance(first, (int, slice)) and not cut.parts:
+        _set_rows(func, value, first, index[1:], new)
+    else:
+        raise refusal("an assignment to an index", args)
+
+
+def _own_rows(new: Any, cut: Cut, value: torch.Tensor) -> Any:
+    """Return this rank's rows of the values for columns; values with fewer dimensions apply to every row."""
+    if isinstance(new, torch.Tensor) and new.dim() == value.dim() and new.shape[0] == cut.total != 1:
+        return new[cut.first : cut.first + value.shape[0]]
+    return new
+
+
+def _set_rows(func: Any, value: Shard, first: int | slice, rest: Args, new: Any) -> None:
+    """Write those of the rows ``first`` of the full tensor that are on this rank."""
+    cut = value.cut
+    if isinstance(new, Shard):
+        raise refusal("an assignment of a shard to rows", (value,))
+    stop_here = cut.first + value.shape[0]
+    if isinstance(first, int):
+        row = range(cut.total)[first]  # raises IndexError as for the full tensor
+        if cut.first <= row < stop_here:
+            func(value, (row - cut.first, *rest), new)
+        return
+    rows = range(cut.total)[first]
+    if rows.step != 1:
+        raise refusal("an assignment to rows with a step", (value,))
+    low, high = max(rows.start, cut.first), min(rows.stop, stop_here)
+    if low < high:
+        if isinstance(new, torch.Tensor) and new.dim() >= value.dim() and new.shape[0] == len(rows) != 1:
+            new = new[low - rows.start : high - rows.start]
+        func(value, (slice(low - cut.first, high - cut.first), *rest), new)
+
+
+_INITIALISERS = (
+    *("trunc_normal_", "eye_", "dirac_", "xavier_uniform_", "xavier_normal_", "kaiming_normal_", "orthogonal_"),
+    *("sparse_",),
+)
+"""Functions of ``torch.nn.init`` that read the shape of the tensor without asking its class."""
+
+
+def _full_like(shard: torch.Tensor, func: Any) -> torch.Tensor:
+    """Return an uninitialised plain tensor of the full shape and this rank's dtype and device."""
+    assert isinstance(shard, Shard)
+    shape = shard.cut.full_shape(shard)
+    if shape is None or shard.cut.parts:
+        raise refusal(getattr(func, "__name__", str(func)), (shard,))
+    return torch.empty(shape, dtype=shard.dtype, device=shard.device)
+
+
+def _rows(full: torch.Tensor, shard: torch.Tensor) -> torch.Tensor:
+    """Return this rank's part of a tensor of the full shape, in the shape of the rows here."""
+    assert isinstance(shard, Shard)
+    start = shard.cut.first_element(shard)
+    return full.reshape(-1)[start : start + torch.Tensor.numel(shard)].view(shard.shape)
+
+
+def drawn(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+    """Fill a shard in place as the full tensor would be filled; returns the shard.
+
+    Each rank draws the full tensor and keeps its rows: if ranks' random states are equal, they get the rows of one draw
+    and the states stay equal. Needs memory for the full tensor for a moment.
+    """
+    kwargs = dict(kwargs)
+    shard, rest = (args[0], args[1:]) if args else (kwargs.pop("tensor"), ())
+    if not isinstance(shard, Shard) or any(isinstance(one, Shard) for one in (*rest, *kwargs.values())):
+        raise refusal(func.__name__, (args, kwargs))
+    full = _full_like(shard, func)
+    with torch.no_grad():
+        func(full, *rest, **kwargs)
+    # Initialisers, Python functions (torch's, or those that transformers substitutes while it initialises), write into
+    # Parameters; torch refuses normal_(), copy_() and similar outside of no_grad.
+    with torch.set_grad_enabled(torch.is_grad_enabled() and not isinstance(func, FunctionType)):
+        shard.copy_(_rows(full, shard))
+    return shard
+
+
+def drawn_like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+    """Compute ``randn_like`` and similar: the rows here of the result for the full tensor."""
+    shard = args[0]
+    kwargs = {key: value for key, value in kwargs.items() if key != "memory_format"}
+    full = func(_full_like(shard, func), *args[1:], **kwargs)
+    return as_shard(_rows(full, shard).clone().requires_grad_(full.requires_grad), shard.cut)
+
+
+def _for_shards(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return an initialiser of ``torch.nn.init`` that treats shards by :func:`drawn`."""
+
+    @functools.wraps(function)
+    def initialise(*args: Any, **kwargs: Any) -> Any:
+        tensor = args[0] if args else kwargs.get("tensor")
+        if not isinstance(tensor, Shard):
+            return function(*args, **kwargs)
+        with plain_functions():
+            return drawn(function, args, kwargs)
+
+    return initialise
+
+
+def _fans(tensor: torch.Tensor) -> tuple[int, int]:
+    """Return fan-in and fan-out of the full shape, as torch does."""
+    if isinstance(tensor, Shard):
+        tensor = torch.empty(tensor.global_shape, device="meta")
+    return fan_in_and_out(tensor)
+
+
+# Also replaced where they were imported by name before this module.
+if hasattr(init, "_calculate_fan_in_and_fan_out"):
+    init._calculate_fan_in_and_fan_out = _fans
+for _name in _INITIALISERS:
+    setattr(init, _name, _for_shards(getattr(init, _name)))

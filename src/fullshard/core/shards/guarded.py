@@ -9,8 +9,7 @@ import torch
 from torch import nn
 
 from fullshard.core.layout import ShardMeta
-from fullshard.core.shards.cut import tensors_in
-from fullshard.core.shards.shard import ShardParameter
+from fullshard.core.shards.shard import ShardParameter, tensors_in
 from fullshard.core.torch_private import plain_functions, plain_subclass
 from fullshard.errors import ShardingError
 

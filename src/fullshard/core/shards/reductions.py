@@ -12,10 +12,8 @@ from typing import Any
 
 import torch
 
-from fullshard.core.shards.cut import Cut
 from fullshard.core.shards.elementwise import common_cut, local, rows_of_full
-from fullshard.core.shards.gather import every_part
-from fullshard.core.shards.shard import Rule, Shard, as_shard, refusal
+from fullshard.core.shards.shard import Cut, Rule, Shard, as_shard, every_part, refusal
 from fullshard.errors import ShardingError
 
 Args = tuple[Any, ...]

@@ -1,19 +1,224 @@
-"""The class of shards between passes, and ways around it for code that computes with rows."""
+"""The class of shards, how a tensor's rows are cut over ranks, and what shards communicate."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+import threading
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from math import prod
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
-from fullshard.core.shards.cut import Cut, tensors_in
-from fullshard.core.shards.gather import gather_full
-from fullshard.core.shards.untraced import untraced
-from fullshard.core.torch_private import lists_of_fast_types, plain_functions
+from fullshard.core.comm import Comm, same_group, settle
+from fullshard.core.layout import ShardMeta
+from fullshard.core.torch_private import lists_of_fast_types, plain_functions, set_eval_frame
 from fullshard.errors import ShardingError
+
+Untraced = TypeVar("Untraced", bound=Callable[..., Any])
+
+
+def untraced(function: Untraced) -> Untraced:
+    """Make torch.compile break its graph at ``function`` and trace nothing that it calls.
+
+    Like ``torch.compiler.disable``, which would import the compiler and add a second to every start.
+    """
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        before = set_eval_frame(None)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            set_eval_frame(before)
+
+    call._torchdynamo_disable = True  # type: ignore[attr-defined]
+    return call  # type: ignore[return-value]
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Cut:
+    """The division of dimension 0 of a tensor over ranks. Rows of a vector are its elements.
+
+    Attributes:
+        name: The parameter, for messages.
+        comm: The ranks.
+        key: The same on all ranks, and equal for two tensors whose rows are divided alike; None if a mask picked rows.
+        first: First row here, counted in the full tensor.
+        total: Rows of the full tensor; not meaningful without a key.
+        shape: Full shape if it does not follow from the rows here: for scalars, and if rows are divided too.
+        whole_rows: True if this rank holds full rows.
+        parts: For a vector joined from several: the cut, elements in full and elements here of each.
+    """
+
+    name: str
+    comm: Comm
+    key: Hashable
+    first: int
+    total: int
+    shape: tuple[int, ...] | None = None
+    whole_rows: bool = True
+    parts: tuple[tuple[Cut, int, int], ...] = ()
+
+    def full_shape(self, rows: torch.Tensor) -> tuple[int, ...] | None:
+        """Return the shape of the full tensor that ``rows``, (rows here, *rest), belong to; None if not known."""
+        if self.key is None:
+            return None
+        return (self.total, *rows.shape[1:]) if self.shape is None else self.shape
+
+    def full_numel(self, rows: torch.Tensor) -> int | None:
+        """Return the number of elements of the full tensor; None if not known without communication."""
+        shape = self.full_shape(rows)
+        return None if shape is None else prod(shape)
+
+    def first_element(self, rows: torch.Tensor) -> int:
+        """Return the index of the first element here in the flattened full tensor."""
+        return self.first * (prod(rows.shape[1:]) if rows.dim() else 1)
+
+    def flat(self, rows: torch.Tensor) -> Cut:
+        """Return the cut of ``rows.flatten()``."""
+        if self.key is None or (rows.dim() == 1 and self.shape is None):
+            return self
+        inner = prod(rows.shape[1:]) if rows.dim() else 1
+        total = self.full_numel(rows)
+        assert total is not None
+        return Cut(self.name, self.comm, ("flat", self.key, inner), self.first_element(rows), total)
+
+    def picked(self) -> Cut:
+        """Return the cut of elements picked by a mask: the numbers of other ranks are not known."""
+        return Cut(f"elements of {self.name}", self.comm, None, 0, 0)
+
+
+def cut_of(meta: ShardMeta, comm: Comm) -> Cut:
+    """Return the cut of a sharded parameter."""
+    start, _ = meta.element_range
+    placement, layout = meta.placement, meta.layout
+    shape = None if meta.global_shape and placement.full_rows else meta.global_shape
+    row = placement.row_numel if placement.full_rows else placement.granule
+    key = (layout.world_size, layout.shard_numel, placement.start, placement.numel, row, placement.granule)
+    return Cut(meta.name, comm, key, start // row, placement.numel // row, shape, placement.full_rows)
+
+
+def joined(parts: list[tuple[Cut, torch.Tensor]]) -> Cut:
+    """Return the cut of flattened shards joined in this rank's order, as ``parameters_to_vector`` does."""
+    of_parts = []
+    for cut, rows in parts:
+        numel = cut.full_numel(rows)
+        if numel is None or cut.parts or not same_group(cut.comm, parts[0][0].comm):
+            raise ShardingError(
+                f"Elements of {cut.name} and of {parts[0][0].name} cannot be put into one vector: each must be a "
+                "flattened shard of the same ranks. Put together what full_tensor() returns."
+            )
+        of_parts.append((cut, numel, rows.numel()))
+    key = ("joined", *(cut.key for cut, _, _ in of_parts))
+    total = sum(numel for _, numel, _ in of_parts)
+    return Cut("a vector of shards", parts[0][0].comm, key, 0, total, whole_rows=False, parts=tuple(of_parts))
+
+
+def tensors_in(values: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors among arguments, including those inside lists, tuples and dicts."""
+    for value in values.values() if isinstance(values, dict) else values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, (tuple, list, dict)):
+            yield from tensors_in(value)
+
+
+_here = threading.local()
+
+
+@contextmanager
+def some_ranks_only(where: str) -> Iterator[None]:
+    """Refuse reductions and full tensors of shards inside: other ranks, which do not run this code, would be missed."""
+    before, _here.where = getattr(_here, "where", None), where
+    try:
+        yield
+    finally:
+        _here.where = before
+
+
+def _require_all_ranks(what: str) -> None:
+    where = getattr(_here, "where", None)
+    if where is not None:
+        raise ShardingError(
+            f"{what} needs every rank, but {where} runs only on the ranks that hold rows of the parameter: the others "
+            "would be waited for. Use one optimizer after backward."
+        )
+
+
+def gather_full(comm: Comm, shape: Sequence[int], start: int, flat: torch.Tensor) -> torch.Tensor:
+    """Gather a full tensor from the runs that ranks hold of it, on the device of collectives; every rank calls it.
+
+    The ranks first exchange which runs they hold. Then each holder broadcasts its run; few ranks hold parts of a
+    parameter.
+
+    Args:
+        comm: The ranks.
+        shape: Shape of the full tensor.
+        start: First element that this rank holds, counted in the flattened full tensor.
+        flat: Its elements, (numel,), possibly none.
+    """
+    what = f"full_tensor() of shape {tuple(shape)}"
+    _require_all_ranks(what)
+    comm.announce(what)
+    runs = torch.empty(2 * comm.size, dtype=torch.int64, device=comm.device)
+    _all_gather(comm, runs, torch.tensor([start, start + flat.numel()], device=comm.device))
+    full = torch.empty(prod(shape), dtype=flat.dtype, device=comm.device)
+    done = 0
+    for first, stop, rank in sorted((*run, rank) for rank, run in enumerate(runs.view(-1, 2).tolist())):
+        first = max(first, done)  # several ranks may hold the same elements
+        if first >= stop:
+            continue
+        piece = full[first:stop]
+        if rank == comm.rank:
+            piece.copy_(flat.detach()[first - start : stop - start])
+        comm.announce(what)
+        work = comm.broadcast(piece.view(torch.uint8), rank)
+        work.wait()
+        settle(work)
+        done = stop
+    return full.view(tuple(shape))
+
+
+def _all_gather(comm: Comm, full: torch.Tensor, mine: torch.Tensor) -> None:
+    """Fill ``full``, and return when other ranks have read ``mine``, so that the caller may drop it."""
+    work = comm.all_gather(full, mine)
+    work.wait()
+    settle(work)
+
+
+class _EveryPart(torch.autograd.Function):
+    """The all-gather of partial results. Backward gives each rank the gradient of its own part."""
+
+    @staticmethod
+    def forward(ctx: Any, mine: torch.Tensor, comm: Comm, what: str) -> torch.Tensor:
+        ctx.rank = comm.rank
+        sent = mine.detach().to(comm.device).contiguous().reshape(-1)
+        is_bool = sent.dtype == torch.bool
+        sent = sent.view(torch.uint8) if is_bool else sent
+        full = sent.new_empty(comm.size * sent.numel())
+        _require_all_ranks(f"{what} of shards")
+        comm.announce(f"{what} of shards")
+        _all_gather(comm, full, sent)
+        full = full.view(torch.bool) if is_bool else full
+        return full.view(comm.size, *mine.shape).to(mine.device)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        return gradients[0][ctx.rank], None, None
+
+
+def every_part(mine: torch.Tensor, comm: Comm, what: str) -> torch.Tensor:
+    """Return the tensor ``mine`` of every rank, (size, *shape), the same on each; every rank calls it.
+
+    Partial results are gathered and combined on each rank, not all-reduced: the bits are equal on all ranks, and a
+    maximum keeps its nan.
+    """
+    return mine[None] if comm.size == 1 else _EveryPart.apply(mine, comm, what)
+
 
 STATE_ON_ALL_RANKS = "_fullshard_state_on_all_ranks"
 """Mark on a parameter whose optimizer state every rank must have, including ranks without rows."""
@@ -165,47 +370,47 @@ def on_rows(function: Function) -> Function:
     return call  # type: ignore[return-value]
 
 
-def lay_aside(params: Iterable[nn.Parameter]) -> list[tuple[nn.Parameter, torch.Tensor | None]]:
+def strip(params: Iterable[nn.Parameter]) -> list[tuple[nn.Parameter, torch.Tensor | None]]:
     """Make shards and their gradients plain, for a step that is known to treat each rank's rows alone.
 
     The step then has no overhead. Parameters without rows on this rank have no gradient meanwhile, and so get no
     optimizer state: some optimizers divide by the number of rows. Those with the mark keep their gradient.
 
     Returns:
-        Each parameter that was a shard, with its gradient if that was one; for :func:`take_up`.
+        Each parameter that was a shard, with its gradient if that was one; for :func:`restore`.
     """
-    laid: list[tuple[nn.Parameter, torch.Tensor | None]] = []
+    stripped: list[tuple[nn.Parameter, torch.Tensor | None]] = []
     with plain_functions():
         for param in params:
             if type(param) is ShardParameter:
                 param.__class__ = nn.Parameter  # pyright: ignore[reportAttributeAccessIssue]
                 gradient = param.grad
                 if not param.nbytes and STATE_ON_ALL_RANKS not in vars(param):
-                    vars(param)["laid_aside"], param.grad, gradient = gradient, None, None
+                    vars(param)["stripped_gradient"], param.grad, gradient = gradient, None, None
                 elif type(gradient) is Shard:
                     gradient.__class__ = torch.Tensor  # pyright: ignore[reportAttributeAccessIssue]
                 else:
                     gradient = None
-                laid.append((param, gradient))
-    return laid
+                stripped.append((param, gradient))
+    return stripped
 
 
-def take_up(laid: Iterable[tuple[nn.Parameter, torch.Tensor | None]]) -> None:
-    """Turn the result of :func:`lay_aside` back into shards; a gradient that the step replaced becomes one too."""
-    for param, before in laid:
+def restore(stripped: Iterable[tuple[nn.Parameter, torch.Tensor | None]]) -> None:
+    """Turn the result of :func:`strip` back into shards; a gradient that the step replaced becomes one too."""
+    for param, before in stripped:
         gradient = param.grad
         if gradient is not None and gradient is before:
             gradient.__class__ = Shard  # it still has its cut; setting it again would double the time of this loop
         elif gradient is not None:
             as_shard(gradient, param.cut)  # type: ignore[attr-defined]
-        elif "laid_aside" in vars(param):
-            param.grad = vars(param).pop("laid_aside")
+        elif "stripped_gradient" in vars(param):
+            param.grad = vars(param).pop("stripped_gradient")
         param.__class__ = ShardParameter
 
 
-def take_up_all(params: Iterable[nn.Parameter]) -> None:
+def restore_all(params: Iterable[nn.Parameter]) -> None:
     """Turn parameters back into shards that a step which raised has left plain."""
-    take_up((param, None) for param in params if type(param) is nn.Parameter and "cut" in vars(param))
+    restore((param, None) for param in params if type(param) is nn.Parameter and "cut" in vars(param))
 
 
 def refusal(name: str, values: Any) -> ShardingError:

@@ -1,76 +1,32 @@
-"""The training loss, computed from logits, or from the last hidden states without holding all logits at once.
+"""The training loss of a Hugging Face model: of its logits, or computed in its output head without them.
 
-For a target y with logits z over V pieces, in natural logarithms::
-
-    cross-entropy    lse(z) - (1 - e) z[y] - e mean(z)     e: label smoothing, as in torch's cross_entropy
-    z-loss           w lse(z)^2                            w: its weight, as in PaLM and T5X
+The loss itself is ``core/engine/tables/loss.py``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
-from fullshard.core.comm import logits_at_once
+from fullshard.core.engine.tables.loss import (
+    IGNORED,
+    PLAIN as PLAIN,
+    Objective as Objective,
+    Terms,
+    linear_loss,
+    summed_loss as summed_loss,
+)
 from fullshard.core.shards import table_of
-from fullshard.core.torch_private import plain_functions
 from fullshard.errors import ModelError
 from fullshard.program.models.adapters import base_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-IGNORED = -100
-"""Label of positions without a target."""
-
-
-@dataclass(frozen=True)
-class Objective:
-    """Terms of the loss in addition to the plain cross-entropy."""
-
-    label_smoothing: float = 0.0  # share of each target's probability that is spread over the vocabulary
-    z_loss: float = 0.0  # weight of the squared log-partition function of the softmax
-
-
-PLAIN = Objective()
-
-
-def summed_loss(
-    logits_BTV: Tensor, labels_BT: Tensor, objective: Objective = PLAIN, weights_BT: Tensor | None = None
-) -> Tensor:
-    """Return the loss summed over targets.
-
-    Args:
-        logits_BTV: Of any floating dtype; the loss is computed in at least float32.
-        labels_BT: int64, -100 where there is no target.
-        objective: Label smoothing and z-loss.
-        weights_BT: float32, factor on the loss of each target; None: 1.
-
-    Returns:
-        0-d, float32 or wider; zero if there is no target.
-    """
-    logits = logits_BTV.to(torch.promote_types(logits_BTV.dtype, torch.float32)).flatten(0, 1)
-    labels = labels_BT.flatten()
-    weights = None if weights_BT is None else weights_BT.flatten().to(logits.dtype)
-    loss = functional.cross_entropy(
-        logits,
-        labels,
-        ignore_index=IGNORED,
-        reduction="sum" if weights is None else "none",
-        label_smoothing=objective.label_smoothing,
-    )
-    loss = loss if weights is None else torch.dot(loss, weights)
-    if objective.z_loss:
-        counted = labels != IGNORED
-        squares = logits[counted].logsumexp(-1).square()
-        loss = loss + objective.z_loss * (squares.sum() if weights is None else torch.dot(squares, weights[counted]))
-    return loss
 
 
 def fuse_head(model: PreTrainedModel, *, fuses: bool = True) -> FusedHead:
@@ -169,7 +125,7 @@ class _LossSpec:
     labels_BT: Tensor
     objective: Objective
     expected_gradient: float | Tensor
-    weights: Tensor | None  # of all labels, then of those that count
+    weights_BT: Tensor | None
     targets: int | None
 
 
@@ -217,22 +173,17 @@ class FusedHead:
         spec, weight, bias = self._spec, self._head.weight, self._head.bias
         table = table_of(weight)
         if table is not None and table.is_home and bias is not None:
-            table.come()
-        if table is not None and table.is_home:
-            rows, labels, weights = self._counted(input, spec)
-            terms = spec.objective.label_smoothing, spec.objective.z_loss, spec.expected_gradient
-            return table.loss(rows, labels, *terms, weights)
-        if not self.fuses:
+            table.gather()
+        home = table if table is not None and table.is_home else None
+        if home is None and not self.fuses:
             logits = nn.Linear.forward(self._head, input)
-            return summed_loss(logits[:, -spec.labels_BT.shape[1] :], spec.labels_BT, spec.objective, spec.weights)
+            return summed_loss(logits[:, -spec.labels_BT.shape[1] :], spec.labels_BT, spec.objective, spec.weights_BT)
         rows, labels, weights = self._counted(input, spec)
-        records = torch.is_grad_enabled()
-        with plain_functions():
-            spec = replace(spec, weights=weights)
-            return _LinearCrossEntropy.apply(rows, weight, bias, labels, spec, records)  # type: ignore[return-value]
+        terms = Terms(spec.objective, spec.expected_gradient, weights)
+        return linear_loss(rows, weight, bias, labels, terms) if home is None else home.loss(rows, labels, terms)
 
     def choose(self, tokens: int) -> None:
-        """Decide before a forward whether this rank's ``tokens`` travel to head rows that stay home."""
+        """Decide before a forward whether ranks exchange ``tokens`` for head rows that stay home."""
         table = table_of(self._head.weight)
         if table is not None and self._head.bias is None:
             table.choose(tokens)
@@ -245,105 +196,7 @@ class FusedHead:
         # A stable sort keeps the order, and unlike nonzero it does not wait for the device to know the number.
         counted = ignored.to(torch.uint8).argsort(stable=True)[:count]
         rows = input[:, -spec.labels_BT.shape[1] :].flatten(0, 1).index_select(0, counted)
-        return rows, labels[counted], None if spec.weights is None else spec.weights.flatten()[counted]
-
-
-class _LinearCrossEntropy(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        rows: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        labels: Tensor,
-        spec: _LossSpec,
-        records: bool,  # noqa: FBT001 (autograd passes by position)
-    ) -> Tensor:
-        wants_rows, wants_weight, wants_bias = (records and wanted for wanted in ctx.needs_input_grad[:3])
-        wide = torch.promote_types(rows.dtype, torch.float32)
-        # Gradients are scaled before they are rounded to 16 bits.
-        ctx.factor = 1.0 if wide == rows.dtype else spec.expected_gradient
-        sums = _Sums(weight, wide, weight=wants_weight, bias=wants_bias)
-        loss = torch.zeros((), dtype=wide, device=rows.device)
-        row_gradients = torch.empty_like(rows) if wants_rows else None
-        step = max(64, logits_at_once(weight.device) // weight.shape[0])
-        for start in range(0, rows.shape[0], step):
-            part = slice(start, start + step)
-            factors = None if spec.weights is None else spec.weights[part]
-            chunk_loss, chunk = _chunk(rows[part], weight, bias, labels[part], factors, spec.objective, ctx.factor)
-            loss += chunk_loss
-            if row_gradients is not None:
-                torch.mm(chunk, weight, out=row_gradients[part])
-            sums.add(chunk, rows[part])
-        ctx.gradients = (row_gradients, *sums.finish(weight.dtype))
-        return loss
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-        gradients, ctx.gradients = ctx.gradients, None
-        if gradients is None:
-            raise RuntimeError("Backward through a fused loss runs once: its gradients are not kept.")
-        # A 1-d factor is not rounded to the product's 16 bits; a 0-d one would be, and bias all gradients the same way.
-        left = (gradient / ctx.factor).reshape(1)
-        one = left.device.type == "cpu" and left.item() == 1
-        scaled = (g if g is None or one else g.mul_(left) for g in gradients)
-        return (*scaled, None, None, None)
-
-
-class _Sums:
-    """Gradients of the head's parameters, summed over chunks in float32 or wider."""
-
-    def __init__(self, like: Tensor, dtype: torch.dtype, *, weight: bool, bias: bool) -> None:
-        self.weight = torch.zeros(like.shape, dtype=dtype, device=like.device) if weight else None
-        self.bias = torch.zeros(like.shape[0], dtype=dtype, device=like.device) if bias else None
-
-    def add(self, chunk: Tensor, rows: Tensor) -> None:
-        """Add the gradients of one chunk; ``chunk`` is the gradient of its logits, (rows, V)."""
-        if self.weight is not None:
-            if self.weight.dtype == chunk.dtype:
-                self.weight.addmm_(chunk.t(), rows)
-            else:
-                self.weight += chunk.t() @ rows
-        if self.bias is not None:
-            self.bias += chunk.sum(0, dtype=self.bias.dtype)
-
-    def finish(self, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:
-        """Return both gradients in the parameters' dtype."""
-        weight, bias = (None if one is None else one.to(dtype) for one in (self.weight, self.bias))
-        return weight, bias
-
-
-def _chunk(
-    rows: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    labels: Tensor,
-    weights: Tensor | None,
-    objective: Objective,
-    factor: float | Tensor,
-) -> tuple[Tensor, Tensor]:
-    """Return the summed loss of a few rows, 0-d, and the scaled gradient of their logits, (rows, V)."""
-    logits = functional.linear(rows, weight, bias)
-    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    picked = wide.gather(1, labels[:, None]).squeeze(1)
-    share, pieces = objective.label_smoothing, weight.shape[0]
-    mean = wide.mean(1) if share else 0.0
-    highest = wide.amax(1)
-    gradient = torch.softmax(wide, 1)
-    # The largest probability is at least 1 / V, so its logarithm is accurate.
-    lse = highest - gradient.amax(1).log()
-    loss = lse - (1 - share) * picked - share * mean + objective.z_loss * lse.square()
-    if objective.z_loss:
-        gradient.mul_(1 + 2 * objective.z_loss * lse[:, None])
-    if share:
-        gradient.sub_(share / pieces)
-    gradient.scatter_add_(1, labels[:, None], gradient.new_full((1, 1), share - 1).expand(len(labels), 1))
-    if weights is not None:
-        loss = loss * weights
-        gradient.mul_(weights[:, None])
-    if gradient.dtype == rows.dtype:
-        return loss.sum(), gradient
-    return loss.sum(), torch.mul(gradient, factor, out=torch.empty_like(gradient, dtype=rows.dtype))
+        return rows, labels[counted], None if spec.weights_BT is None else spec.weights_BT.flatten()[counted]
 
 
 class _LogitsMarker(torch.Tensor):

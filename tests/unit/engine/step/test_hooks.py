@@ -1,4 +1,4 @@
-"""The hooks of a unit's modules: when it is gathered and released, and which inputs and outputs they change."""
+"""Hooks around a unit's passes, and gradients computed in the lane."""
 
 import contextlib
 from collections import OrderedDict
@@ -9,6 +9,7 @@ from torch import nn
 
 from fullshard import MixedPrecision, fully_shard
 from fullshard.core.engine.setup import wrap as wrapping
+from fullshard.core.engine.step.lane import Lane
 from fullshard.core.engine.step.unit import Keep
 from fullshard.core.testing import run_ranks
 from fullshard.errors import ShardingError
@@ -253,3 +254,32 @@ def test_shards_changed_between_forward_and_backward_are_refused():
             loss.backward()
 
     on_two_ranks(work)
+
+
+class AsOnCuda(torch.Tensor):
+    """A tensor that takes the way of CUDA tensors, which index_put_ takes on CPU as well."""
+
+    is_cuda = True
+
+
+def test_the_way_of_an_embeddings_gradient_on_cuda_gives_the_same(monkeypatch):
+    reference = nn.Embedding(6, 4, padding_idx=2)
+    models = copies(reference, 1)
+    tokens = torch.tensor([[1, 1, 5], [2, 0, 1]])
+    weights = torch.linspace(-1, 1, 24).view(2, 3, 4)
+    (reference(tokens) * weights).sum().backward()
+    gradient_of = Lane.gradient_of
+
+    def on_cuda(lane, place):
+        view, empty = gradient_of(lane, place)
+        return view.as_subclass(AsOnCuda), empty
+
+    monkeypatch.setattr(Lane, "gradient_of", on_cuda)
+
+    def work(comm):
+        model = fully_shard(models[0], comm, wrap=None)
+        (model(tokens) * weights).sum().backward()
+        return model.weight.grad
+
+    (gradient,) = run_ranks(1, work)
+    torch.testing.assert_close(gradient.as_subclass(torch.Tensor), reference.weight.grad)

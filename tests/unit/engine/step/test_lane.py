@@ -6,8 +6,7 @@ import torch
 from fullshard.core.comm import Mesh, SoloComm
 from fullshard.core.comm.device import Device
 from fullshard.core.engine.step import lane as lane_module
-from fullshard.core.engine.step.buffers import Account
-from fullshard.core.engine.step.lane import Lane, LaneState
+from fullshard.core.engine.step.lane import Account, Lane, LaneState
 from fullshard.core.engine.step.precision import Dtypes
 from fullshard.core.layout import plan_unit
 from fullshard.core.testing import run_ranks

@@ -12,10 +12,11 @@ import torch
 
 from fullshard import MixedPrecision, ShardingStrategy, fully_shard, unsharded
 from fullshard.core.comm.device import Device
+from fullshard.core.engine.tables import loss as loss_module
 from fullshard.core.optim import ShardedGradScaler
 from fullshard.core.testing import RecordingComm, run_ranks
 from fullshard.errors import TrainingError
-from fullshard.program.models import Objective, fuse_head, loss as loss_module
+from fullshard.program.models import Objective, fuse_head
 from fullshard.program.train.run import loop, step as step_module
 from fullshard.program.train.run.step import StepSpec
 from fullshard.program.train.setup.model import loss_sum

@@ -7,7 +7,7 @@ import torch
 from transformers.pytorch_utils import Conv1D
 
 from fullshard import Quantize
-from fullshard.core.quantized import QuantizedLinear, bitsandbytes_door, format_of, rounded
+from fullshard.core.quantized import QuantizedLinear, format_of, formats, rounded
 from fullshard.errors import ConfigError
 from fullshard.program.config import RunConfig
 from fullshard.program.models import train_tokenizer
@@ -213,10 +213,10 @@ def test_a_model_without_linear_layers_is_refused(tokenizer, tmp_path):
 
 def test_a_missing_package_is_found_before_the_model_is_built(base, monkeypatch):
     config = config_of(base, "lora", quantization="nf4")
-    bitsandbytes_door.bitsandbytes.cache_clear()
+    formats.bitsandbytes.cache_clear()
     with monkeypatch.context() as patched:
         patched.setitem(sys.modules, "bitsandbytes", None)
         with pytest.raises(ConfigError, match=r"need bitsandbytes, which is missing.*fullshard\[quantization\]"):
             check_kind(config)
         check_kind(config_of(base, "lora", quantization="fp8"))  # torch alone
-    bitsandbytes_door.bitsandbytes.cache_clear()
+    formats.bitsandbytes.cache_clear()

@@ -1,29 +1,47 @@
-"""The library's entry point: ``fully_shard``."""
+"""The library's entry point: ``fully_shard``; and what it changes of modules and of ``torch.autograd.backward``.
+
+``backward(inputs=…)`` with shards is not known to torch's graph, which has the full parameters. torch has no hook
+there, so ``torch.autograd.backward`` is replaced for as long as a sharded model lives. Not only in its passes: a graph
+may be kept (``retain_graph=True``) and asked for other inputs later, and torch would silently give none.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
+import threading
 import warnings
+import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from types import MethodType
 from typing import Any
 
 import torch
 from torch import nn
 
 from fullshard.core.comm import Device, Mesh, as_mesh, device_memory_bytes, device_of, hides_messages, together
-from fullshard.core.engine.full.eval_precision import follow_mode, remember_buffers
 from fullshard.core.engine.full.model_class import sharded_class
-from fullshard.core.engine.full.shared_buffers import warn_if_buffers_differ
-from fullshard.core.engine.registry import attach
-from fullshard.core.engine.setup.backward_inputs import accept_shards_while_alive
-from fullshard.core.engine.setup.build import UnitBuilder, check_messages, keep_in_float32, move_buffers
-from fullshard.core.engine.setup.fill import fill, give_memory, open_weights
-from fullshard.core.engine.setup.fuse import fuse
-from fullshard.core.engine.setup.identity import Differing, check_same_model, different_values, refuse_different_values
-from fullshard.core.engine.setup.initial import FirstValues, Initializer
-from fullshard.core.engine.setup.inner import include, sharded_inside
-from fullshard.core.engine.setup.source import WeightSource, quantize_of
+from fullshard.core.engine.full.state import follow_mode, remember_buffers
+from fullshard.core.engine.full.stream import warn_if_buffers_differ
+from fullshard.core.engine.registry import attach, follow_tree, refuse_added
+from fullshard.core.engine.setup.build import (
+    UnitBuilder,
+    check_messages,
+    include,
+    keep_in_float32,
+    move_buffers,
+    sharded_inside,
+)
+from fullshard.core.engine.setup.initial import (
+    Differing,
+    FirstValues,
+    Initializer,
+    check_same_model,
+    different_values,
+    refuse_different_values,
+)
+from fullshard.core.engine.setup.weights import WeightSource, fill, give_memory, open_weights, quantize_of
 from fullshard.core.engine.setup.wrap import (
     NoRepeatedBlocksError,
     UnitSpec,
@@ -33,12 +51,12 @@ from fullshard.core.engine.setup.wrap import (
     merge_tiny,
     modules_kept,
 )
-from fullshard.core.engine.step.buffers import Account
-from fullshard.core.engine.step.hooks import UnitHooks
+from fullshard.core.engine.step.hooks import EmbeddingSite, LinearSite, UnitHooks
+from fullshard.core.engine.step.lane import Account
 from fullshard.core.engine.step.precision import dtypes_of
 from fullshard.core.engine.step.runtime import Runtime
-from fullshard.core.engine.step.unit import Unit
-from fullshard.core.engine.tree import follow_tree, refuse_added
+from fullshard.core.engine.step.unit import Unit, is_plain_embedding, plain_type
+from fullshard.core.engine.tables.table_param import TableEmbeddingSite, TableLinearSite, TableParam
 from fullshard.core.policy import (
     FROZEN,
     TABLES,
@@ -53,6 +71,79 @@ from fullshard.core.policy import (
 from fullshard.core.quantized import QuantizedLayers
 from fullshard.errors import ConfigError, ShardingError, WrapError
 from fullshard.version import __version__
+
+_SITE = "_fullshard_site"  # in a module's __dict__
+
+
+def fuse(hooks: UnitHooks) -> None:
+    """Make the plain linear and embedding modules of a unit write their weight gradients into the lane."""
+    for param in hooks.unit.params:
+        for module, key in param.slots:
+            if key != "weight" or "forward" in module.__dict__:
+                continue
+            home = isinstance(param, TableParam)
+            if plain_type(module) is nn.Linear:
+                _replace_forward(module, (TableLinearSite if home else LinearSite)(hooks, param, module))
+            elif is_plain_embedding(module):
+                _replace_forward(module, (TableEmbeddingSite if home else EmbeddingSite)(hooks, param, module))
+
+
+def _replace_forward(module: nn.Module, site: LinearSite | EmbeddingSite) -> None:
+    module.__dict__[_SITE] = site
+    module.forward = MethodType(_forward, module)
+
+
+def _forward(module: nn.Module, input: torch.Tensor) -> torch.Tensor:
+    # One function for all modules, not each module's site: the compiler would take another ``forward`` for another kind
+    # of block, compile each block anew, and give up after the eighth.
+    if torch.compiler.is_compiling():
+        return type(module).forward(module, input)
+    return module.__dict__[_SITE](input)
+
+
+_lock = threading.RLock()  # a model may be freed by a garbage collection in any line here
+_living: set[int] = set()
+_replaced: list[Any] = []
+"""What is replaced, and by what; empty while nothing is."""
+
+
+def accept_shards_while_alive(model: object) -> None:
+    """Let ``backward(inputs=…)`` take shards until ``model`` is freed; in any thread."""
+    with _lock:
+        _living.add(id(model))
+        weakref.finalize(model, _freed, id(model)).atexit = False
+        if not _replaced:
+            torchs = torch.autograd.backward
+
+            @functools.wraps(torchs)
+            def backward(*args: Any, **kwargs: Any) -> None:
+                inputs = kwargs.get("inputs")
+                if inputs is not None:
+                    given = [inputs] if isinstance(inputs, torch.Tensor) else inputs
+                    kwargs["inputs"] = [_in_graph(one) for one in given]
+                torchs(*args, **kwargs)
+
+            _replaced[:] = torchs, backward
+            torch.autograd.backward = backward
+
+
+def _freed(model: int) -> None:
+    with _lock:
+        _living.discard(model)
+        # If somebody has wrapped ours meanwhile, it stays, and only passes on.
+        if not _living and _replaced and torch.autograd.backward is _replaced[1]:
+            torch.autograd.backward = _replaced[0]
+            _replaced.clear()
+
+
+def _in_graph(tensor: Any) -> Any:
+    """Return the full parameter of a shard, not refused as freed: its unit is gathered before it is read."""
+    full = getattr(tensor, "__dict__", {}).get("full_parameter")
+    if full is None:
+        return tensor
+    full().__class__ = torch.nn.Parameter
+    return full()
+
 
 _REPLICATED_SHARE = 0.25
 """``frozen="auto"`` replicates frozen parameters that take at most this share of the smallest rank's memory."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from fullshard.core.engine.step.plain_modules import is_plain_embedding, plain_type
+from fullshard.core.engine.step.unit import is_plain_embedding, plain_type
 from fullshard.core.layout.names import plain_name
 from fullshard.core.policy import MinNumel, Named, TransformerBlocks, WrapPolicy
 from fullshard.errors import WrapError

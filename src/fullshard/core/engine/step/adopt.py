@@ -11,7 +11,7 @@ from fullshard.core.engine.step.lane import Lane
 from fullshard.core.engine.step.param import ShardedParam
 from fullshard.core.engine.step.precision import dtypes_of
 from fullshard.core.engine.step.unit import Unit
-from fullshard.core.shards import on_rows, take_up_all
+from fullshard.core.shards import on_rows, restore_all
 from fullshard.errors import ShardingError
 
 
@@ -27,7 +27,7 @@ def adopt_changes(units: Sequence[Unit]) -> bool:
             parameters of a unit were cast.
     """
     replan = False
-    take_up_all(param.sharded for unit in units for param in unit.params)  # left plain by a step that raised
+    restore_all(param.sharded for unit in units for param in unit.params)  # left plain by a step that raised
     for unit in units:
         if unit.shown or unit.summoned is not None:
             continue

@@ -10,8 +10,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import Node, get_gradient_edge
 
-from fullshard.core.engine.step.buffers import PermanentBuffer, ReusableBuffer
-from fullshard.core.engine.step.lane import Lane
+from fullshard.core.engine.step.lane import Lane, PermanentBuffer, ReusableBuffer
 from fullshard.core.layout.sharded import ShardMeta
 from fullshard.core.shards import (
     FreedParameter,
@@ -144,11 +143,9 @@ class ShardedParam:
     def guard_shard(self, *, on: bool) -> None:
         """Start or stop refusing computation with the shard."""
         if self.shard_class is ShardParameter:  # a subclass of the user's stays
-            self.sharded.__class__ = self._class_in_forward() if on else ShardParameter
-
-    def _class_in_forward(self) -> type[nn.Parameter]:
-        is_frozen_replica = not self.trainable and isinstance(self.lane.full, PermanentBuffer)
-        return nn.Parameter if self.inspected or is_frozen_replica else GuardedShard
+            replica = on and not self.trainable and isinstance(self.lane.full, PermanentBuffer)
+            in_forward = nn.Parameter if self.inspected or replica else GuardedShard
+            self.sharded.__class__ = in_forward if on else ShardParameter
 
     @property
     def has_rows(self) -> bool:

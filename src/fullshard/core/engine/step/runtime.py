@@ -13,13 +13,11 @@ from torch import nn
 from fullshard.core.comm import Device, Mesh
 from fullshard.core.engine.step.adopt import adopt_changes
 from fullshard.core.engine.step.agreement import Agreement
-from fullshard.core.engine.step.buffers import Account
-from fullshard.core.engine.step.lane import LaneState
+from fullshard.core.engine.step.lane import Account, LaneState
 from fullshard.core.engine.step.param import ShardedParam
-from fullshard.core.engine.step.plain_modules import is_plain_embedding
 from fullshard.core.engine.step.recorder import SILENT, SilentRecorder
 from fullshard.core.engine.step.schedule import Action, Call, Schedule, Verb, no_graph
-from fullshard.core.engine.step.unit import Keep, Unit
+from fullshard.core.engine.step.unit import Keep, Unit, is_plain_embedding
 from fullshard.core.policy import Prefetch
 from fullshard.core.torch_private import call_after_backward
 from fullshard.errors import MismatchError, ProcessGroupError, WrapError
@@ -81,7 +79,10 @@ class Runtime:
         self.follow_tree: Callable[[Runtime], None]
         self.on_added: Callable[[dict[str, nn.Parameter]], None]
         self._tree: list[object] = []
-        inspected = _inspected_modules(self.root)
+        # torch's encoder inspects its layers' parameters in its own forward without computing with them, and takes
+        # another path if one has a ``__torch_function__``.
+        encoders = (m for top in self.root.modules for m in top.modules() if isinstance(m, nn.TransformerEncoder))
+        inspected = {module for encoder in encoders for module in encoder.modules()}
         for _, param in self.all_params():
             param.inspected = param.slots[0][0] in inspected
         for index, unit in enumerate(units):
@@ -448,12 +449,3 @@ class Runtime:
         """Refuse, as :meth:`Unit.__deepcopy__` does."""
         self.root.__deepcopy__(memo)
         return self
-
-
-def _inspected_modules(root: Unit) -> set[nn.Module]:
-    """Return modules whose parameters a container inspects in its own forward without computing with them.
-
-    torch's encoder takes another path if a parameter of one of its layers has a ``__torch_function__``.
-    """
-    encoders = (m for top in root.modules for m in top.modules() if isinstance(m, nn.TransformerEncoder))
-    return {module for encoder in encoders for module in encoder.modules()}

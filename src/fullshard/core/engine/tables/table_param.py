@@ -9,24 +9,23 @@ import torch
 import torch.nn.functional as F
 
 from fullshard.core.comm import add_rows
-from fullshard.core.engine.step.fused import EmbeddingSite, LinearSite
+from fullshard.core.engine.step.hooks import EmbeddingSite, LinearSite
 from fullshard.core.engine.step.lane import LaneState
 from fullshard.core.engine.step.precision import tensors_in
-from fullshard.core.engine.tables.exchange import Trip, ask, fetch, give_back
 from fullshard.core.engine.tables.loss import Terms, home_loss
-from fullshard.core.engine.tables.rows import TableRows
+from fullshard.core.engine.tables.table_lane import Lookup, TableRows
 from fullshard.core.shards import WatchedParameter, reads_metadata
 from fullshard.core.torch_private import call_after_backward, in_functorch, plain_functions
 
 
 class HomeParameter(WatchedParameter):
-    """A full parameter whose rows are home: lookups travel, any other use gathers the table first."""
+    """A full parameter whose rows are home: lookups exchange rows, any other use gathers the table first."""
 
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Look up rows if the tokens can travel; otherwise gather the table and compute with it."""
+        """Look up rows if they can be exchanged; otherwise gather the table and compute with it."""
         kwargs = kwargs or {}
         if reads_metadata(func):
             with plain_functions():
@@ -35,7 +34,7 @@ class HomeParameter(WatchedParameter):
         if func is F.embedding and _is_plain_lookup(args, kwargs) and homes[0] is args[1]:
             return homes[0].watcher().look_up(args[0], args[2] if len(args) > 2 else kwargs.get("padding_idx"))
         for one in homes:
-            one.watcher().come()
+            one.watcher().gather()
         return WatchedParameter.__torch_function__(func, types, args, kwargs)
 
 
@@ -58,10 +57,10 @@ class TableParam(TableRows):
         elif self.lane.state is LaneState.GATHERED:  # kept since a pass without gradients, perhaps
             self.lane.note_use()
 
-    def come(self) -> None:
+    def gather(self) -> None:
         """Gather the table if it is home: the caller needs all of it. Every rank calls it."""
         if self.is_home:
-            self.lane.bring()
+            self.lane.request_gather()
             self.unit.runtime.gather(self.unit)
 
     def look_up(self, ids: torch.Tensor, padding_index: int | None = None) -> torch.Tensor:
@@ -82,7 +81,7 @@ class TableParam(TableRows):
             return _Lookup.apply(ids, self.full, self, padding_index)  # type: ignore[return-value]
 
     def pays(self, tokens: int) -> bool:
-        """Return True if tokens should travel; every rank calls it and gets the same answer.
+        """Return True if rows should be exchanged; every rank calls it and gets the same answer.
 
         They should if N times the most tokens on a rank are fewer than the table's rows: then fewer bytes are sent.
         If messages are rounded, a gathered table's are narrower and tokens' are not, so tokens must be fewer still.
@@ -101,12 +100,12 @@ class TableParam(TableRows):
         return fewer or self.lane.forced
 
     def choose(self, tokens: int) -> None:
-        """Make tokens travel in the next pass if :meth:`pays` says so; called before the pass begins."""
-        self.lane.choose(travels=self.pays(tokens))
+        """Exchange rows in the next pass if :meth:`pays` says so; called before the pass begins."""
+        self.lane.choose(exchanges=self.pays(tokens))
 
-    def loss(self, hidden: torch.Tensor, labels: torch.Tensor, *terms: Any) -> torch.Tensor:
-        """Return the loss of the table as a head, while its rows are home; see :func:`home_loss` and :class:`Terms`."""
-        return home_loss(self, hidden, labels, Terms(*terms))
+    def loss(self, hidden: torch.Tensor, labels: torch.Tensor, terms: Terms) -> torch.Tensor:
+        """Return the loss of the table as a head, while its rows are home; see :func:`home_loss`."""
+        return home_loss(self, hidden, labels, terms)
 
 
 class _Lookup(torch.autograd.Function):
@@ -115,30 +114,30 @@ class _Lookup(torch.autograd.Function):
         ctx: Any, ids: torch.Tensor, _full: torch.Tensor, table: TableParam, padding_index: int | None
     ) -> torch.Tensor:
         table.announce("lookup")
-        trip = ask(table, ids)
-        rows = fetch(table, trip)
-        ctx.table, ctx.trip = table, trip
+        lookup = table.send_ids(ids)
+        rows = table.fetch_rows(lookup)
+        ctx.table, ctx.lookup = table, lookup
         ctx.padding = None if padding_index is None else ids == padding_index
-        return F.embedding(trip.places, rows)
+        return F.embedding(lookup.places, rows)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, ...]:
         table: TableParam = ctx.table
-        trip: Trip = ctx.trip
+        lookup: Lookup = ctx.lookup
         dtypes = table.lane.dtypes
-        sums = gradient.new_zeros(sum(trip.asked), gradient.shape[-1], dtype=dtypes.reduce)
+        sums = gradient.new_zeros(sum(lookup.requested), gradient.shape[-1], dtype=dtypes.reduce)
         rows = gradient.to(dtypes.reduce)
         if ctx.padding is not None:
             rows = rows.masked_fill(ctx.padding.unsqueeze(-1), 0)
-        add_rows(sums, trip.places.reshape(-1), rows.reshape(-1, rows.shape[-1]))
+        add_rows(sums, lookup.places.reshape(-1), rows.reshape(-1, rows.shape[-1]))
 
         def add(total: torch.Tensor) -> None:
             table.announce("lookup's gradient")
-            arrived = give_back(table, trip, sums)
-            table.lane.arriving.append(lambda: add_rows(total, trip.wanted, arrived().to(total.dtype)))
+            arrived = table.return_gradients(lookup, sums)
+            table.lane.arriving.append(lambda: add_rows(total, lookup.served_rows, arrived().to(total.dtype)))
 
         table.receive(add)
-        # Gradients travel behind reduces under way. They are waited for when the unit is reduced, which is last for a
+        # Gradients are sent behind reduces under way. They are waited for when the unit is reduced, which is last for a
         # tied table, or at the end of a backward that reduces nothing.
         call_after_backward(table.lane.add_arriving)
         return None, None, None, None
@@ -153,7 +152,7 @@ class TableEmbeddingSite(EmbeddingSite):
         if table.is_home and self.module._parameters["weight"] is table.full:
             if not in_functorch():
                 return table.look_up(input, self.padding_index)
-            table.come()  # inside vmap the ids' values are not available, so they cannot travel
+            table.gather()  # inside vmap the ids' values are not available, so rows cannot be exchanged
         return super().__call__(input)
 
 
@@ -164,10 +163,10 @@ class TableLinearSite(LinearSite):
         """Return the module's output, computed with the gathered table."""
         table = cast("TableParam", self.param)
         if self.module._parameters["weight"] is table.full:
-            table.come()
+            table.gather()
         return super().__call__(input)
 
     def input_gradient(self, out_gradient: torch.Tensor, *, was_counted: bool) -> torch.Tensor:
-        """See :meth:`LinearSite.input_gradient`; gathers the table again if a later forward sent it home."""
-        cast("TableParam", self.param).come()
+        """See :meth:`LinearSite.input_gradient`; gathers the table again if a later forward exchanged rows."""
+        cast("TableParam", self.param).gather()
         return super().input_gradient(out_gradient, was_counted=was_counted)

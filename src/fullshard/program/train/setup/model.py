@@ -13,7 +13,7 @@ from torch.nn import functional
 from fullshard.core.comm import Comm, machine_axes, whole_memory_bytes
 from fullshard.core.engine import WeightSource, check_wrapped, fully_shard
 from fullshard.core.engine.registry import runtime_of
-from fullshard.core.engine.setup.source import WantedTensor
+from fullshard.core.engine.setup.weights import WantedTensor
 from fullshard.core.engine.setup.wrap import BY_CLASS, ONE_UNIT
 from fullshard.core.policy import (
     BackwardPrefetch,

@@ -12,14 +12,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 from fullshard.core.layout import ShardMeta, by_block
-from fullshard.core.optim.adafactor.adafactor import Adafactor
-from fullshard.core.optim.adafactor.matrices import matrices_of
+from fullshard.core.optim.adafactor import Adafactor, matrices_of
 from fullshard.core.optim.groups import decay_groups
-from fullshard.core.optim.lowbit.adamw_8bit import SMALLEST, AdamW8bit
-from fullshard.core.optim.lowbit.adamw_bf16 import AdamWBF16
-from fullshard.core.optim.lowbit.blockwise import BLOCK
-from fullshard.core.optim.muon.muon import Muon
-from fullshard.core.optim.muon.muon_groups import muon_groups
+from fullshard.core.optim.lowbit import BLOCK, SMALLEST, AdamW8bit, AdamWBF16
+from fullshard.core.optim.muon import Muon, muon_groups
 from fullshard.core.optim.shards import meta_of
 from fullshard.errors import ConfigError
 from fullshard.program.config import RunConfig, TrainingConfig

@@ -1,30 +1,36 @@
-"""Optimizers that are not elementwise, on shards: refused instead of training with different results.
+"""Hooks around every optimizer step: refuse optimizers that are not elementwise, record what ranks compare.
 
 An elementwise optimizer (SGD, Adam, Lion…) computes each element's update from that element's gradients alone, so it
 can step a shard of the parameter like the full one. Others use rows, columns, norms or products of a full matrix: given
 a part of one, they run and compute something else. torch calls the hooks of this module around every optimizer's step;
 the cost is a look-up of the class. An unknown class is tried once, on a small matrix.
+
+An elementwise optimizer needs no other ranks, so no step would notice that a rank has put a parameter into another
+group than the others (for instance by the size of its own rows) and decays half a matrix. What an optimizer steps is
+therefore recorded; the records enter the checksum that ranks exchange anyway, so no collective is added.
 """
 
 from __future__ import annotations
 
 import inspect
 import warnings
+import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import nn
+from torch.nn import Parameter
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from fullshard.core.layout import ShardMeta
-from fullshard.core.optim.guard.claims import note_claims, note_rates, refuse_unreduced
-from fullshard.core.optim.guard.members import Members, members_before, members_of
-from fullshard.core.optim.guard.trial import (
+from fullshard.core.layout import Claims, ShardMeta
+from fullshard.core.optim.shards import is_split, meta_of
+from fullshard.core.optim.trial import (
     STEPS,
     Split,
     maker_like,
@@ -32,10 +38,165 @@ from fullshard.core.optim.guard.trial import (
     steps_parts_equally,
     why_not_on_shards,
 )
-from fullshard.core.optim.shards import is_split, meta_of
-from fullshard.core.shards import Shard, as_shard, lay_aside, on_rows, take_up, take_up_all
+from fullshard.core.shards import Shard, as_shard, on_rows, restore, restore_all, strip
 from fullshard.core.torch_private import hooks_around_every_step
-from fullshard.errors import ConfigError
+from fullshard.errors import ConfigError, ShardingError
+
+# Stored on the optimizer: parameters may refer to their optimizer, as with step_in_backward, so the entries of a
+# separate table, which hold parameters, would keep both alive forever.
+_NAME = "_fullshard_members"
+
+
+@dataclass(frozen=True)
+class Members:
+    """The sharded parameters of an optimizer.
+
+    Attributes:
+        key: What the entry was computed from: for each group its parameters' identities, their units, and whether
+            backward steps them.
+        given: The optimizer's parameters, kept alive so that their identities are not reused.
+        sharded: Those that are sharded.
+        split: True if several ranks hold parts of one of them.
+        units: Their units, as weak references; without parameters that are stepped in backward.
+        groups: For each group, and each sharded model that it steps and whose learning rates are compared, the checksum
+            of its parameters' names and the first of them.
+        stripped: The shards that are made plain during a step, with their gradients.
+    """
+
+    key: list[list[object]]
+    given: list[nn.Parameter]
+    sharded: list[nn.Parameter]
+    split: bool
+    units: list[Callable[[], Any]]
+    groups: list[list[tuple[int, nn.Parameter]]]
+    stripped: list[tuple[nn.Parameter, torch.Tensor | None]] = field(default_factory=list)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Reduce to None in a copy or a pickle of the optimizer, whose parameters differ."""
+        return type(None), ()
+
+
+def members_of(optimizer: Optimizer) -> Members:
+    """Return the facts about an optimizer's parameters; any rank, no communication."""
+    key = [_identity(group["params"]) for group in optimizer.param_groups]
+    known: Members | None = vars(optimizer).get(_NAME)
+    if known is None or known.key != key:
+        known = vars(optimizer)[_NAME] = _look_up(optimizer, key)
+    return known
+
+
+def _identity(params: list[nn.Parameter]) -> list[object]:
+    # Runs at each step, so it builds no tuple for each parameter. Sharding again makes new units.
+    attributes = list(map(vars, params))
+    units = [known.get("shard_unit") for known in attributes]
+    return [list(map(id, params)), units, ["shard_optimizer" in known for known in attributes]]
+
+
+def members_before(optimizer: Optimizer) -> Members:
+    """Return the result of :func:`members_of` from before the step, whatever the step has changed since."""
+    return vars(optimizer)[_NAME]
+
+
+def _look_up(optimizer: Optimizer, key: list[list[object]]) -> Members:
+    given = [param for group in optimizer.param_groups for param in group["params"]]
+    sharded = [param for param in given if hasattr(param, "shard_meta")]
+    after_backward = (vars(p)["shard_unit"] for p in sharded if "shard_unit" in vars(p) and not _in_backward(p))
+    units = {id(unit()): unit for unit in after_backward}
+    groups = [_compared(group["params"]) for group in optimizer.param_groups]
+    return Members(key, given, sharded, any(map(is_split, sharded)), list(units.values()), groups)
+
+
+def _compared(params: list[nn.Parameter]) -> list[tuple[int, nn.Parameter]]:
+    # By model: ranks may list the parameters in different orders, and so begin with different models.
+    of_model: dict[int, list[nn.Parameter]] = {}
+    for param in params:
+        if "shard_rates" in vars(param) and not _in_backward(param):
+            of_model.setdefault(id(vars(param)["shard_rates"]), []).append(param)
+    return [
+        (sum(zlib.crc32(meta_of(p).name.encode()) for p in compared), compared[0]) for compared in of_model.values()
+    ]
+
+
+def _in_backward(param: nn.Parameter) -> bool:
+    return hasattr(param, "shard_optimizer")
+
+
+_NOT_COMPARED = ("params", "param_names", "lr", "initial_lr")
+
+_PLAIN = (bool, int, float, str, type(None))
+
+_noted: WeakKeyDictionary[Optimizer, tuple[int, ...]] = WeakKeyDictionary()
+"""Sizes of the groups that were recorded."""
+
+
+def refuse_unreduced(members: Members) -> None:
+    """Refuse to step while gradients of ``no_sync`` or ``no_all_reduce`` are unreduced: they would be left out.
+
+    Raises:
+        ShardingError: Some gradients are unreduced.
+    """
+    units = [unit for reference in members.units if (unit := reference()) is not None]
+    waiting = [
+        unit.name for unit in units if unit.holds_gradient or any(lane.partial is not None for lane in unit.lanes)
+    ]
+    if waiting:
+        raise ShardingError(
+            f"The optimizer would step without the gradients of {len(waiting)} units, such as {waiting[0]}: they were "
+            "computed inside no_sync or no_all_reduce and wait to be summed over ranks. Run the last backward before a "
+            "step outside of both."
+        )
+
+
+def note_claims(optimizer: Optimizer) -> None:
+    """Record the sharded parameters of an optimizer and their groups, on each rank alone, without communication.
+
+    Recorded are the numbers of groups, which distinguish learning rates, and options that are plain values except
+    learning rates: at the first step, and when parameters were added. Optimizers that step in backward are left out.
+    """
+    sizes = tuple(len(group["params"]) for group in optimizer.param_groups)
+    if _noted.get(optimizer) == sizes:
+        return
+    of_model: dict[int, tuple[list[Claims], Claims]] = {}
+    number = 0
+    for group in optimizer.param_groups:
+        params = [p for p in group["params"] if hasattr(p, "shard_claims") and not _steps_in_backward(p)]
+        if not params:
+            continue
+        options = tuple(f"{key}={value!r}" for key, value in group.items() if _is_compared(key, value))
+        for param in params:
+            claims: list[Claims] = param.shard_claims
+            of_model.setdefault(id(claims), (claims, {}))[1][meta_of(param).name] = (number, options)
+        number += 1
+    for claims, new in of_model.values():
+        claims.append(new)
+    if of_model:
+        _noted[optimizer] = sizes
+
+
+def note_rates(optimizer: Optimizer, members: Members) -> None:
+    """Record the learning rates of a step, which ranks compare at the end of the next backward.
+
+    The record of a group is a product of its rate and its parameters' names, so ranks may group differently.
+    """
+    for group, compared in zip(optimizer.param_groups, members.groups, strict=True):
+        rate = group.get("lr")
+        on_device = isinstance(rate, torch.Tensor) and rate.device.type != "cpu"  # reading it would wait for the device
+        if rate is None or on_device:
+            continue
+        for names, first in compared:
+            rates: list[tuple[int, str, float]] = vars(first)["shard_rates"]
+            rates.append((names * zlib.crc32(repr(float(rate)).encode()), meta_of(first).name, float(rate)))
+
+
+def _steps_in_backward(param: Parameter) -> bool:
+    """Return whether a parameter is stepped when its gradient arrives."""
+    return hasattr(param, "shard_optimizer") or bool(param._post_accumulate_grad_hooks)
+
+
+def _is_compared(key: str, value: object) -> bool:
+    values = value if isinstance(value, (tuple, list)) else (value,)
+    return key not in _NOT_COMPARED and all(isinstance(one, _PLAIN) for one in values)
+
 
 BLOCK = 256
 """Elements that bitsandbytes (``blocksize``) and torchao (``block_size``; 128 for 4 bits) quantise together."""
@@ -149,7 +310,8 @@ def refuse_parts(optimizer: Optimizer) -> None:
         _refuse(concerned, rule, _remedy_for(kind))
     elif _is_of_blocks(optimizer):
         rule = f"{kind.__name__} quantises blocks of {BLOCK} elements, and ranks hold parts of blocks"
-        cut = [p for p in _sharded(optimizer) if _cuts_blocks(meta_of(p))]
+        metas = [(p, meta_of(p)) for p in _sharded(optimizer)]
+        cut = [p for p, m in metas if any(m.layout.local_range(m.placement, rank)[0] % BLOCK for rank in m.owners)]
         _refuse(cut, rule, "fullshard.optim.AdamW8bit")
     elif settings is None and not kind.__module__.startswith("torchao."):  # on the CPU theirs fail, or compile kernels
         _judge(optimizer)
@@ -275,11 +437,6 @@ def _is_of_blocks(optimizer: Optimizer) -> bool:
     return getattr(getattr(optimizer, "args", None), "optim_bits", 32) == 8
 
 
-def _cuts_blocks(meta: ShardMeta) -> bool:
-    """Return True if a boundary between ranks lies inside a block of the parameter."""
-    return any(meta.layout.local_range(meta.placement, rank)[0] % BLOCK for rank in meta.owners)
-
-
 def _only_steps(optimizer: Optimizer, members: Members, given: Iterable[object]) -> bool:
     """Return True if a step treats each rank's rows alone and runs no user code, which must see shards as shards.
 
@@ -354,11 +511,11 @@ def _before(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any])
         refuse_unreduced(members)
     note_claims(optimizer)
     note_rates(optimizer, members)
-    take_up_all(param for param, _ in members.laid)
+    restore_all(param for param, _ in members.stripped)
     if _only_steps(optimizer, members, (*given, *kwargs.values())):
-        members.laid[:] = lay_aside(members.sharded)
+        members.stripped[:] = strip(members.sharded)
     else:
-        members.laid.clear()
+        members.stripped.clear()
         _mark_states(optimizer, members, as_shards=True)
     if not callable(closure):
         return None
@@ -370,10 +527,10 @@ def _before(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any])
 
 def _after(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     members = members_before(optimizer)
-    take_up(members.laid)
-    if not members.laid:
+    restore(members.stripped)
+    if not members.stripped:
         _mark_states(optimizer, members, as_shards=False)
-    members.laid.clear()
+    members.stripped.clear()
     for one in (*args, *kwargs.values()):
         if isinstance(one, _CheckedClosure) and not one.called:  # the step does not use its closure
             refuse_unreduced(members)

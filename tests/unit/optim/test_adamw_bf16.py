@@ -4,10 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from fullshard.core.optim.lowbit import blockwise
-from fullshard.core.optim.lowbit.adamw_8bit import AdamW8bit
-from fullshard.core.optim.lowbit.adamw_bf16 import AdamWBF16
-from fullshard.core.optim.lowbit.rounding import random_words, round_to_bfloat16, sixteen_bits, stream_key
+from fullshard.core.optim import lowbit
+from fullshard.core.optim.lowbit import AdamW8bit, AdamWBF16, random_words, round_to_bfloat16, sixteen_bits, stream_key
 from fullshard.errors import ConfigError
 
 CPU = torch.device("cpu")
@@ -155,7 +153,7 @@ def test_a_seed_makes_the_run():
 def test_a_chunk_at_a_time_is_the_same(monkeypatch):
     whole, pieces = params(torch.bfloat16), params(torch.bfloat16)
     step(AdamWBF16(whole), whole, 3)
-    monkeypatch.setattr(blockwise, "CHUNK", 256)
+    monkeypatch.setattr(lowbit, "CHUNK", 256)
     step(AdamWBF16(pieces), pieces, 3)
     assert all(torch.equal(a, b) for a, b in zip(whole, pieces, strict=True))
 

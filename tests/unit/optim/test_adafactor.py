@@ -8,8 +8,7 @@ import transformers
 from torch import nn
 
 from fullshard.core.layout import ShardMeta, plan_unit
-from fullshard.core.optim.adafactor.adafactor import Adafactor, TorchAdafactor
-from fullshard.core.optim.adafactor.matrices import matrices_of
+from fullshard.core.optim.adafactor import Adafactor, TorchAdafactor, matrices_of
 from fullshard.errors import ConfigError
 from support.optimizers import batches, train, zoo
 

@@ -1,5 +1,6 @@
-"""Quantisation of weights while they are read: each rank reads only the blocks that its shards hold part of.
+"""Weights from a source into the shards, each rank its own elements: no full parameter is ever in memory.
 
+Weights are quantised while they are read: each rank reads only the blocks that its shards hold part of.
 The largest absolute value of every block of one weight (1/16 of its bytes in float32) is then summed over ranks, each
 block from the rank that made it, many layers at a time, and every rank packs its own part of the scales. So double
 quantisation subtracts the mean that the unsharded weight has, to the last bit: the mean of partial means would be
@@ -11,18 +12,116 @@ from __future__ import annotations
 from collections.abc import Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
+from typing import Protocol
 
 import torch
 from torch import nn
 
-from fullshard.core.comm import Comm
-from fullshard.core.engine.setup.source import WeightReader
+from fullshard.core.comm import Comm, Mesh, together_in_background
+from fullshard.core.engine.full.state import left_out, local_tensors
+from fullshard.core.engine.registry import runtime_of
+from fullshard.core.engine.step.unit import Keep
 from fullshard.core.layout.names import plain_name
 from fullshard.core.layout.sharded import ShardMeta
+from fullshard.core.policy import Quantize
 from fullshard.core.quantized import QuantizedLinear
 from fullshard.core.shards import rows_of
+
+
+@dataclass
+class WantedTensor:
+    """A tensor of a model's saved state.
+
+    Attributes:
+        shape: Full shape.
+        dtype: Dtype of the model's tensor.
+        required: Whether the source must have it; otherwise the model's value stays if the source has none.
+        buffer: True if it is a buffer.
+        names: Its names in the model; several when it is tied.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    required: bool
+    buffer: bool
+    names: list[str] = field(default_factory=list)
+
+
+class WeightReader(Protocol):
+    """Weights that fit a model, on one rank."""
+
+    def has(self, name: str) -> bool:
+        """Return whether there is a tensor of this name."""
+        ...
+
+    def read(self, name: str, start: int, out: torch.Tensor) -> None:
+        """Fill ``out``, (numel,), contiguous, on any device, with a run of the flattened tensor from ``start`` on.
+
+        Raises:
+            UserError: It cannot be read.
+        """
+        ...
+
+
+class WeightSource(Protocol):
+    """Weights of a model by name, such as :class:`fullshard.Pretrained`; every rank has its own source.
+
+    A source may have an attribute ``quantize``, a :class:`fullshard.Quantize`: how the model's frozen linear layers are
+    quantised while they are read. The source itself names and reads their weights as they were before.
+    """
+
+    def open(self, model: nn.Module, wanted: list[WantedTensor]) -> WeightReader:
+        """Check names, shapes and dtypes without reading values; no communication.
+
+        Raises:
+            UserError: They do not fit the model, or cannot be read.
+        """
+        ...
+
+
+def wanted_tensors(model: nn.Module, left_out: frozenset[nn.Parameter] = frozenset()) -> list[WantedTensor]:
+    """Return the saved state of a model: every parameter and persistent buffer with its names; any rank.
+
+    Args:
+        model: A model that is sharded, partly sharded or not sharded.
+        left_out: Parameters that are not sharded: if a source has none, those with values keep them.
+    """
+    found: dict[int, WantedTensor] = {}
+    for name, tensor, is_buffer in _named_state(model):
+        one = found.get(id(tensor))
+        if one is None:
+            meta = getattr(tensor, "shard_meta", None)
+            shape = tuple(tensor.shape) if meta is None else meta.global_shape
+            required = tensor.is_meta or tensor not in left_out
+            one = found[id(tensor)] = WantedTensor(shape, tensor.dtype, required, is_buffer)
+        one.names.append(name)
+    return list(found.values())
+
+
+def quantize_of(source: WeightSource | None) -> Quantize | None:
+    """Return how a source's weights are to be quantised, or None."""
+    return getattr(source, "quantize", None)
+
+
+def _named_state(model: nn.Module) -> Iterator[tuple[str, torch.Tensor, bool]]:
+    """Yield every name of each parameter and persistent buffer, the tensor, and whether it is a buffer.
+
+    A quantised layer has its unquantised weight in place of codes and scales.
+    """
+    for path, module in model.named_modules(remove_duplicate=False):
+        path = plain_name(path)
+        prefix = f"{path}." if path else ""
+        for key, param in module._parameters.items():
+            if param is not None and not (isinstance(module, QuantizedLinear) and key != "bias"):
+                yield prefix + key, param, False
+        if isinstance(module, QuantizedLinear):
+            yield prefix + "weight", module.before, False
+        for key, buffer in module._buffers.items():
+            if buffer is not None and key not in module._non_persistent_buffers_set:
+                yield prefix + key, buffer, True
+
 
 CHUNK = 1 << 20
 """Weights that are read and quantised at a time, at most; a block if it is larger."""
@@ -208,3 +307,79 @@ def _range(param: torch.Tensor) -> tuple[int, int]:
 def _flat(param: torch.Tensor) -> torch.Tensor:
     """Return this rank's elements, (n,), a view."""
     return rows_of(param).reshape(-1)
+
+
+def open_weights(model: nn.Module, mesh: Mesh, source: WeightSource, ignored: frozenset[nn.Parameter]) -> WeightReader:
+    """Check on every rank that the source fits the model, before anything changes; every rank calls it.
+
+    Args:
+        model: The root, sharded or not.
+        mesh: Its ranks.
+        source: This rank's source.
+        ignored: Parameters that are not sharded.
+
+    Raises:
+        UserError: It does not fit on some rank; raised on every rank with the same text.
+    """
+    return together_in_background(mesh, lambda: source.open(model, wanted_tensors(model, ignored)))
+
+
+def give_memory(
+    model: nn.Module, ignored: frozenset[nn.Parameter], device: torch.device, reader: WeightReader
+) -> frozenset[nn.Parameter]:
+    """Allocate unsharded meta tensors that will be read: ignored parameters and persistent buffers.
+
+    Returns:
+        The ignored parameters, with replacements for those on the meta device.
+    """
+    made: dict[int, nn.Parameter] = {}
+    for path, module in model.named_modules():
+        for key, param in module._parameters.items():
+            if param is not None and param.is_meta and param in ignored:
+                fresh = nn.Parameter(torch.empty_like(param, device=device), param.requires_grad)
+                module._parameters[key] = made.setdefault(id(param), fresh)
+        for key, buffer in module._buffers.items():
+            kept = key not in module._non_persistent_buffers_set
+            name = plain_name(f"{path}.{key}" if path else key)
+            if buffer is not None and buffer.is_meta and kept and reader.has(name):
+                module._buffers[key] = torch.empty_like(buffer, device=device)
+    return frozenset(made.get(id(param), param) for param in ignored)
+
+
+def fill(model: nn.Module, reader: WeightReader) -> None:
+    """Read this rank's elements of every tensor into the model; every rank of a sharded model calls it.
+
+    Raises:
+        UserError: Reading failed on some rank; raised on every rank with the same text. What was read by then stays.
+    """
+    runtime = runtime_of(model)
+    for unit in runtime.units:
+        unit.keep.discard(Keep.NEXT_PASS)
+
+    def read() -> list[QuantisedPart]:
+        for local in local_tensors(model):
+            if not reader.has(local.name):
+                continue
+            reader.read(local.name, local.start, local.tensor)
+            if local.tensor.data_ptr() != local.home.data_ptr():
+                with torch.no_grad():
+                    local.home.copy_(local.tensor.view(local.home.shape))
+        return quantise_parts(model, reader, runtime.device.device)
+
+    share_scales(together_in_background(runtime.mesh, runtime.device.for_thread(read)))
+
+
+def load_weights(model: nn.Module, source: WeightSource) -> None:
+    """Replace the weights of a sharded model, in place, by those of a source; every rank calls it.
+
+    Args:
+        model: The sharded model.
+        source: This rank's source.
+
+    Raises:
+        ShardingError: The model is not sharded.
+        UserError: The weights do not fit, or cannot be read; raised on every rank with the same text. If they do not
+            fit, nothing has changed.
+    """
+    reader = open_weights(model, runtime_of(model).mesh, source, frozenset(left_out(model).values()))
+    fill(model, reader)

@@ -8,10 +8,10 @@ import torch
 from torch import nn
 
 from fullshard.core.layout import ShardMeta, plan_unit
-from fullshard.core.optim.lowbit import blockwise
-from fullshard.core.optim.lowbit.adamw_8bit import AdamW8bit
-from fullshard.core.optim.lowbit.blockwise import (
+from fullshard.core.optim import lowbit
+from fullshard.core.optim.lowbit import (
     BLOCK,
+    AdamW8bit,
     CodeBook,
     any_block_is_cut,
     block_maxima,
@@ -139,7 +139,7 @@ def test_small_parameters_are_stepped_as_torchs_adamw_does_and_large_ones_nearly
 def test_a_chunk_at_a_time_is_the_same(monkeypatch):
     whole, pieces = params(), params()
     step(AdamW8bit(whole), whole, 3)
-    monkeypatch.setattr(blockwise, "CHUNK", 4 * BLOCK)
+    monkeypatch.setattr(lowbit, "CHUNK", 4 * BLOCK)
     assert len(list(chunks(100, 5000))) == 5
     step(AdamW8bit(pieces), pieces, 3)
     assert all(torch.equal(a, b) for a, b in zip(whole, pieces, strict=True))

@@ -7,28 +7,159 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
 from torch.optim.adamw import adamw
 
 from fullshard.core.comm import Comm
 from fullshard.core.layout import ShardMeta
-from fullshard.core.optim.muon.balance import RoundPlan
-from fullshard.core.optim.muon.matrix import NS_DTYPES, MuonMatrix, dense_gradient
-from fullshard.core.optim.muon.muon_groups import split_group
-from fullshard.core.optim.muon.rounds import MuonRounds, plan_of, step_unsplit
+from fullshard.core.optim.muon_rounds import (
+    NS_DTYPES,
+    MuonMatrix,
+    MuonRounds,
+    RoundPlan,
+    dense_gradient,
+    plan_of,
+    step_unsplit,
+)
 from fullshard.core.optim.shards import (
+    RowsOptimizer,
     by_comm,
     comm_of,
-    copied,
     is_split,
+    meta_of,
     refuse_torch_options,
+    require_model,
     require_same_parameters,
 )
 from fullshard.core.shards import on_rows
 from fullshard.errors import CheckpointError, ConfigError
 
 
-class Muon(Optimizer):
+def muon_groups(
+    model: nn.Module,
+    *,
+    weight_decay: float = 0.1,
+    adamw_lr: float | None = None,
+    adamw_weight_decay: float | None = None,
+) -> list[dict[str, Any]]:
+    """Return parameter groups for ``Muon``: hidden matrices to Muon, the rest to AdamW.
+
+    The choice uses unsharded shapes, so it is the same before and after ``fully_shard``. Every rank calls it; no
+    communication. AdamW's are
+
+    - embeddings: weights of ``nn.Embedding``, also when tied to another module;
+    - the output head: ``model.get_output_embeddings()`` as transformers' models have it; else the last ``nn.Linear``
+      whose weight has the shape of an embedding's;
+    - parameters without exactly two dimensions: norms, biases, convolutions, stacked experts.
+
+    Norms, biases and single numbers (fewer than two dimensions) are not decayed.
+
+    Args:
+        model: Any module.
+        weight_decay: Of the matrices that Muon steps.
+        adamw_lr: Learning rate of AdamW's groups; None: the optimizer's ``lr``, which fits with
+            ``adjust_lr_fn="match_rms_adamw"``.
+        adamw_weight_decay: Of AdamW's parameters that decay; None: ``weight_decay``.
+
+    Returns:
+        At most three groups, in this order: Muon's, AdamW's with weight decay, AdamW's without; none is empty.
+
+    Raises:
+        ConfigError: ``model`` is not a module.
+    """
+    require_model(model, "muon_groups")
+    apart = _embeddings_and_head(model)
+    hidden, decayed, plain = [], [], []
+    for param in model.parameters():
+        dims = len(meta_of(param).global_shape)
+        (plain if dims < 2 else hidden if dims == 2 and id(param) not in apart else decayed).append(param)
+    lr = {} if adamw_lr is None else {"lr": adamw_lr}
+    decay = weight_decay if adamw_weight_decay is None else adamw_weight_decay
+    groups = [
+        {"params": hidden, "use_muon": True, "weight_decay": weight_decay},
+        {"params": decayed, "use_muon": False, "weight_decay": decay, **lr},
+        {"params": plain, "use_muon": False, "weight_decay": 0.0, **lr},
+    ]
+    return [group for group in groups if group["params"]]
+
+
+def _embeddings_and_head(model: nn.Module) -> set[int]:
+    """Return the ids of the weights of embeddings and of the output head."""
+    embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+    get_head: Callable[[], nn.Module | None] = getattr(model, "get_output_embeddings", lambda: None)
+    head = get_head()
+    if head is None:
+        shapes = {(one.num_embeddings, one.embedding_dim) for one in embeddings}
+        linear = [module for module in model.modules() if isinstance(module, nn.Linear)]
+        head = next((one for one in reversed(linear) if (one.out_features, one.in_features) in shapes), None)
+    apart = [*embeddings, head]
+    return {id(module.weight) for module in apart if isinstance(getattr(module, "weight", None), nn.Parameter)}  # type: ignore[union-attr]
+
+
+def split_group(
+    group: dict[str, Any], muon_options: dict[str, Any], adamw_options: dict[str, Any]
+) -> list[dict[str, Any]]:
+    """Split a user's parameter group into groups of which each is stepped by one of the two optimizers.
+
+    Args:
+        group: ``params``, a list; ``use_muon``, optional; options of either optimizer, and any other keys, which both
+            parts get.
+        muon_options: Muon's options with their defaults.
+        adamw_options: AdamW's options with their defaults.
+
+    Returns:
+        One group, or two, Muon's first, if ``use_muon`` is not set and there are parameters for both.
+
+    Raises:
+        ConfigError: ``use_muon`` is set for a parameter that is not a matrix, or an option belongs to the other
+            optimizer.
+    """
+    kinds = ((True, muon_options, adamw_options), (False, adamw_options, muon_options))
+    if "use_muon" in group:
+        use_muon, options, others = kinds[not group["use_muon"]]
+        if use_muon:
+            _require_matrices(group)
+        if foreign := sorted(group.keys() & others.keys() - options.keys()):
+            raise ConfigError(
+                f"A parameter group with use_muon={use_muon} has options of the other optimizer: "
+                f"{', '.join(foreign)}. Remove them; the options of this one are {', '.join(options)}."
+            )
+        return [{**options, **group, "use_muon": use_muon}]
+    if "eps" in group:
+        raise ConfigError(
+            "eps has different meanings in Muon and AdamW. Set use_muon=True or use_muon=False in a parameter group "
+            "that sets eps."
+        )
+    parts = []
+    for use_muon, options, others in kinds:
+        kept = {key: value for key, value in group.items() if key in options or key not in others}
+        params = [entry for entry in group["params"] if _is_matrix(entry) == use_muon]
+        parts.append({**options, **kept, "params": params, "use_muon": use_muon})
+    return [part for part in parts if part["params"]] or parts[1:]
+
+
+def _tensor_of(entry: Any) -> Any:
+    """Return the parameter of an entry of ``params``, which may be ``(name, parameter)``."""
+    return entry[1] if isinstance(entry, tuple) else entry
+
+
+def _is_matrix(entry: Any) -> bool:
+    tensor = _tensor_of(entry)
+    # An entry that is not a tensor stays in AdamW's group, where torch refuses it.
+    return isinstance(tensor, torch.Tensor) and len(meta_of(tensor).global_shape) == 2 and not tensor.is_complex()  # type: ignore[arg-type]
+
+
+def _require_matrices(group: dict[str, Any]) -> None:
+    for number, entry in enumerate(group["params"]):
+        if not _is_matrix(entry):
+            meta = meta_of(_tensor_of(entry))
+            name = entry[0] if isinstance(entry, tuple) else meta.name or f"number {number} of its group"
+            raise ConfigError(
+                f"Muon steps real matrices, of two dimensions when unsharded; parameter {name} has shape "
+                f"{meta.global_shape}. Put it in a group with use_muon=False, or leave use_muon out."
+            )
+
+
+class Muon(RowsOptimizer):
     r"""Muon for matrices and AdamW for everything else, on sharded and unsharded models.
 
     For a matrix it computes what ``torch.optim.Muon`` does: momentum, Newton-Schulz, decoupled weight decay. Momentum
@@ -38,7 +169,7 @@ class Muon(Optimizer):
 
     Each parameter group is split in two: parameters with ``use_muon=True``, or without ``use_muon`` and with two
     dimensions when unsharded, are stepped by Muon; the rest by AdamW. Embeddings and output heads are matrices too, but
-    better left to AdamW: :func:`~fullshard.core.optim.muon.muon_groups.muon_groups` sorts a model's parameters. Muon's
+    better left to AdamW: :func:`~fullshard.core.optim.muon` sorts a model's parameters. Muon's
     groups have the options of ``torch.optim.Muon``, ``use_muon`` and ``ns_dtype``; AdamW's have ``lr``, ``betas``,
     ``eps``, ``weight_decay`` and ``use_muon``.
 
@@ -114,10 +245,6 @@ class Muon(Optimizer):
             super().add_param_group(part)
         self._checked = False
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """Copy the parameters too, marked as the shards that they are."""
-        return copied(self, memo)
-
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for copies and pickles."""
         options = {"_muon_options": self._muon_options, "_adamw_options": self._adamw_options}
@@ -139,30 +266,7 @@ class Muon(Optimizer):
         super().__setstate__(state)
         self._checked, self._plans = False, {}
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Step all parameters that have a gradient; every rank calls it, also without gradients.
-
-        Args:
-            closure: Evaluates the model again and returns the loss.
-
-        Returns:
-            The result of ``closure``.
-
-        Raises:
-            ConfigError: Ranks have different parameters (raised on every rank, at the first step), or a gradient is
-                sparse.
-        """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        self._step()
-        return loss
-
-    @on_rows
-    def _step(self) -> None:
-        """Step all parameters that have a gradient."""
+    def _update_all(self) -> None:
         self._require_same_parameters()
         matrices = [
             (param, MuonMatrix(param, group, self.state))
@@ -205,7 +309,7 @@ class Muon(Optimizer):
     def _require_same_parameters(self) -> None:
         if self._checked:
             return
-        for comm, params in by_comm(param for group in self.param_groups for param in group["params"]):
+        for comm, params in by_comm(self._params()):
             require_same_parameters(comm, params, "Muon")
             matrices = [param for param in self._of_muon() if comm_of(param) is comm]
             require_same_parameters(

@@ -11,9 +11,9 @@ import transformers
 from torch import nn
 
 from fullshard import fully_shard, step_in_backward
-from fullshard.core.optim.guard.guard import refuse_parts, trust
-from fullshard.core.optim.guard.trial import Split, steps_parts_equally
-from fullshard.core.optim.muon.muon import Muon
+from fullshard.core.optim.guard import refuse_parts, trust
+from fullshard.core.optim.muon import Muon
+from fullshard.core.optim.trial import Split, steps_parts_equally
 from fullshard.core.shards import Shard, rows_of
 from fullshard.core.testing import run_ranks
 from fullshard.errors import ConfigError, ShardingError
