@@ -12,13 +12,16 @@ from torch.utils.checkpoint import checkpoint
 
 from fullshard import clip_grad_norm_, fully_shard, memory_summary, no_sync
 from fullshard.core.optim import ShardedGradScaler, step_in_backward
+from fullshard.core.optim.average import ExponentialMovingAverage
 from fullshard.core.shards import rows_of
 from fullshard.core.testing import run_ranks
 from fullshard.errors import CheckpointError, ConfigError, ShardingError
 from support.models import KINDS, TinyLM, batches, lm_loss
 from support.parity import (
     ROWS_PER_RANK,
+    alone,
     assert_gradients,
+    on_ranks,
     optimizer_for,
     replicas,
     rows_for,
@@ -69,10 +72,7 @@ def test_steps_equal_the_unsharded_run(kind):
 
 
 def test_the_gradients_of_two_units_at_most_exist_at_once():
-    _, models = replicas(TinyLM, 2)
-
-    def work(comm):
-        model = fully_shard(models[comm.rank], comm, wrap=is_block)
+    def work(comm, model):
         seen = []
 
         class Watched(torch.optim.SGD):
@@ -88,7 +88,7 @@ def test_the_gradients_of_two_units_at_most_exist_at_once():
         used = [name for name in steps.optimizers if not name.startswith("unused")]
         return max(seen), by_unit, len(seen), len(used)
 
-    for peak, by_unit, count, used in run_ranks(2, work):
+    for peak, by_unit, count, used in on_ranks(2, TinyLM, work, wrap=is_block):
         assert peak <= sum(sorted(by_unit)[-2:]) < sum(by_unit) / 2
         assert count == used
 
@@ -142,23 +142,20 @@ def test_a_parameter_that_only_another_rank_used_is_updated_on_all_ranks():
 def test_learning_rates_by_hand_and_by_torchs_schedulers():
     _, models = replicas(lambda: torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2)), 1)
 
-    def work(comm):
-        model = fully_shard(models[0], comm)
-        steps = step_in_backward(model, partial(torch.optim.SGD, lr=1.0))
-        schedulers = [LambdaLR(optimizer, lambda step: 0.5**step) for optimizer in steps.optimizers.values()]
-        for rate in (1.0, 0.5, 0.25):
-            before = [p.detach().clone() for p in model.parameters()]
-            model(torch.ones(1, 4)).sum().backward()
-            for scheduler in schedulers:
-                scheduler.step()
-            # the last bias has a gradient of one
-            torch.testing.assert_close(before[-1] - list(model.parameters())[-1], torch.full((2,), rate))
-        steps.set_lr(0.0)
+    model = alone(models[0])
+    steps = step_in_backward(model, partial(torch.optim.SGD, lr=1.0))
+    schedulers = [LambdaLR(optimizer, lambda step: 0.5**step) for optimizer in steps.optimizers.values()]
+    for rate in (1.0, 0.5, 0.25):
         before = [p.detach().clone() for p in model.parameters()]
         model(torch.ones(1, 4)).sum().backward()
-        assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
-
-    run_ranks(1, work)
+        for scheduler in schedulers:
+            scheduler.step()
+        # the last bias has a gradient of one
+        torch.testing.assert_close(before[-1] - list(model.parameters())[-1], torch.full((2,), rate))
+    steps.set_lr(0.0)
+    before = [p.detach().clone() for p in model.parameters()]
+    model(torch.ones(1, 4)).sum().backward()
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
 
 
 def test_the_state_goes_on_where_it_was_saved():
@@ -191,10 +188,7 @@ def test_the_state_goes_on_where_it_was_saved():
 
 
 def test_what_needs_all_gradients_is_refused_on_every_rank_until_removed():
-    _, models = replicas(lambda: torch.nn.Linear(1, 1, bias=False), 3)
-
-    def work(comm):  # one row: two ranks hold nothing
-        model = fully_shard(models[comm.rank], comm, wrap=None)
+    def work(comm, model):  # one row: two ranks hold nothing
         steps = step_in_backward(model, partial(torch.optim.SGD, lr=0.5))
         assert len(steps.optimizers) == rows_of(model.weight).numel()
         with pytest.raises(ShardingError, match="clip_grad_norm_ cannot be used"):
@@ -211,7 +205,7 @@ def test_what_needs_all_gradients_is_refused_on_every_rank_until_removed():
         assert torch.equal(before, model.weight)
         return clip_grad_norm_(model, math.inf).item()
 
-    assert run_ranks(3, work) == [2.0, 2.0, 2.0]
+    assert on_ranks(3, lambda: torch.nn.Linear(1, 1, bias=False), work, wrap=None) == [2.0, 2.0, 2.0]
 
 
 def test_a_gradient_that_comes_after_the_step_is_refused():
@@ -222,15 +216,12 @@ def test_a_gradient_that_comes_after_the_step_is_refused():
             x = checkpoint(self.blocks[0], self.embed(tokens), use_reentrant=True)
             return self.head(self.blocks[0](x))
 
-    _, models = replicas(Mixed, 2)
-
-    def work(comm):
-        model = fully_shard(models[comm.rank], comm, wrap=is_block)
+    def work(comm, model):
         step_in_backward(model, AdamW)
         with pytest.raises(ShardingError, match=r"blocks\.0\.\S+ arrived after its optimizer had stepped"):
             lm_loss(model, batches(1, 2)[0]).backward()
 
-    run_ranks(2, work)
+    on_ranks(2, Mixed, work, wrap=is_block)
 
 
 def test_gradients_that_come_in_two_parts_call_hooks_once():
@@ -261,15 +252,12 @@ def test_gradients_that_come_in_two_parts_call_hooks_once():
 
 
 def test_a_copy_is_refused():
-    _, models = replicas(TinyLM, 2)
-
-    def work(comm):
-        model = fully_shard(models[comm.rank], comm, wrap=is_block)
+    def work(comm, model):
         steps = step_in_backward(model, AdamW)
         with pytest.raises(ShardingError, match=r"cannot be copied or pickled.* state_dict\(\)"):
             copy.deepcopy(steps)
 
-    run_ranks(2, work)
+    on_ranks(2, TinyLM, work, wrap=is_block)
 
 
 def test_a_model_that_is_not_sharded_is_refused():
@@ -277,7 +265,10 @@ def test_a_model_that_is_not_sharded_is_refused():
         step_in_backward(TinyLM(), AdamW)
 
 
-def test_several_sharded_models_in_one_are_refused_on_every_rank():
+@pytest.mark.parametrize(
+    "use", [lambda model: step_in_backward(model, AdamW), lambda model: ExponentialMovingAverage(model, 0.9)]
+)
+def test_several_sharded_models_in_one_are_refused_on_every_rank(use):
     pair = [torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)]
     parts = [pair, copy.deepcopy(pair)]
 
@@ -286,6 +277,6 @@ def test_several_sharded_models_in_one_are_refused_on_every_rank():
         with pytest.raises(
             ConfigError, match="2 parameters are called 'weight': they belong to several sharded models"
         ):
-            step_in_backward(both, AdamW)
+            use(both)
 
     run_ranks(2, work)

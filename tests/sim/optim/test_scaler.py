@@ -15,7 +15,7 @@ from fullshard.core.shards import rows_of
 from fullshard.core.testing import RecordingComm, run_ranks
 from fullshard.errors import ConfigError
 from support.models import TinyLM, batches, lm_loss
-from support.parity import ROWS_PER_RANK, optimizer_for, replicas, size_for, two_by_two, weights_of
+from support.parity import ROWS_PER_RANK, alone, on_ranks, optimizer_for, replicas, size_for, two_by_two, weights_of
 
 FP16 = MixedPrecision(param="float16", reduce="float32")
 
@@ -124,11 +124,9 @@ def test_ten_steps_equal_torchs_scaler_on_the_unsharded_model():
 
 
 def test_fp16_compute_trains():
-    _, models = replicas(TinyLM, 2)
     tokens = batches(1, 2 * ROWS_PER_RANK)[0]
 
-    def work(comm):
-        model = fully_shard(models[comm.rank], comm, mp_policy=FP16)
+    def work(comm, model):
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         scaler = ShardedGradScaler("cpu", init_scale=2.0**24)  # far too much: it must find its way down
         losses = []
@@ -140,7 +138,7 @@ def test_fp16_compute_trains():
         assert losses[1] == losses[0]
         assert losses[-1] < losses[0] / 2
 
-    run_ranks(2, work)
+    on_ranks(2, TinyLM, work, mp_policy=FP16)
 
 
 @pytest.mark.parametrize("fused", [False, True])
@@ -188,10 +186,7 @@ def test_no_gradient_anywhere_is_a_step_without_inf():
 
 
 def test_one_of_two_optimizers_skips_on_all_ranks_and_the_scale_shrinks():
-    _, models = replicas(lambda: nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 12, bias=False)), 2)
-
-    def work(comm):
-        model = fully_shard(models[comm.rank], comm, wrap=None)
+    def work(comm, model):
         optimizers = [torch.optim.SGD([p], lr=0.1) for p in model.parameters()]
         scaler = ShardedGradScaler("cpu", init_scale=8.0)
         scaler.scale(model(torch.ones(1, 4)).sum()).backward()
@@ -205,7 +200,9 @@ def test_one_of_two_optimizers_skips_on_all_ranks_and_the_scale_shrinks():
         assert scaler.get_scale() == 4.0
         return [not torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True)]
 
-    changed = run_ranks(2, work)
+    changed = on_ranks(
+        2, lambda: nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 12, bias=False)), work, wrap=None
+    )
     assert any(first for first, _ in changed)
     assert not any(second for _, second in changed)
 
@@ -230,16 +227,13 @@ def test_the_state_goes_on_where_it_was_saved():
 
 
 def test_float16_shards_are_refused_on_every_rank():
-    _, models = replicas(lambda: nn.Linear(1, 1, bias=False).half(), 2)
-
-    def work(comm):  # the second rank holds no rows
-        model = fully_shard(models[comm.rank], comm, wrap=None)
+    def work(comm, model):  # the second rank holds no rows
         scaler = ShardedGradScaler("cpu")
         scaler.scale(model(torch.ones(1, 1, dtype=torch.float16)).sum()).backward()
         with pytest.raises(ConfigError, match="1 parameters of the optimizer are float16"):
             scaler.unscale_(torch.optim.SGD(model.parameters(), lr=0.1))
 
-    run_ranks(2, work)
+    on_ranks(2, lambda: nn.Linear(1, 1, bias=False).half(), work, wrap=None)
 
 
 def test_an_optimizer_of_an_unsharded_model_is_refused():
@@ -253,14 +247,11 @@ def test_an_optimizer_of_an_unsharded_model_is_refused():
 def test_a_disabled_scaler_only_steps():
     models = tables(1)
 
-    def work(comm):
-        model = fully_shard(models[0], comm, wrap=None)
-        scaler = ShardedGradScaler("cpu", enabled=False)
-        before = model.weight.detach().clone()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        scaler.scale(table_loss(model, row=0, factor=1.0)).backward()
-        scaler.unscale_(optimizer)
-        scaler.step(optimizer)
-        torch.testing.assert_close(before[0] - model.weight[0], torch.full((4,), 0.1 / 4))
-
-    run_ranks(1, work)
+    model = alone(models[0], wrap=None)
+    scaler = ShardedGradScaler("cpu", enabled=False)
+    before = model.weight.detach().clone()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler.scale(table_loss(model, row=0, factor=1.0)).backward()
+    scaler.unscale_(optimizer)
+    scaler.step(optimizer)
+    torch.testing.assert_close(before[0] - model.weight[0], torch.full((4,), 0.1 / 4))
