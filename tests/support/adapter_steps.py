@@ -6,7 +6,6 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, Trainer
 
-from fullshard import unsharded
 from fullshard.core.testing import run_ranks
 from fullshard.program.config import RunConfig
 from fullshard.program.models import AdapterSpec, add_adapter, build_model
@@ -14,6 +13,7 @@ from fullshard.program.train.run.step import StepSpec
 from fullshard.program.train.setup.model import prepare_model, shard_model
 from fullshard.program.train.setup.optimizers import make_optimizer
 from support.one_step import batch_from, tokenized, train_step
+from support.parity import weights_of as weights_of
 
 T5 = {
     "model_type": "t5",
@@ -118,11 +118,6 @@ def train_sharded(config, tokenizer, causal, then, steps=3, size=2):
         return losses, notes, then(model, comm)
 
     return run_ranks(size, work)
-
-
-def weights_of(model):
-    with unsharded(model):
-        return {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
 def assert_loads_as(directory, plain, base, batch, causal, **tolerance):

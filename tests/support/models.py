@@ -37,17 +37,8 @@ def causal_loss(model, tokens):
 
 
 def tiny_t5_config(**changes):
-    settings = {
-        "vocab_size": VOCAB,
-        "d_model": 32,
-        "d_kv": 8,
-        "d_ff": 64,
-        "num_layers": 2,
-        "num_heads": 4,
-        "dropout_rate": 0.0,
-        "decoder_start_token_id": 0,
-    }
-    return T5Config(**(settings | changes))
+    settings = {"vocab_size": VOCAB, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4}
+    return T5Config(**(settings | {"dropout_rate": 0.0, "decoder_start_token_id": 0} | changes))
 
 
 def t5():
@@ -61,57 +52,30 @@ def t5_untied():
     return model
 
 
-def bart():
-    return BartForConditionalGeneration(
-        BartConfig(
-            vocab_size=VOCAB,
-            d_model=32,
-            encoder_layers=2,
-            decoder_layers=2,
-            encoder_attention_heads=4,
-            decoder_attention_heads=4,
-            encoder_ffn_dim=48,
-            decoder_ffn_dim=48,
-            max_position_embeddings=32,
-            dropout=0.0,
-            attention_dropout=0.0,
-            activation_dropout=0.0,
-            pad_token_id=0,
-            bos_token_id=1,
-            eos_token_id=2,
-            decoder_start_token_id=2,
-            forced_eos_token_id=2,
-        )
-    )
+def bart(**changes):
+    sizes = {"layers": 2, "attention_heads": 4, "ffn_dim": 48}
+    settings = {f"{part}_{what}": size for part in ("encoder", "decoder") for what, size in sizes.items()}
+    settings |= {"vocab_size": VOCAB, "d_model": 32, "max_position_embeddings": 32}
+    settings |= dict.fromkeys(("dropout", "attention_dropout", "activation_dropout"), 0.0)
+    settings |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    settings |= {"decoder_start_token_id": 2, "forced_eos_token_id": 2}
+    return BartForConditionalGeneration(BartConfig(**(settings | changes)))
 
 
-def gpt2():
-    return GPT2LMHeadModel(
-        GPT2Config(
-            vocab_size=VOCAB,
-            n_positions=32,
-            n_embd=32,
-            n_layer=3,
-            n_head=4,
-            resid_pdrop=0.0,
-            embd_pdrop=0.0,
-            attn_pdrop=0.0,
-            bos_token_id=1,
-            eos_token_id=2,
-        )
-    )
+def gpt2(**changes):
+    settings = {"vocab_size": VOCAB, "n_positions": 32, "n_embd": 32, "n_layer": 3, "n_head": 4}
+    settings |= {
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0),
+    }
+    return GPT2LMHeadModel(GPT2Config(**(settings | changes)))
 
 
-def llama():
-    config = LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-    )
-    return LlamaForCausalLM(config)
+def llama(**changes):
+    settings = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    settings |= {"num_attention_heads": 4, "num_key_value_heads": 2}
+    return LlamaForCausalLM(LlamaConfig(**(settings | changes)))
 
 
 def t5_checkpointed(*, reentrant):

@@ -9,35 +9,21 @@ import peft
 import pytest
 import torch
 from torch import nn
-from transformers import (
-    BartConfig,
-    BartForConditionalGeneration,
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-    T5ForConditionalGeneration,
-)
+from transformers import T5ForConditionalGeneration
 
 from fullshard import Pretrained, Quantize, fully_shard, unsharded
 from fullshard.core.quantized import QuantizedLinear
 from fullshard.core.quantized.formats import bitsandbytes
 from fullshard.program.models import AdaptedWeights, AdapterSpec, add_adapter
 from support import models
-from support.tiny_lm import VOCAB
 
 SKIP = ("lm_head", "wo")
 """``wo`` as transformers does: of T5's, which asks for its weight's dtype, bitsandbytes' layer would give bytes."""
 
 
-SIZES = {"layers": 2, "attention_heads": 4, "ffn_dim": 128}
-
-
 def gpt2():
     """GPT-2, whose blocks have no nn.Linear: transposed ones, which are quantised in bitsandbytes' models only."""
-    config = GPT2Config(vocab_size=VOCAB, n_positions=32, n_embd=64, n_layer=2, n_head=4, tie_word_embeddings=False)
-    config.resid_pdrop = config.embd_pdrop = config.attn_pdrop = 0.0
-    return GPT2LMHeadModel(config)
+    return models.gpt2(n_embd=64, n_layer=2, tie_word_embeddings=False)
 
 
 def t5():
@@ -47,19 +33,12 @@ def t5():
 
 def bart():
     """The same of BART; its layers have biases."""
-    sizes = {f"{part}_{what}": n for part in ("encoder", "decoder") for what, n in SIZES.items()}
-    config = BartConfig(vocab_size=VOCAB, d_model=64, max_position_embeddings=32, **sizes)
-    config.dropout = config.attention_dropout = config.activation_dropout = 0.0
-    config.pad_token_id, config.bos_token_id, config.eos_token_id = 0, 1, 2
-    config.decoder_start_token_id, config.forced_eos_token_id = 2, None
-    return BartForConditionalGeneration(config)
+    return models.bart(d_model=64, encoder_ffn_dim=128, decoder_ffn_dim=128, forced_eos_token_id=None)
 
 
 def llama():
     """The same of Llama, with fewer heads of keys than of queries."""
-    config = LlamaConfig(vocab_size=VOCAB, hidden_size=64, intermediate_size=128, num_hidden_layers=2)
-    config.num_attention_heads, config.num_key_value_heads, config.head_dim = 4, 2, 16
-    return LlamaForCausalLM(config)
+    return models.llama(hidden_size=64, intermediate_size=128)
 
 
 MODELS = {"t5": (t5, models.seq2seq_loss), "bart": (bart, models.seq2seq_loss), "llama": (llama, models.causal_loss)}

@@ -62,9 +62,6 @@ class Groups:
     def group(self, ranks=None):
         return self.comm_of(dist.new_group(ranks, timeout=datetime.timedelta(seconds=ALONE_S)))
 
-    def everyone(self):
-        return self.group()
-
     def axes(self):
         """Replicas of two ranks each on four ranks; on two, of one each."""
         size, rank = dist.get_world_size(), dist.get_rank()
@@ -105,15 +102,19 @@ def optimizers(comm):
 
 
 def run_cases(cases, names, groups, everyone):
-    """Run the named cases, new groups after one that failed; from name to the traceback of each rank."""
-    comm, spare, axes = groups.everyone(), groups.everyone(), groups.axes()
+    """Run the named cases; from name to the traceback of each rank.
+
+    The ranks tell each other how each case went in the group ``everyone``, which nothing else uses: so they stay in
+    step. After a case that failed the next ones get new groups: one in which ranks may have parted is of no use.
+    """
+    comm, spare, axes = groups.group(), groups.group(), groups.axes()
     outcomes = {}
     for name in names:
         print("begins:", name, file=sys.stderr, flush=True)  # the last one, if the ranks are killed
         ranks = Ranks.as_processes(comm, spare, axes)
         outcomes[name] = everyone.all_gather_object(traceback_of(cases[name], ranks))
         if any(outcomes[name]):
-            comm, spare, axes = groups.everyone(), groups.everyone(), groups.axes()
+            comm, spare, axes = groups.group(), groups.group(), groups.axes()
     return outcomes
 
 

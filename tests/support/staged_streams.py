@@ -10,7 +10,7 @@ from collections import deque
 import torch
 
 from fullshard.core.comm.staged import Job, Stage, StagedComm
-from support.streams import span
+from support.streams import ShownComm, span
 
 THREAD = "collectives thread"
 
@@ -57,55 +57,22 @@ class CheckedStaging:
         return host
 
 
-class HostComm:
+class HostComm(ShownComm):
     """The group on the CPU: shows a checker what the thread of collectives reads and writes."""
 
     def __init__(self, checker, inner, thread):
-        self.checker, self.inner, self.thread = checker, inner, thread
-        self.rank, self.size, self.device = inner.rank, inner.size, inner.device
+        super().__init__(checker, inner)
+        self.thread = thread
 
-    def announce(self, what):
-        self.inner.announce(what)
-
-    def _run(self, name, issue, reads=(), writes=()):
+    def _run(self, name, issue, reads, writes):
         time = self.checker.clocks.tick(self.thread)
-        for writing, tensors in ((False, reads), (True, writes)):
-            for tensor in tensors:
+        for writing, operands in ((False, reads), (True, writes)):
+            for tensor, bounds in operands:
                 if tensor.untyped_storage()._cdata not in self.checker._buffers:  # made by the thread itself
                     self.checker._buffer(tensor.untyped_storage(), tensor).home = self.thread
-                self.checker.access(tensor, span(tensor), name, self.thread, time, writes=writing)
+                self.checker.access(tensor, bounds, name, self.thread, time, writes=writing)
         with self.checker.silent():
             return issue()
-
-    def all_gather(self, full, shard):
-        others = [part for rank, part in enumerate(full.view(self.size, -1)) if rank != self.rank]
-        return self._run("all-gather", lambda: self.inner.all_gather(full, shard), [shard], others)
-
-    def reduce_scatter(self, shard, full):
-        return self._run("reduce-scatter", lambda: self.inner.reduce_scatter(shard, full), [full], [shard])
-
-    def all_reduce(self, tensor, op="sum"):
-        return self._run("all-reduce", lambda: self.inner.all_reduce(tensor, op), [tensor], [tensor])
-
-    def broadcast(self, tensor, source=0):
-        gives = self.rank == source
-        reads, writes = ([tensor], []) if gives else ([], [tensor])
-        return self._run("broadcast", lambda: self.inner.broadcast(tensor, source), reads, writes)
-
-    def gather(self, shard, full, target=0):
-        writes = [] if full is None else [full]
-        return self._run("gather", lambda: self.inner.gather(shard, full, target), [shard], writes)
-
-    def exchange(self, received, sent):
-        return self._run("exchange", lambda: self.inner.exchange(received, sent), sent, received)
-
-    def all_gather_object(self, value):
-        with self.checker.silent():
-            return self.inner.all_gather_object(value)
-
-    def barrier(self):
-        with self.checker.silent():
-            self.inner.barrier()
 
 
 class Early:

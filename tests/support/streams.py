@@ -27,11 +27,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fullshard.core.comm import DONE
 from fullshard.core.comm.device import CudaDevice, Device
+from support.parity import two_by_two
 
 COMPUTE = "compute"
 HOST = "host"
 
-_TWO_BY_TWO = ([[0, 2], [1, 3]], [[0, 1], [2, 3]])
 _UNDEFINED = {"empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided"}
 _SHAPE_ONLY = _UNDEFINED | {"zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full"}
 _OVERWRITES = {"copy_", "fill_", "zero_", "normal_", "uniform_", "_foreach_copy_", "_foreach_zero_"}
@@ -184,8 +184,8 @@ class StreamChecker:
         """All ranks on one axis, or for the hybrid strategies 2 replicas of 2 ranks."""
         if not strategy.needs_two_axes:
             return self.comm(comm)
-        replicate, shard = _TWO_BY_TWO
-        return self.comm(comm.split(replicate), "replicate"), self.comm(comm.split(shard))
+        replicate, shard = two_by_two(comm)
+        return self.comm(replicate, "replicate"), self.comm(shard)
 
     def names_from(self, model):
         """Call the buffers of a sharded model by the names of its units."""
@@ -418,12 +418,8 @@ class CheckedDevice:
         self.checker.release(storage)
         self.inner.release(storage)
 
-    @property
-    def queues(self):
-        return self.inner.queues
-
-    def trim(self):
-        self.inner.trim()
+    def __getattr__(self, name):
+        return getattr(self.inner, name)
 
     def on_side_stream(self, name, work):
         clocks, side = self.checker.clocks, f"{name} stream"
@@ -461,34 +457,21 @@ class CheckedDevice:
         self.checker.pin(tensor.untyped_storage())
         return self.inner.pin(tensor)
 
-    def empty(self, numel, dtype):
-        return self.inner.empty(numel, dtype)
-
     def empty_host(self, numel, dtype, *, pinned):
         host = self.inner.empty_host(numel, dtype, pinned=pinned)
         self.checker.pin(host.untyped_storage())
         return host
 
-    def supports_bf16(self):
-        return self.inner.supports_bf16()
 
+class ShownComm:
+    """Passes collectives on to ``inner``; ``_run`` is shown what each reads and writes, as tensors with byte ranges."""
 
-class CheckedComm:
-    """Passes collectives on to another comm and shows them to a checker, on a stream of their own."""
-
-    def __init__(self, checker, inner, stream):
-        self.checker = checker
-        self.inner = inner
-        self.stream = stream
+    def __init__(self, checker, inner):
+        self.checker, self.inner = checker, inner
         self.rank, self.size, self.device = inner.rank, inner.size, inner.device
 
     def announce(self, what):
         self.inner.announce(what)
-
-    def _run(self, issue, name, reads=(), writes=()):
-        mark = self.checker.collective(self.stream, name, reads, writes)
-        with self.checker.silent():
-            return CheckedWork(self.checker, name, mark, issue())
 
     def all_gather(self, full, shard):
         # In place, this rank's own slice of the result is read and not written.
@@ -496,30 +479,28 @@ class CheckedComm:
         in_place = shard.untyped_storage()._cdata == full.untyped_storage()._cdata
         written = _without([(low, high)], *mine) if in_place else [(low, high)]
         writes = [(full, bounds) for bounds in written]
-        return self._run(lambda: self.inner.all_gather(full, shard), "all-gather", [(shard, mine)], writes)
+        return self._run("all-gather", lambda: self.inner.all_gather(full, shard), [(shard, mine)], writes)
 
     def reduce_scatter(self, shard, full):
         operands = [(full, span(full))], [(shard, span(shard))]
-        work = self._run(lambda: self.inner.reduce_scatter(shard, full), "reduce-scatter", *operands)
-        self.checker.name_after(shard, full)
-        return work
+        return self._run("reduce-scatter", lambda: self.inner.reduce_scatter(shard, full), *operands)
 
     def exchange(self, received, sent):
         reads, writes = [(part, span(part)) for part in sent], [(part, span(part)) for part in received]
-        return self._run(lambda: self.inner.exchange(received, sent), "exchange", reads, writes)
+        return self._run("exchange", lambda: self.inner.exchange(received, sent), reads, writes)
 
     def all_reduce(self, tensor, op="sum"):
         operand = [(tensor, span(tensor))]
-        return self._run(lambda: self.inner.all_reduce(tensor, op), "all-reduce", operand, operand)
+        return self._run("all-reduce", lambda: self.inner.all_reduce(tensor, op), operand, operand)
 
     def broadcast(self, tensor, source=0):
         operand = [(tensor, span(tensor))]
         operands = (operand, []) if self.rank == source else ([], operand)
-        return self._run(lambda: self.inner.broadcast(tensor, source), "broadcast", *operands)
+        return self._run("broadcast", lambda: self.inner.broadcast(tensor, source), *operands)
 
     def gather(self, shard, full, target=0):
         writes = [] if full is None else [(full, span(full))]
-        return self._run(lambda: self.inner.gather(shard, full, target), "gather", [(shard, span(shard))], writes)
+        return self._run("gather", lambda: self.inner.gather(shard, full, target), [(shard, span(shard))], writes)
 
     def all_gather_object(self, value):
         with self.checker.silent():
@@ -528,3 +509,21 @@ class CheckedComm:
     def barrier(self):
         with self.checker.silent():
             self.inner.barrier()
+
+
+class CheckedComm(ShownComm):
+    """Shows collectives to a checker, on a stream of their own."""
+
+    def __init__(self, checker, inner, stream):
+        super().__init__(checker, inner)
+        self.stream = stream
+
+    def _run(self, name, issue, reads, writes):
+        mark = self.checker.collective(self.stream, name, reads, writes)
+        with self.checker.silent():
+            return CheckedWork(self.checker, name, mark, issue())
+
+    def reduce_scatter(self, shard, full):
+        work = super().reduce_scatter(shard, full)
+        self.checker.name_after(shard, full)
+        return work

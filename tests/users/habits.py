@@ -38,11 +38,9 @@ def seeded(seed):
         yield
 
 
-def habit(function=None, *, refused=None):
+def habit(function):
     """Enter a function into the table."""
-    if function is None:
-        return lambda one: habit(one, refused=refused)
-    HABITS[function.__name__] = Habit(function, refused)
+    HABITS[function.__name__] = Habit(function)
     return function
 
 
@@ -50,16 +48,24 @@ def loss_of(model, batch):
     return model(batch).square().mean()
 
 
-def sgd(model, batches, before_step=lambda model: None, **options):
+def sgd(model, batches, before_step=lambda model: None, loss=None, optimizer=None):
     """Plain training; returns what ``before_step`` returns at each step."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=LR, **options)
+    optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=LR)
     seen = []
     for batch in batches:
         optimizer.zero_grad()
-        loss_of(model, batch).backward()
+        (loss or loss_of)(model, batch).backward()
         seen.append(before_step(model))
         optimizer.step()
     return seen
+
+
+def by_hand(model, batches, step):
+    """Training without an optimizer: ``step(parameters)`` moves them after each backward."""
+    for batch in batches:
+        model.zero_grad()
+        loss_of(model, batch).backward()
+        step(list(model.parameters()))
 
 
 def gradients(model):
@@ -224,7 +230,6 @@ def sharpness_aware_with_saved_data(model, batches):
             p.data = old[p]
         optimizer.step()
         optimizer.zero_grad()
-    return []
 
 
 @habit
@@ -286,7 +291,6 @@ def accumulated_gradients_divided(model, batches):
     for p in model.parameters():
         p.grad /= len(batches)
     optimizer.step()
-    return []
 
 
 # Steps without an optimizer, and hooks of one
@@ -294,72 +298,62 @@ def accumulated_gradients_divided(model, batches):
 
 @habit
 def a_step_by_data(model, batches):
-    for batch in batches:
-        model.zero_grad()
-        loss_of(model, batch).backward()
-        for p in model.parameters():
-            p.data.add_(p.grad, alpha=-LR)
-    return []
+    by_hand(model, batches, lambda params: [p.data.add_(p.grad, alpha=-LR) for p in params])
 
 
 @habit
 def a_step_by_assigned_data(model, batches):
-    for batch in batches:
-        model.zero_grad()
-        loss_of(model, batch).backward()
-        for p in model.parameters():
-            p.data = p.data - LR * p.grad
-    return []
+    by_hand(model, batches, lambda params: [setattr(p, "data", p.data - LR * p.grad) for p in params])
 
 
 @habit
 def a_step_in_place(model, batches):
-    for batch in batches:
-        model.zero_grad()
-        loss_of(model, batch).backward()
-        with torch.no_grad():
-            for p in model.parameters():
-                p -= LR * p.grad
-    return []
+    @torch.no_grad()
+    def step(params):
+        for p in params:
+            p -= LR * p.grad
+
+    by_hand(model, batches, step)
 
 
 @habit
 def momentum_by_hand(model, batches):
     moments = [torch.zeros_like(p) for p in model.parameters()]
-    for batch in batches:
-        model.zero_grad()
-        loss_of(model, batch).backward()
-        with torch.no_grad():
-            for p, m in zip(model.parameters(), moments, strict=True):
-                m.lerp_(p.grad, 0.1)
-                p.sub_(LR * m)
+
+    @torch.no_grad()
+    def step(params):
+        for p, m in zip(params, moments, strict=True):
+            m.lerp_(p.grad, 0.1)
+            p.sub_(LR * m)
+
+    by_hand(model, batches, step)
     return [m.norm() for m in moments]
 
 
 @habit
 def momentum_in_tensors_of_the_shards_shape(model, batches):
     moments = [torch.zeros(p.shape) for p in model.parameters()]
-    for batch in batches:
-        model.zero_grad()
-        loss_of(model, batch).backward()
-        with torch.no_grad():
-            for p, m in zip(model.parameters(), moments, strict=True):
-                m.mul_(0.9).add_(p.grad)
-                p.sub_(LR * m)
+
+    @torch.no_grad()
+    def step(params):
+        for p, m in zip(params, moments, strict=True):
+            m.mul_(0.9).add_(p.grad)
+            p.sub_(LR * m)
+
+    by_hand(model, batches, step)
     return [m.norm() for m in moments]
 
 
 @habit
 def trust_ratios(model, batches):
-    for batch in batches:
-        model.zero_grad()
-        loss_of(model, batch).backward()
-        with torch.no_grad():
-            for p in model.parameters():
-                update = p.grad + 0.01 * p
-                ratio = p.norm() / update.norm().clamp(min=1e-6)
-                p.add_(update * ratio.clamp(max=10.0), alpha=-LR)
-    return []
+    @torch.no_grad()
+    def step(params):
+        for p in params:
+            update = p.grad + 0.01 * p
+            ratio = p.norm() / update.norm().clamp(min=1e-6)
+            p.add_(update * ratio.clamp(max=10.0), alpha=-LR)
+
+    by_hand(model, batches, step)
 
 
 @habit
@@ -368,10 +362,7 @@ def clipping_in_a_step_hook(model, batches):
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
     optimizer.register_step_pre_hook(lambda *_: norms.append(clip_grad_norm_(model.parameters(), 0.1)))
     optimizer.register_step_post_hook(lambda *_: norms.append(sum(p.detach().norm() for p in model.parameters())))
-    for batch in batches:
-        optimizer.zero_grad()
-        loss_of(model, batch).backward()
-        optimizer.step()
+    sgd(model, batches, optimizer=optimizer)
     return norms
 
 
@@ -394,12 +385,8 @@ def a_closure(model, batches):
 
 @habit
 def adamw_with_groups(model, batches):
-    optimizer = torch.optim.AdamW([{"params": [p]} for p in model.parameters()], lr=0.01)
-    for batch in batches:
-        optimizer.zero_grad()
-        loss_of(model, batch).backward()
-        optimizer.step()
-    return []
+    groups = [{"params": [p]} for p in model.parameters()]
+    sgd(model, batches, optimizer=torch.optim.AdamW(groups, lr=0.01))
 
 
 # Penalties
@@ -408,24 +395,22 @@ def adamw_with_groups(model, batches):
 @habit
 def an_l2_penalty(model, batches):
     found = []
-    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
-    for batch in batches:
-        optimizer.zero_grad()
-        penalty = sum(p.square().sum() for p in model.parameters())
-        (loss_of(model, batch) + 0.01 * penalty).backward()
+
+    def loss(m, batch):
+        penalty = sum(p.square().sum() for p in m.parameters())
         found.append(penalty.detach())
-        optimizer.step()
+        return loss_of(m, batch) + 0.01 * penalty
+
+    sgd(model, batches, loss=loss)
     return found
 
 
 @habit
 def a_penalty_of_norms(model, batches):
-    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
-    for batch in batches:
-        optimizer.zero_grad()
-        (loss_of(model, batch) + 0.01 * sum(p.norm() + p.abs().mean() for p in model.parameters())).backward()
-        optimizer.step()
-    return []
+    def loss(m, batch):
+        return loss_of(m, batch) + 0.01 * sum(p.norm() + p.abs().mean() for p in m.parameters())
+
+    sgd(model, batches, loss=loss)
 
 
 @habit
@@ -433,14 +418,14 @@ def elastic_weight_consolidation(model, batches):
     loss_of(model, batches[0]).backward()
     fisher = {name: p.grad.detach() ** 2 for name, p in model.named_parameters()}
     old = {name: p.detach().clone() for name, p in model.named_parameters()}
-    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
     found = []
-    for batch in batches:
-        optimizer.zero_grad()
-        penalty = sum((fisher[name] * (p - old[name]) ** 2).sum() for name, p in model.named_parameters())
-        (loss_of(model, batch) + 10.0 * penalty).backward()
+
+    def loss(m, batch):
+        penalty = sum((fisher[name] * (p - old[name]) ** 2).sum() for name, p in m.named_parameters())
         found.append(penalty.detach())
-        optimizer.step()
+        return loss_of(m, batch) + 10.0 * penalty
+
+    sgd(model, batches, loss=loss)
     return found
 
 
@@ -508,7 +493,6 @@ def full_tensors_copied_in(model, batches):
         for p, full in zip(model.parameters(), other.parameters(), strict=True):
             p.mul_(0.5).add_(full, alpha=0.5)
             p.copy_(0.5 * (p + full.data))
-    return []
 
 
 @habit
@@ -529,7 +513,6 @@ def soft_thresholds_and_clamps(model, batches):
         for p in model.parameters():
             p.copy_(p.sign() * (p.abs() - 0.01).clamp(min=0))
             p.clamp_(-0.3, 0.3)
-    return []
 
 
 @habit
@@ -540,7 +523,6 @@ def rows_of_a_largest_norm(model, batches):
             if p.dim() > 1:
                 norms = p.norm(dim=1, keepdim=True)
                 p.mul_(norms.clamp(max=0.5) / (norms + 1e-7))
-    return []
 
 
 @habit
@@ -562,7 +544,6 @@ def rows_set_by_number(model, batches):
         model[0].weight.data[-1] = torch.arange(6.0)
         model[0].weight[:, 1] = 3.0
         model[0].bias[:] = 0.25
-    return []
 
 
 @habit
@@ -600,7 +581,6 @@ def initialisers(model, batches):
         init.ones_(model[2].bias)
         init.zeros_(model[4].bias)
         model[4].weight.data.normal_(0, 0.02)
-    return []
 
 
 @habit
@@ -610,67 +590,33 @@ def initialisers_of_the_modules(model, batches):
         for module in model.modules():
             if isinstance(module, nn.Linear):
                 module.reset_parameters()
-    return []
 
 
 @habit
 def an_initialiser_applied_to_the_modules(model, batches):
     sgd(model, batches)
     model.apply(lambda m: isinstance(m, nn.Linear) and m.weight.data.fill_(0.25))
-    return []
 
 
 # Refused, by name
 
 
-@habit(refused=r"svdvals of .*weight, a shard")
-def singular_values(model, batches):
-    return [torch.linalg.svdvals(model[0].weight.detach())]
-
-
-@habit(refused=r"(matmul|rmatmul|mm) of .*weight, a shard")
-def a_product_of_matrices(model, batches):
-    return [model[0].weight.detach() @ torch.ones(6, 2)]
-
-
-@habit(refused=r"numpy of .*weight, a shard")
-def as_numpy(model, batches):
-    return [model[0].weight.detach().numpy()]
-
-
-@habit(refused=r"index of rows of .*weight, a shard")
-def a_row(model, batches):
-    return [model[0].weight[0]]
-
-
-@habit(refused=r"(is a shard, this rank's rows, and pickling|cannot be copied or pickled)")
-def torch_save_of_a_parameter(model, batches):
-    torch.save(model[0].weight, io.BytesIO())
-
-
-@habit(refused=r"histc of .*weight, a shard")
-def a_histogram(model, batches):
-    return [torch.histc(model[0].weight.detach())]
-
-
-@habit(refused=r"topk over rows of .*(weight|bias), a shard")
-def the_largest_elements(model, batches):
-    return [model[0].weight.detach().flatten().topk(3).values]
-
-
-@habit(refused=r"(T|t) of .*weight, a shard")
-def a_transpose(model, batches):
-    return [model[0].weight.T]
-
-
-@habit(refused=r"median over rows of .*weight, a shard")
-def a_median(model, batches):
-    return [model[0].weight.detach().median()]
-
-
-@habit(refused=r"tolist of .*weight, a shard")
-def as_a_list(model, batches):
-    return [model[0].weight.tolist()]
+REFUSED = {
+    r"svdvals of .*weight, a shard": lambda weight: torch.linalg.svdvals(weight.detach()),
+    r"(matmul|rmatmul|mm) of .*weight, a shard": lambda weight: weight.detach() @ torch.ones(6, 2),
+    r"numpy of .*weight, a shard": lambda weight: weight.detach().numpy(),
+    r"index of rows of .*weight, a shard": lambda weight: weight[0],
+    r"is a shard, this rank's rows, and pickling|cannot be copied or pickled": lambda weight: torch.save(
+        weight, io.BytesIO()
+    ),
+    r"histc of .*weight, a shard": lambda weight: torch.histc(weight.detach()),
+    r"topk over rows of .*(weight|bias), a shard": lambda weight: weight.detach().flatten().topk(3).values,
+    r"(T|t) of .*weight, a shard": lambda weight: weight.T,
+    r"median over rows of .*weight, a shard": lambda weight: weight.detach().median(),
+    r"tolist of .*weight, a shard": lambda weight: weight.tolist(),
+}
+for _text, _use in REFUSED.items():
+    HABITS[_text.partition(" of ")[0]] = Habit(lambda model, batches, use=_use: [use(model[0].weight)], _text)
 
 
 class Net(nn.Sequential):

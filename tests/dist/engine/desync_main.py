@@ -269,30 +269,9 @@ READING = {
 CASES = {
     case.__name__: case
     for case in (
-        kinds,
-        sizes,
-        dtypes,
-        sums,
-        large_sums,
-        purposes,
-        reading,
-        large_kinds,
-        large_honest,
-        opinions,
-        ahead,
-        objects,
-        prefetched,
-        skipped_pass,
-        collectives,
-        collectives_reading,
-        two_comms,
-        honest,
-        honest_behind,
-        third,
-        late,
-        timeout,
-        leaves,
-        leaves_reading,
+        *(kinds, sizes, dtypes, sums, large_sums, purposes, reading, large_kinds, large_honest, opinions, ahead),
+        *(objects, prefetched, skipped_pass, collectives, collectives_reading, two_comms, honest, honest_behind),
+        *(third, late, timeout, leaves, leaves_reading),
     )
 }
 

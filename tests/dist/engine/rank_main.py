@@ -1,4 +1,4 @@
-"""Cases of the engine on gloo processes: parity, memory, generation, streaming and what ranks exchange."""
+"""Cases of the engine on gloo processes: parity, memory and what ranks exchange."""
 
 import datetime
 import sys
@@ -9,25 +9,40 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import fullshard
-from fullshard.core.comm import MemoryMeter
+from fullshard.core.comm import MemoryMeter, TorchComm
 from fullshard.core.comm.process import host_sum_of
 from fullshard.core.engine.setup import wrap
-from fullshard.core.testing import RecordingComm
-from fullshard.errors import MismatchError
-from support.models import KINDS, TinyLM, batches, lm_loss, t5
+from support.collectives import check_collectives, run_collectives
+from support.models import KINDS, batches
 from support.parity import ROWS_PER_RANK, assert_same_run, replicas, train_sharded, train_unsharded
 from support.rank_script import parse, print_result
 
+PARITY = ("lm_two_forwards", "lm_reentrant_two_forwards", "lm_frozen_parts", "t5_untied", "gpt2")
+
 
 def parity(comm):
-    """Every kind of model, three AdamW steps, against the unsharded run; ranks as threads take ten."""
-    for kind, (make, loss_of) in KINDS.items():
+    """Three AdamW steps of a few kinds of models against the unsharded run; ranks as threads take them all."""
+    for kind in PARITY:
+        make, loss_of = KINDS[kind]
         reference, (model,) = replicas(make, 1)
         data = batches(3, comm.size * ROWS_PER_RANK)
         plain = train_unsharded(reference, loss_of, data)
         assert_same_run(train_sharded(model, comm, loss_of, data), plain)
         print("same:", kind, file=sys.stderr)
-    return {"kinds": list(KINDS)}
+    return True
+
+
+def torchs_collectives(comm):
+    """By torch's own collectives, as groups of unknown backends: the protocol, the bits of ours, a run."""
+    torchs = TorchComm(comm.group, comm.device)
+    check_collectives(torchs)
+    ours, theirs = (run_collectives(one, 1001) for one in (comm, torchs))
+    torch.testing.assert_close(theirs, ours, rtol=0, atol=0)
+    make, loss_of = KINDS["lm"]
+    reference, (model,) = replicas(make, 1)
+    data = batches(10, comm.size * ROWS_PER_RANK)
+    assert_same_run(train_sharded(model, torchs, loss_of, data), train_unsharded(reference, loss_of, data))
+    return True
 
 
 class Wide(torch.nn.Module):
@@ -84,35 +99,6 @@ def building(comm):
     }
 
 
-def generation(comm):
-    """Greedy generation under sharding equals generation of the unsharded model, and the model still trains."""
-    reference, (model,) = replicas(t5, 1)
-    tokens = batches(1, 4, seed=3)[0]
-    expected = reference.eval().generate(tokens, max_new_tokens=8, do_sample=False)
-    ledger = RecordingComm(comm)
-    model = fullshard.fully_shard(model, ledger).eval()
-    rows = slice(2 * comm.rank, 2 * comm.rank + 2)
-    got = model.generate(tokens[rows], max_new_tokens=8, do_sample=False)
-    width = min(got.shape[1], expected.shape[1])
-    live = model._fullshard_runtime.account.live["gathered"]
-    return {"equal": torch.equal(got[:, :width], expected[rows, :width]), "gathered_after": live}
-
-
-def streaming(comm):
-    """The streamed full model equals the unsharded one on rank 0, and no unit is left gathered."""
-    reference, (model,) = replicas(t5, 1)
-    model = fullshard.fully_shard(model, comm)
-    expected = {name: p for name, p in reference.named_parameters()}
-    names, equal = [], True
-    for _, tensors in fullshard.full_tensors(model):
-        for name, tensor in tensors.items():
-            names.append(name)
-            assert (tensor is None) == (comm.rank != 0)
-            if tensor is not None:
-                equal = equal and torch.equal(tensor, expected[name])
-    return {"equal": equal, "names": sorted(names) == sorted(expected)}
-
-
 def exchange(comm):
     """Parts of every size go where they belong, also while one exchange follows another."""
     works = []
@@ -127,19 +113,6 @@ def exchange(comm):
     return {"right": right}
 
 
-def mismatch(comm):
-    """Ranks that run blocks in different orders are told, each of them."""
-    torch.manual_seed(0)
-    model = fullshard.fully_shard(TinyLM(), comm)
-    if comm.rank:
-        model.blocks = torch.nn.ModuleList(reversed(model.blocks))
-    try:
-        lm_loss(model, batches(1, 2)[0])
-    except MismatchError as error:
-        return {"message": str(error)}
-    return {"message": ""}
-
-
 def host_sum(comm):
     """The group that ranks with a GPU each make beside NCCL."""
     add = host_sum_of(comm.group, datetime.timedelta(seconds=60))
@@ -148,9 +121,7 @@ def host_sum(comm):
     return {"flags": flags.tolist()}
 
 
-CASES = {
-    case.__name__: case for case in (parity, memory, building, generation, streaming, exchange, host_sum, mismatch)
-}
+CASES = {case.__name__: case for case in (parity, torchs_collectives, memory, building, exchange, host_sum)}
 
 
 def main():

@@ -1,6 +1,6 @@
 """One gloo process of a test: three steps as ranks of one machine, or, with ``apart``, of a machine each.
 
-A second argument rounds messages to that, of a larger model.
+With messages as they are, and of a larger model with rounded ones; one result for each.
 """
 
 import hashlib
@@ -17,16 +17,12 @@ import fullshard
 from fullshard.core.comm import shutdown
 from fullshard.core.engine.registry import runtime_of
 from support.models import TinyLM, batches, lm_loss
-from support.parity import optimizer_for
+from support.parity import optimizer_for, rows_for
 
 
-def main():
-    torch.set_num_threads(1)
-    if sys.argv[1] == "apart":
-        os.environ["FULLSHARD_MACHINE"] = os.environ["RANK"]
-    comm = fullshard.init()
+def steps(comm, messages):
+    """How many reduces were under way at most, and the hash of the trained weights."""
     torch.manual_seed(1)
-    messages = sys.argv[2] if len(sys.argv) > 2 else None
     model = TinyLM() if messages is None else TinyLM(width=96, hidden=400)
     model = fullshard.fully_shard(model, comm, mp_policy=fullshard.MixedPrecision(messages=messages))
     optimizer = optimizer_for(model)
@@ -41,14 +37,22 @@ def main():
 
         unit.issue_reduce = noted
     for tokens in batches(3, 4):
-        lm_loss(model, tokens[2 * comm.rank : 2 * comm.rank + 2]).backward()
+        lm_loss(model, rows_for(comm, tokens)).backward()
         optimizer.step()
         optimizer.zero_grad()
     weights = hashlib.sha256()
     for value in fullshard.full_state_dict(model).values():
         weights.update(value.numpy().tobytes())
+    return {"behind": runtime.device.reduces_behind, "under_way": max(issued), "sha256": weights.hexdigest()}
+
+
+def main():
+    torch.set_num_threads(1)
+    if sys.argv[1] == "apart":
+        os.environ["FULLSHARD_MACHINE"] = os.environ["RANK"]
+    comm = fullshard.init()
+    found = {str(messages): steps(comm, messages) for messages in (None, "bf16", "fp8")}
     if comm.rank == 0:
-        found = {"behind": runtime.device.reduces_behind, "under_way": max(issued), "sha256": weights.hexdigest()}
         print("RESULT " + json.dumps(found))
     comm.barrier()
     shutdown()

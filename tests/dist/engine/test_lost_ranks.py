@@ -29,35 +29,22 @@ def run(size, cases, directory):
     return {case: [json.loads(file.read_text()) for file in of_case] for case, of_case in files.items()}
 
 
-@pytest.fixture(scope="module", params=["killed", "raised"])
-def lost(request, tmp_path_factory):
-    """The last of three ranks ends at each place."""
-    cases = [f"{place}_{request.param}" for place in PLACES]
-    return request.param, run(3, cases, tmp_path_factory.mktemp("lost"))
+LOST = [*((place, "killed") for place in PLACES), *((place, "raised") for place in ("forward", "clip", "save"))]
+"""A rank that raises tells the others in one way wherever they wait; of one that is killed, each wait finds out."""
 
 
-def survivors(lost, place):
-    how, outcomes = lost
-    *others, last = outcomes[f"{place}_{how}"]
-    return others, last["ended"]
+@pytest.fixture(scope="module")
+def lost(tmp_path_factory):
+    """What the survivors of three ranks reported, and when the last rank ended, by place and way."""
+    found = run(3, [f"{place}_{how}" for place, how in LOST], tmp_path_factory.mktemp("lost"))
+    return {case: (ranks[:-1], ranks[-1]["ended"]) for case, ranks in found.items()}
 
 
-@pytest.mark.parametrize("place", PLACES)
-def test_every_survivor_learns_it_at_once(lost, place):
-    others, ended = survivors(lost, place)
-    assert max(rank["learned"] - ended for rank in others) < 5, others
-
-
-def test_most_survivors_learn_it_in_under_a_second(lost):
-    by_place = [survivors(lost, place) for place in PLACES]
-    waits = sorted(rank["learned"] - ended for others, ended in by_place for rank in others)
-    assert waits[len(waits) * 2 // 3] < 1, waits
-
-
-@pytest.mark.parametrize("place", PLACES)
-def test_every_survivor_names_the_rank_and_its_error(lost, place):
-    how, _ = lost
-    for number, rank in enumerate(survivors(lost, place)[0]):
+@pytest.mark.parametrize(("place", "how"), LOST)
+def test_every_survivor_learns_it_at_once_and_names_the_rank_and_its_error(lost, place, how):
+    survivors, ended = lost[f"{place}_{how}"]
+    assert max(rank["learned"] - ended for rank in survivors) < 5, survivors
+    for number, rank in enumerate(survivors):
         what = rf"ProcessGroupError: Rank {number} waited \d\.\d s in {PLACES[place]} and "
         if how == "raised":
             assert re.fullmatch(what + "rank 2 failed first: Fault: no rows left", rank["text"])
@@ -69,6 +56,13 @@ def test_every_survivor_names_the_rank_and_its_error(lost, place):
             )
         assert rank["log"] == []
         assert rank["known"] == [0, 1, 2]  # since the first collective, however late the watchdog's thread looks
+
+
+@pytest.mark.parametrize("how", ["killed", "raised"])
+def test_most_survivors_learn_it_in_under_a_second(lost, how):
+    found = [one for case, one in lost.items() if case.endswith(how)]
+    waits = sorted(rank["learned"] - ended for survivors, ended in found for rank in survivors)
+    assert waits[len(waits) * 2 // 3] < 1, waits
 
 
 @pytest.fixture(scope="module")

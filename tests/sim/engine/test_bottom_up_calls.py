@@ -5,15 +5,27 @@ import torch
 from torch import nn
 
 from fullshard import MixedPrecision, Named, ShardingStrategy, TransformerBlocks, fully_shard, units
+from fullshard.core.comm import SoloComm
 from fullshard.core.engine.setup import wrap
 from fullshard.core.testing import RecordingComm, run_ranks
 from fullshard.errors import ProcessGroupError, ShardingError, WrapError
 from support.models import KINDS, TinyLM, batches, lm_loss
-from support.parity import ROWS_PER_RANK, assert_same_run, optimizer_for, replicas, train_sharded, train_unsharded
+from support.parity import (
+    ROWS_PER_RANK,
+    alone,
+    assert_same_run,
+    assert_trains_alike,
+    on_ranks,
+    optimizer_for,
+    replicas,
+    train_sharded,
+    train_unsharded,
+)
 
 pytestmark = pytest.mark.parity
 
 SIZE = 2
+PAIRS = Named(("blocks.0", "blocks.1"), ("blocks.2", "blocks.3"))
 
 
 def bottom_up(model, comm, **options):
@@ -22,37 +34,18 @@ def bottom_up(model, comm, **options):
     return fully_shard(model, comm)
 
 
-def parity_of(kind, shard, steps=4, size=SIZE):
-    """Run ``kind`` sharded by ``shard(model, comm)`` beside the unsharded run."""
-    make, loss_of = KINDS[kind]
-    reference, models = replicas(make, size)
-    data = batches(steps, size * ROWS_PER_RANK)
-    plain = train_unsharded(reference, loss_of, data)
-
-    def work(comm):
-        model = shard(models[comm.rank], comm)
-        return train_sharded(model, comm, loss_of, data, sharded=True)
-
-    for run in run_ranks(size, work):
-        assert_same_run(run, plain)
-
-
-@pytest.mark.parametrize("kind", ["lm", "lm_two_forwards", "lm_checkpoint", "lm_checkpoint_reentrant"])
+@pytest.mark.parametrize("kind", ["lm_two_forwards", "lm_checkpoint", "lm_checkpoint_reentrant"])
 def test_bottom_up_calls_give_the_unsharded_run(kind):
-    parity_of(kind, bottom_up)
+    assert_trains_alike(*KINDS[kind], steps=4, shard=bottom_up)
 
 
 def test_bottom_up_calls_make_the_units_of_one_call():
-    def work(comm):
-        one = fully_shard(TinyLM(), comm, wrap=TransformerBlocks({"Block"}))
-        other = bottom_up(TinyLM(), comm)
-        names = [[p.shard_meta.name for p in model.parameters()] for model in (one, other)]
-        assert type(other.blocks[0]).__name__ == "Block"
-        assert not hasattr(other.blocks[0], "_fullshard_runtime")
-        return units(one), units(other), names
-
-    one, other, names = run_ranks(1, work)[0]
-    assert one == other
+    one = alone(TinyLM(), wrap=TransformerBlocks({"Block"}))
+    other = bottom_up(TinyLM(), SoloComm(torch.device("cpu")))
+    names = [[p.shard_meta.name for p in model.parameters()] for model in (one, other)]
+    assert type(other.blocks[0]).__name__ == "Block"
+    assert not hasattr(other.blocks[0], "_fullshard_runtime")
+    assert units(one) == units(other)
     assert names[0] == names[1]
 
 
@@ -66,7 +59,7 @@ def test_nested_calls_and_a_wrap_policy_in_between():
         ]  # fmt: skip
         return model
 
-    parity_of("lm", shard)
+    assert_trains_alike(TinyLM, lm_loss, steps=4, shard=shard)
 
 
 def test_each_call_keeps_its_own_policies():
@@ -91,26 +84,20 @@ def test_each_call_keeps_its_own_policies():
     assert gathers == 1  # blocks[0]; the others and the root stayed gathered
 
 
-@pytest.mark.parametrize("kind", ["lm", "lm_two_forwards", "lm_checkpoint", "lm_reentrant_two_forwards", "t5"])
+@pytest.mark.parametrize("kind", ["lm_two_forwards", "lm_checkpoint", "lm_reentrant_two_forwards", "t5"])
 def test_several_modules_as_one_unit_give_the_unsharded_run(kind):
-    groups = {"t5": Named(("encoder.block.0", "encoder.block.1"), "decoder.block.0")}.get(
-        kind, Named(("blocks.0", "blocks.1"), ("blocks.2", "blocks.3"))
-    )
-    parity_of(kind, lambda model, comm: fully_shard(model, comm, wrap=groups))
+    groups = Named(("encoder.block.0", "encoder.block.1"), "decoder.block.0") if kind == "t5" else PAIRS
+    assert_trains_alike(*KINDS[kind], steps=4, wrap=groups)
 
 
 def test_a_group_is_gathered_once_each_way():
-    _, models = replicas(TinyLM, SIZE)
-
-    def work(comm):
-        ledger = RecordingComm(comm)
-        model = fully_shard(models[comm.rank], ledger, wrap=Named(("blocks.0", "blocks.1"), ("blocks.2", "blocks.3")))
+    def work(ledger, model):
         for tokens in batches(2, 2):
             ledger.entries.clear()
             lm_loss(model, tokens).backward()
         return ledger.names
 
-    names = run_ranks(SIZE, work)[0]
+    names = on_ranks(SIZE, TinyLM, work, recorded=True, wrap=PAIRS)[0]
     assert names.count("all_gather") == 3 + 2
     assert names.count("reduce_scatter") == 3
 
@@ -122,17 +109,13 @@ def test_a_frozen_group_below_all_that_trains_is_not_gathered_in_backward():
             frozen.requires_grad_(False)
         return model
 
-    _, models = replicas(make, SIZE)
-
-    def work(comm):
-        ledger = RecordingComm(comm)
-        model = fully_shard(models[comm.rank], ledger, wrap=Named(("blocks.0", "blocks.1"), ("blocks.2", "blocks.3")))
+    def work(ledger, model):
         loss = lm_loss(model, batches(1, 2)[0])
         ledger.entries.clear()
         loss.backward()
         return ledger.names
 
-    assert [names.count("all_gather") for names in run_ranks(SIZE, work)] == [1, 1]
+    assert [names.count("all_gather") for names in on_ranks(SIZE, make, work, recorded=True, wrap=PAIRS)] == [1, 1]
 
 
 def test_a_list_of_modules_is_one_unit_of_the_root():
@@ -144,7 +127,7 @@ def test_a_list_of_modules_is_one_unit_of_the_root():
         assert [row.unit for row in units(model).rows] == ["(root)", "blocks.0", "blocks.2 + blocks.3"]
         return model
 
-    parity_of("lm", shard)
+    assert_trains_alike(TinyLM, lm_loss, steps=4, shard=shard)
 
 
 class Skipping(TinyLM):
@@ -160,21 +143,11 @@ class Skipping(TinyLM):
 
 
 def test_a_group_whose_last_module_does_not_run_is_closed_by_the_next_unit():
-    reference, models = replicas(Skipping, SIZE)
-    data = batches(4, SIZE * ROWS_PER_RANK)
-    plain = train_unsharded(reference, lm_loss, data)
-
-    def work(comm):
-        model = fully_shard(models[comm.rank], comm, wrap=Named(("blocks.0", "blocks.1"), ("blocks.2", "blocks.3")))
-        run = train_sharded(model, comm, lm_loss, data, sharded=True)
+    for model in assert_trains_alike(Skipping, lm_loss, SIZE, steps=4, wrap=PAIRS):
         assert model._fullshard_runtime.account.live["gathered"] == 0
-        return run
-
-    for run in run_ranks(SIZE, work):
-        assert_same_run(run, plain)
 
 
-@pytest.mark.parametrize("kind", ["lm", "lm_checkpoint", "lm_reentrant_two_forwards", "lm_frozen_parts", "t5"])
+@pytest.mark.parametrize("kind", ["lm", "lm_reentrant_two_forwards", "lm_frozen_parts", "t5"])
 def test_tiny_neighbours_are_merged_and_the_run_stays_the_same(kind, monkeypatch):
     monkeypatch.setattr(wrap, "TINY_NUMEL", 6000)
 
@@ -184,16 +157,13 @@ def test_tiny_neighbours_are_merged_and_the_run_stays_the_same(kind, monkeypatch
             assert [row.unit for row in units(model).rows] == ["(root)", "blocks.0 .. 1", "blocks.2 .. 3"]
         return model
 
-    parity_of(kind, shard)
+    assert_trains_alike(*KINDS[kind], steps=4, shard=shard)
 
 
 def test_a_choice_of_the_users_is_never_merged(monkeypatch):
     monkeypatch.setattr(wrap, "TINY_NUMEL", 10**9)
 
-    def work(comm):
-        return len(units(fully_shard(TinyLM(), comm, wrap=TransformerBlocks({"Block"}))).rows)
-
-    assert run_ranks(1, work) == [5]
+    assert len(units(alone(TinyLM(), wrap=TransformerBlocks({"Block"}))).rows) == 5
 
 
 def test_an_optimizer_made_before_any_call_trains_the_shards():
@@ -202,9 +172,8 @@ def test_an_optimizer_made_before_any_call_trains_the_shards():
     plain = train_unsharded(reference, lm_loss, data)
 
     def work(comm):
-        model = models[comm.rank]
-        optimizer = optimizer_for(model)
-        model = bottom_up(model, comm)
+        optimizer = optimizer_for(models[comm.rank])
+        model = bottom_up(models[comm.rank], comm)
         return train_sharded(model, comm, lm_loss, data, sharded=True, optimizer=optimizer)
 
     for run in run_ranks(SIZE, work):
@@ -212,20 +181,17 @@ def test_an_optimizer_made_before_any_call_trains_the_shards():
 
 
 def test_what_cannot_be_sharded_by_hand():
-    def work(comm):
-        model = TinyLM()
-        with pytest.raises(WrapError, match=r"no module named 'blocks\.9'"):
-            fully_shard(model, comm, wrap=Named("blocks.9"))
-        with pytest.raises(WrapError, match="more than once"):
-            fully_shard(model, comm, wrap=Named("blocks.0", ("blocks.0", "blocks.1")))
-        fully_shard(model.embed, comm, wrap=None)
-        with pytest.raises(WrapError, match="tied to a parameter of a block"):
-            fully_shard(model, comm)
-        model = bottom_up(TinyLM(), comm)
-        with pytest.raises(ShardingError, match="sharded already"):
-            fully_shard(model, comm)
-
-    run_ranks(1, work)
+    model = TinyLM()
+    with pytest.raises(WrapError, match=r"no module named 'blocks\.9'"):
+        alone(model, wrap=Named("blocks.9"))
+    with pytest.raises(WrapError, match="more than once"):
+        alone(model, wrap=Named("blocks.0", ("blocks.0", "blocks.1")))
+    alone(model.embed, wrap=None)
+    with pytest.raises(WrapError, match="tied to a parameter of a block"):
+        alone(model)
+    model = bottom_up(TinyLM(), SoloComm(torch.device("cpu")))
+    with pytest.raises(ShardingError, match="sharded already"):
+        alone(model)
 
 
 def test_blocks_sharded_over_further_ranks_are_refused():

@@ -5,14 +5,14 @@ import weakref
 import pytest
 import torch
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM, T5ForConditionalGeneration
+from transformers import T5ForConditionalGeneration
 
-from fullshard import full_tensors, fully_shard, units, unsharded
+from fullshard import fully_shard, units, unsharded
 from fullshard.core.comm.device import Device
 from fullshard.core.testing import run_ranks
 from fullshard.errors import WrapError
-from support.models import TinyLM, batches, causal_loss, lm_loss, seq2seq_loss, t5, tiny_t5_config
-from support.parity import replicas
+from support.models import TinyLM, batches, causal_loss, llama, lm_loss, seq2seq_loss, t5, tiny_t5_config
+from support.parity import alone, on_ranks, replicas
 
 
 def test_a_meta_model_gets_the_same_values_on_every_rank_and_trains():
@@ -57,13 +57,10 @@ def test_a_meta_module_that_cannot_initialise_itself_is_named():
         def forward(self, x):
             return x * self.scale
 
-    def work(comm):
-        with torch.device("meta"):
-            model = Bare()
-        with pytest.raises(WrapError, match=r"nothing initializes scale: Bare has no reset_parameters"):
-            fully_shard(model, comm, wrap=None)
-
-    run_ranks(1, work)
+    with torch.device("meta"):
+        model = Bare()
+    with pytest.raises(WrapError, match=r"nothing initializes scale: Bare has no reset_parameters"):
+        alone(model, wrap=None)
 
 
 def test_meta_attention_takes_torchs_own_first_values():
@@ -98,26 +95,20 @@ def test_the_allocator_is_trimmed_once_bottom_up(monkeypatch):
     monkeypatch.setattr(Device, "trim", lambda _: trims.append(len(blocks)))
     blocks = []
 
-    def work(comm):
-        for block in model.blocks:
-            blocks.append(fully_shard(block, comm, wrap=None))
-        fully_shard(model, comm)
-
-    run_ranks(1, work)
+    for block in model.blocks:
+        blocks.append(alone(block, wrap=None))
+    alone(model)
     assert len(blocks) == 4
     assert trims == [4], "after the blocks, by the root"
 
 
 def test_the_table_has_a_line_for_each_run_of_alike_units():
-    _, models = replicas(t5, 2)
-
-    def work(comm):
-        model = fully_shard(models[comm.rank], comm)
+    def work(comm, model):
         assert "encoder.block.0" in repr(model)
         assert type(model).__name__ == "T5ForConditionalGeneration"
         return units(model)
 
-    table, other = run_ranks(2, work)
+    table, other = on_ranks(2, t5, work)
     assert str(table) == str(other)
     assert [row.unit for row in table.rows][:2] == ["(root)", "encoder.block.0"]
     total = sum(p.numel() for p in t5().parameters())
@@ -127,54 +118,21 @@ def test_the_table_has_a_line_for_each_run_of_alike_units():
     assert 4 * total / 2 <= sum(row.shard_bytes for row in table.rows) <= 1.05 * 4 * total / 2
 
 
-def test_ignored_parameters_are_left_alone():
-    _, models = replicas(TinyLM, 2)
-
-    def work(comm):
-        model = models[comm.rank]
-        bias = model.blocks[0].side.bias
-        fully_shard(model, comm, ignored_params=[bias])
-        assert model.blocks[0].side.bias is bias
-        lm_loss(model, batches(1, 2)[0]).backward()
-        assert bias.grad.shape == (24,)
-
-    run_ranks(2, work)
-
-
-def test_buffers_are_streamed_with_the_parameters():
-    class Model(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.blocks = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
-            self.register_buffer("kept", torch.ones(3))
-            self.register_buffer("dropped", torch.ones(3), persistent=False)
-
-    def work(comm):
-        torch.manual_seed(0)
-        return {name for _, tensors in full_tensors(fully_shard(Model(), comm)) for name in tensors}
-
-    assert run_ranks(1, work)[0] == {f"blocks.{i}.{k}" for i in range(2) for k in ("weight", "bias")} | {"kept"}
-
-
 def test_no_weight_sized_gradient_is_made_outside_the_lane():
     """The fused gradients leave nothing for autograd to accumulate in plain linear and embedding weights."""
     _, (model,) = replicas(t5, 1)
 
-    def work(comm):
-        fully_shard(model, comm)
-        accumulated = []
-        for _, param in model._fullshard_runtime.all_params():
-            with unsharded(model):
+    alone(model)
+    accumulated = []
+    for _, param in model._fullshard_runtime.all_params():
+        with unsharded(model):
 
-                def seen(grad, name=param.meta.name):
-                    if grad is not None:
-                        accumulated.append(name)
+            def seen(grad, name=param.meta.name):
+                if grad is not None:
+                    accumulated.append(name)
 
-                param.full.register_hook(seen)
-        seq2seq_loss(model, batches(1, 2)[0]).backward()
-        return accumulated
-
-    (accumulated,) = run_ranks(1, work)
+            param.full.register_hook(seen)
+    seq2seq_loss(model, batches(1, 2)[0]).backward()
     assert accumulated
     # what is left are norms; T5's relative position bias and every projection go straight into the lane
     assert all("layer_norm" in name for name in accumulated), accumulated
@@ -189,13 +147,10 @@ def test_padding_rows_get_no_gradient():
         def forward(self, x):
             return self.embed(x)
 
-    def work(comm):
-        torch.manual_seed(0)
-        model = fully_shard(Model(), comm, wrap=None)
-        model(torch.tensor([1, 2, 2, 5, 5])).sum().backward()
-        return model.embed.weight.grad
-
-    (grad,) = run_ranks(1, work)
+    torch.manual_seed(0)
+    model = alone(Model(), wrap=None)
+    model(torch.tensor([1, 2, 2, 5, 5])).sum().backward()
+    grad = model.embed.weight.grad
     assert grad[:, 0].tolist() == [0, 1, 0, 0, 0, 2]
 
 
@@ -219,31 +174,19 @@ def test_a_meta_buffer_that_nothing_sets_is_refused_and_modules_with_buffers_onl
         def forward(self, x):
             return self.blocks[1](self.blocks[0](x + self.rotary.table))
 
-    def work(comm):
-        with torch.device("meta"):
-            models = Model(forgetful=False), Model(forgetful=True)
-        model = fully_shard(models[0], comm)
-        assert model(torch.ones(2, 4)).isfinite().all()
-        assert model.rotary.table.tolist() == [0, 1, 2, 3]
-        with pytest.raises(WrapError, match="scale of Linear"):
-            fully_shard(models[1], comm)
-
-    run_ranks(1, work)
+    with torch.device("meta"):
+        models = Model(forgetful=False), Model(forgetful=True)
+    model = alone(models[0])
+    assert model(torch.ones(2, 4)).isfinite().all()
+    assert model.rotary.table.tolist() == [0, 1, 2, 3]
+    with pytest.raises(WrapError, match="scale of Linear"):
+        alone(models[1])
 
 
 def test_a_llama_on_the_meta_device():
-    config = LlamaConfig(
-        vocab_size=50,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-    )
-
     def work(comm):
         with torch.device("meta"):
-            model = LlamaForCausalLM(config)
+            model = llama()
         model = fully_shard(model, comm)
         loss = causal_loss(model, batches(1, 2)[0])
         loss.backward()

@@ -13,6 +13,7 @@ import fullshard
 from fullshard import ShardingStrategy, fully_shard, no_all_reduce, no_sync, unsharded
 from fullshard.core.testing import run_ranks
 from fullshard.errors import MismatchError, ShardingError
+from support.parity import two_by_two
 
 SIZE = 3
 
@@ -314,8 +315,7 @@ def test_a_step_after_no_all_reduce_backwards_alone_is_refused():
     models = [copy.deepcopy(model) for model in [net()] for _ in range(4)]
 
     def work(comm):
-        mesh = comm.split([[0, 2], [1, 3]]), comm.split([[0, 1], [2, 3]])
-        model = fully_shard(models[comm.rank], mesh, strategy=ShardingStrategy.HYBRID_SHARD, wrap=None)
+        model = fully_shard(models[comm.rank], two_by_two(comm), strategy=ShardingStrategy.HYBRID_SHARD, wrap=None)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         with no_all_reduce(model):
             backward(model)
@@ -378,7 +378,9 @@ def test_ignored_parameters_that_train_are_told_of_and_averaged_on_request():
     reference(data).square().mean().backward()
 
     def work(comm):
-        model = fully_shard(models[comm.rank], comm, wrap=None, ignored_params=[models[comm.rank][2].bias])
+        bias = models[comm.rank][2].bias
+        model = fully_shard(models[comm.rank], comm, wrap=None, ignored_params=[bias])
+        assert model[2].bias is bias
         model(data[2 * comm.rank : 2 * comm.rank + 2]).square().mean().backward()
         fullshard.average_ignored_gradients(model)
         return model[2].bias.grad

@@ -10,8 +10,10 @@ from fullshard.core.shards import rows_of
 from fullshard.core.testing import RecordingComm, run_ranks
 from fullshard.errors import ConfigError, FullshardError, MismatchError, WrapError
 from support.models import Block, TinyLM, batches, lm_loss
+from support.parity import alone, mesh_for, size_for
 
 BLOCKS = TransformerBlocks({Block})
+FULL = ShardingStrategy.FULL_SHARD
 FROM_RANK0 = FirstValues(from_rank0=True)
 
 
@@ -42,17 +44,14 @@ def values(model):
     return None if state is None else dict(state) | buffers
 
 
-@pytest.mark.parametrize("make", [Odd, TinyLM])
-@pytest.mark.parametrize("strategy", ShardingStrategy)
+@pytest.mark.parametrize(("strategy", "make"), [*((one, Odd) for one in ShardingStrategy), (FULL, TinyLM)])
 def test_every_rank_takes_rank_0s_values_whatever_it_holds(strategy, make):
-    size = 4 if strategy.needs_two_axes else 3
+    size = size_for(strategy, 3)
     models = [build(make, rank, meta=rank == size - 1) for rank in range(size)]
     expected = {name: one.detach().clone() for name, one in [*models[0].named_parameters(), *models[0].named_buffers()]}
 
     def work(comm):
-        mesh = comm
-        if strategy.needs_two_axes:
-            mesh = comm.split([[0, 2], [1, 3]]), comm.split([[0, 1], [2, 3]])
+        mesh = mesh_for(strategy, comm)
         model = fully_shard(models[comm.rank], mesh, wrap=None, strategy=strategy, first_values=FROM_RANK0)
         rows = {p.shard_meta.name: (p.shard_meta.element_range, rows_of(p).reshape(-1)) for p in model.parameters()}
         return rows, dict(model.named_buffers())
@@ -115,15 +114,12 @@ def test_tied_parameters_stay_tied_and_are_initialised_once():
             for param in module.parameters(recurse=False):
                 param.fill_(len(calls))
 
-    def work(comm):
-        model = build(TinyLM, 0, meta=True)
-        model.head.bias = nn.Parameter(torch.empty(50, device="meta"))  # a unit around a part of what is tied
-        units = {model.head, *model.blocks}
-        fully_shard(model, comm, wrap=units.__contains__, first_values=FirstValues(initialize))
-        assert model.head.weight is model.embed.weight
-        lm_loss(model, batches(1, 2)[0]).backward()
-
-    run_ranks(1, work)
+    model = build(TinyLM, 0, meta=True)
+    model.head.bias = nn.Parameter(torch.empty(50, device="meta"))  # a unit around a part of what is tied
+    units = {model.head, *model.blocks}
+    alone(model, wrap=units.__contains__, first_values=FirstValues(initialize))
+    assert model.head.weight is model.embed.weight
+    lm_loss(model, batches(1, 2)[0]).backward()
     assert len(set(calls)) == len(calls)
 
 
@@ -156,14 +152,11 @@ def test_weights_and_first_values_contradict_each_other():
 
 
 def test_modules_kept_in_float32_reduce_in_it_and_keep_their_buffers():
-    def work(comm):
-        model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
-        policy = MixedPrecision(param="bf16", reduce="bf16", buffer="bf16", keep_fp32=nn.BatchNorm1d)
-        fully_shard(model, comm, wrap=None, mp_policy=policy)
-        lanes = {p.meta.name: p.lane.dtypes.reduce for _, p in model._fullshard_runtime.all_params()}
-        assert lanes["1.weight"] == torch.float32
-        assert lanes["0.weight"] == torch.bfloat16
-        assert model[1].running_mean.dtype == torch.float32
-        model(torch.ones(3, 4)).sum().backward()
-
-    run_ranks(1, work)
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    policy = MixedPrecision(param="bf16", reduce="bf16", buffer="bf16", keep_fp32=nn.BatchNorm1d)
+    alone(model, wrap=None, mp_policy=policy)
+    lanes = {p.meta.name: p.lane.dtypes.reduce for _, p in model._fullshard_runtime.all_params()}
+    assert lanes["1.weight"] == torch.float32
+    assert lanes["0.weight"] == torch.bfloat16
+    assert model[1].running_mean.dtype == torch.float32
+    model(torch.ones(3, 4)).sum().backward()

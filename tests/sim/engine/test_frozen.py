@@ -10,12 +10,11 @@ from fullshard.core.shards import rows_of
 from fullshard.core.testing import RecordingComm, run_ranks
 from fullshard.errors import ConfigError, MismatchError
 from support.models import KINDS, TinyLM, batches, lm_loss, lm_with_frozen_parts
-from support.parity import ROWS_PER_RANK, assert_same_run, replicas, train_sharded, train_unsharded
+from support.parity import assert_trains_alike, on_ranks, replicas, size_for
 
 pytestmark = pytest.mark.parity
 
 SIZE = 2
-TWO_BY_TWO = ([[0, 2], [1, 3]], [[0, 1], [2, 3]])
 
 
 class Adapter(nn.Module):
@@ -38,30 +37,17 @@ def adapted_lm():
     return model
 
 
-@pytest.mark.parametrize("frozen", ["shard", "replicate", "auto"])
-@pytest.mark.parametrize("make", [adapted_lm, lm_with_frozen_parts, KINDS["t5_frozen_encoder"][0]])
-def test_frozen_parameters_anywhere_give_the_unsharded_run(make, frozen):
-    loss_of = KINDS["t5"][1] if make is KINDS["t5_frozen_encoder"][0] else lm_loss
-    reference, models = replicas(make, SIZE)
-    data = batches(6, SIZE * ROWS_PER_RANK)
-    plain = train_unsharded(reference, loss_of, data)
-    for run in run_ranks(SIZE, lambda comm: train_sharded(models[comm.rank], comm, loss_of, data, frozen=frozen)):
-        assert_same_run(run, plain)
+@pytest.mark.parametrize("frozen", ["shard", "replicate"])
+@pytest.mark.parametrize(
+    ("make", "loss_of"), [(adapted_lm, lm_loss), (lm_with_frozen_parts, lm_loss), KINDS["t5_frozen_encoder"]]
+)
+def test_frozen_parameters_anywhere_give_the_unsharded_run(make, loss_of, frozen):
+    assert_trains_alike(make, loss_of, steps=6, frozen=frozen)
 
 
-@pytest.mark.parametrize("strategy", ShardingStrategy)
+@pytest.mark.parametrize("strategy", [one for one in ShardingStrategy if one is not ShardingStrategy.FULL_SHARD])
 def test_replicated_frozen_parameters_under_every_strategy(strategy):
-    size = 4 if strategy.needs_two_axes else 2
-    reference, models = replicas(adapted_lm, size)
-    data = batches(4, size * ROWS_PER_RANK)
-    plain = train_unsharded(reference, lm_loss, data)
-
-    def work(comm):
-        mesh = tuple(comm.split(groups) for groups in TWO_BY_TWO) if strategy.needs_two_axes else comm
-        return train_sharded(models[comm.rank], comm, lm_loss, data, mesh=mesh, strategy=strategy, frozen="replicate")
-
-    for run in run_ranks(size, work):
-        assert_same_run(run, plain)
+    assert_trains_alike(adapted_lm, lm_loss, size_for(strategy), steps=4, strategy=strategy, frozen="replicate")
 
 
 def step_of(models, **options):
@@ -127,9 +113,7 @@ def test_replicated_frozen_parameters_are_streamed_whole_and_kept_in_the_compute
 
 
 def test_debug_mode_names_the_units_in_every_step(monkeypatch):
-    _, models = replicas(TinyLM, SIZE)
-
-    def part(comm, model):
+    def work(comm, model):
         for tokens in batches(2, 2):
             lm_loss(model, tokens).backward()
         if comm.rank:
@@ -138,9 +122,6 @@ def test_debug_mode_names_the_units_in_every_step(monkeypatch):
             lm_loss(model, batches(1, 2)[0]).backward()
         return str(caught.value)
 
-    def work(comm):
-        return part(comm, fully_shard(models[comm.rank], comm, wrap=TransformerBlocks({"Block"})))
-
     monkeypatch.setenv("FULLSHARD_DEBUG", "1")
-    for message in run_ranks(SIZE, work, timeout_s=20):
+    for message in on_ranks(SIZE, TinyLM, work, wrap=TransformerBlocks({"Block"})):
         assert "rank 0: all-gather of unit blocks.0; rank 1: all-gather of unit blocks.3" in message

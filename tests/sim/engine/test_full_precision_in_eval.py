@@ -12,7 +12,7 @@ from fullshard.core.shards import rows_of
 from fullshard.core.testing import RecordingComm, run_ranks
 from fullshard.errors import ShardingError
 from support.models import TinyLM, batches, lm_loss, lm_with_frozen_parts
-from support.parity import assert_gradients, optimizer_for, replicas, sharded_gradients
+from support.parity import alone, assert_gradients, on_ranks, optimizer_for, replicas, sharded_gradients
 
 SIZE = 2
 BF16 = MixedPrecision(param=torch.bfloat16, reduce=torch.bfloat16, full_in_eval=True)
@@ -23,8 +23,9 @@ def rows(comm):
     return TOKENS.chunk(SIZE)[comm.rank]
 
 
-@pytest.mark.parametrize("make", [TinyLM, lm_with_frozen_parts])
-@pytest.mark.parametrize("strategy", [ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD])
+@pytest.mark.parametrize(
+    ("make", "strategy"), [(TinyLM, ShardingStrategy.NO_SHARD), (lm_with_frozen_parts, ShardingStrategy.FULL_SHARD)]
+)
 def test_evaluation_and_its_gradients_are_those_of_the_unsharded_model(make, strategy):
     reference, models = replicas(make, SIZE)
     parts = [lm_loss(reference, part) for part in TOKENS.chunk(SIZE)]
@@ -97,25 +98,19 @@ class Noting(nn.Module):
 def test_buffers_inputs_and_kept_modules_follow_the_mode(kept):
     half, wide = torch.bfloat16, torch.float32
 
-    def work(comm):
-        model = nn.Sequential(Noting(), nn.Linear(4, 2))
-        noting = model[0]
-        policy = MixedPrecision(param=half, buffer=half, keep_fp32=kept, full_in_eval=True)
-        fully_shard(noting, comm, wrap=None, mp_policy=policy)
-        model = fully_shard(model, comm, wrap=None, mp_policy=policy)
-        for training in (True, False, False, True):
-            model.train(training)(torch.ones(4, 4)).sum().backward()
-        of_training = (half, half, wide if kept else half, half)
-        assert noting.seen == [of_training, (wide,) * 4, (wide,) * 4, of_training]
-
-    run_ranks(1, work)
+    model = nn.Sequential(Noting(), nn.Linear(4, 2))
+    noting = model[0]
+    policy = MixedPrecision(param=half, buffer=half, keep_fp32=kept, full_in_eval=True)
+    alone(noting, wrap=None, mp_policy=policy)
+    model = alone(model, wrap=None, mp_policy=policy)
+    for training in (True, False, False, True):
+        model.train(training)(torch.ones(4, 4)).sum().backward()
+    of_training = (half, half, wide if kept else half, half)
+    assert noting.seen == [of_training, (wide,) * 4, (wide,) * 4, of_training]
 
 
 def test_the_mode_may_not_change_while_gradients_wait():
-    _, models = replicas(TinyLM, SIZE)
-
-    def work(comm):
-        model = fully_shard(models[comm.rank], comm, mp_policy=BF16)
+    def work(comm, model):
         with no_sync(model):
             lm_loss(model, rows(comm)).backward()
         with pytest.raises(ShardingError, match=r"set to evaluate, in other dtypes .* unit \(root\)"):
@@ -123,7 +118,7 @@ def test_the_mode_may_not_change_while_gradients_wait():
         lm_loss(model.train(), rows(comm)).backward()
         lm_loss(model.eval(), rows(comm))
 
-    run_ranks(SIZE, work)
+    on_ranks(SIZE, TinyLM, work, mp_policy=BF16)
 
 
 def test_contexts_that_show_parameters_follow_the_mode():
@@ -148,9 +143,6 @@ def test_contexts_that_show_parameters_follow_the_mode():
 
 
 def test_a_copy_is_refused_as_without_it():
-    def work(comm):
-        model = fully_shard(nn.Linear(4, 4), comm, wrap=None, mp_policy=BF16)
-        with pytest.raises(ShardingError):
-            copy.deepcopy(model)
-
-    run_ranks(1, work)
+    model = alone(nn.Linear(4, 4), wrap=None, mp_policy=BF16)
+    with pytest.raises(ShardingError):
+        copy.deepcopy(model)

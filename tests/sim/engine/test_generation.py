@@ -9,7 +9,7 @@ from fullshard import ShardingStrategy, fully_shard, unsharded
 from fullshard.core.testing import run_ranks
 from fullshard.errors import MismatchError
 from support.models import TinyLM, bart, batches, gpt2, lm_loss, t5
-from support.parity import assert_gradients, replicas, sharded_gradients
+from support.parity import assert_gradients, on_ranks, replicas, sharded_gradients, two_by_two
 
 SIZE = 3
 LENGTHS = (2, 9, 5)
@@ -23,8 +23,7 @@ def written(model, prompt, length, **options):
     return model.generate(prompt, max_new_tokens=length, min_new_tokens=length, do_sample=False, **options)
 
 
-@pytest.mark.parametrize("make", [t5, bart, gpt2])
-@pytest.mark.parametrize("beams", [1, 2])
+@pytest.mark.parametrize(("make", "beams"), [(t5, 1), (bart, 2), (gpt2, 1), (gpt2, 2)])
 def test_ranks_that_end_at_different_lengths_write_what_the_unsharded_model_does(make, beams):
     reference, models = replicas(make, SIZE)
     reference.eval()
@@ -52,29 +51,23 @@ def test_the_model_inside_an_adapter_writes_in_lockstep():
 
     def work(comm):
         model = fully_shard(models[comm.rank], comm).eval()
-        return model.generate(
-            input_ids=prompts()[[comm.rank]],
-            max_new_tokens=LENGTHS[comm.rank],
-            min_new_tokens=LENGTHS[comm.rank],
-            do_sample=False,
-        )
+        length = LENGTHS[comm.rank]
+        options = {"max_new_tokens": length, "min_new_tokens": length, "do_sample": False}
+        return model.generate(input_ids=prompts()[[comm.rank]], **options)
 
     for rank, ids in enumerate(run_ranks(SIZE, work)):
         assert torch.equal(ids, expected[rank])
 
 
 def test_a_rank_that_generates_alone_is_told_what_the_others_do():
-    _, models = replicas(t5, SIZE)
-
-    def work(comm):
-        model = fully_shard(models[comm.rank], comm)
+    def work(comm, model):
         if comm.rank == 1:
             written(model, prompts()[[1]], 2)
         else:
             model(input_ids=prompts()[[0]], labels=prompts()[[0]])
 
     with pytest.raises(MismatchError, match=r"rank 1.*the start of generate\(\)"):
-        run_ranks(SIZE, work)
+        on_ranks(SIZE, t5, work)
 
 
 def test_replicas_end_at_different_lengths_and_train_afterwards():
@@ -85,8 +78,7 @@ def test_replicas_end_at_different_lengths_and_train_afterwards():
     reference.train()(input_ids=data, labels=data).loss.backward()
 
     def work(comm):
-        mesh = comm.split([[0, 1], [2, 3]]), comm.split([[0, 2], [1, 3]])
-        model = fully_shard(models[comm.rank], mesh, strategy=ShardingStrategy.HYBRID_SHARD).eval()
+        model = fully_shard(models[comm.rank], two_by_two(comm)[::-1], strategy=ShardingStrategy.HYBRID_SHARD).eval()
         ids = written(model, data[[comm.rank]], lengths[comm.rank])
         model.train()(input_ids=data[[comm.rank]], labels=data[[comm.rank]]).loss.backward()
         return ids, sharded_gradients(model)
@@ -97,24 +89,12 @@ def test_replicas_end_at_different_lengths_and_train_afterwards():
     assert_gradients([gradients for _, gradients in run], reference)
 
 
-def test_a_rank_may_write_alone_inside_unsharded():
-    reference, models = replicas(t5, SIZE)
-    expected = written(reference.eval(), prompts()[[1]], 4)
-
-    def work(comm):
-        model = fully_shard(models[comm.rank], comm).eval()
-        with unsharded(model):
-            return written(model, prompts()[[1]], 4) if comm.rank == 1 else expected
-
-    for ids in run_ranks(SIZE, work):
-        assert torch.equal(ids, expected)
-
-
 @pytest.mark.parametrize("trained", [False, True])
 def test_ranks_train_together_after_one_wrote_alone_inside_unsharded(trained):
     reference, models = replicas(t5, 2)
     data = batches(1, 2)[0]
-    reference(input_ids=data, labels=data).loss.backward()
+    expected = written(reference.eval(), data[[1]], 4)
+    reference.train()(input_ids=data, labels=data).loss.backward()
 
     def train(model, rank):
         model.zero_grad()
@@ -126,7 +106,7 @@ def test_ranks_train_together_after_one_wrote_alone_inside_unsharded(trained):
             train(model, comm.rank)
         with unsharded(model):
             if comm.rank == 1:
-                written(model.eval(), data[[1]], 4)
+                assert torch.equal(written(model.eval(), data[[1]], 4), expected)
         train(model, comm.rank)
         train(model, comm.rank)
         return sharded_gradients(model)

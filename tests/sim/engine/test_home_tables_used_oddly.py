@@ -15,7 +15,7 @@ from fullshard.core.engine.tables.table_lane import LookupState, TableLane
 from fullshard.core.shards import rows_of
 from fullshard.core.testing import run_ranks
 from fullshard.errors import ShardingError
-from support.parity import assert_gradients, replicas, sharded_gradients
+from support.parity import assert_gradients_alike, replicas, two_by_two
 from support.tiny_lm import VOCAB, HiddenLM, TinyLM, batches, lm_loss
 
 pytestmark = pytest.mark.parity
@@ -52,24 +52,17 @@ each_kind = pytest.mark.parametrize("kind", KINDS)
 
 def compare(make, steps, ranks=2, **options):
     """Compare the gradients that ``steps(model, mine)`` leaves, where ``mine`` cuts a rank's rows from a batch."""
-    reference, copies = replicas(make, ranks)
-    steps(reference.double(), lambda tokens: tokens)
-
-    def work(comm):
-        model = fully_shard(copies[comm.rank].double(), comm, tables="home", **options)
-        steps(model, lambda tokens: tokens[len(tokens) // ranks * comm.rank :][: len(tokens) // ranks])
-        return sharded_gradients(model)
-
-    assert_gradients(run_ranks(ranks, work), reference, tolerance=1e-7)
-    return copies
+    how = {"dtype": torch.float64, "tolerance": 1e-7, "tables": "home"}
+    return assert_gradients_alike(make, steps, ranks, **how, **options)
 
 
 def tables_of(model):
     return [lane for unit in runtime_of(model).units for lane in unit.lanes if isinstance(lane, TableLane)]
 
 
-@each_kind
-@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+@pytest.mark.parametrize(
+    ("kind", "order"), [*((kind, (1, 0)) for kind in KINDS), ("logits", (0, 1)), ("hidden_untied", (0, 1))]
+)
 def test_two_forwards_then_two_backwards(kind, order):
     make, loss_of = KINDS[kind]
 
@@ -190,8 +183,13 @@ LOOKUPS = {
 }
 
 
-@pytest.mark.parametrize("way", [*LOOKUPS, "reentrant", "not_reentrant"])
-@pytest.mark.parametrize("units", ["auto", None])
+@pytest.mark.parametrize(
+    ("way", "units"),
+    [
+        *((way, "auto") for way in (*LOOKUPS, "reentrant", "not_reentrant")),
+        *((way, None) for way in ("sum", "function", "index", "reentrant")),
+    ],
+)
 def test_ways_to_read_the_table(way, units):
     def make():
         model = OddLM()
@@ -257,7 +255,7 @@ def test_replicas_with_different_numbers_of_tokens_choose_alike():
     """Two ranks with 10 tokens each would send them, two with 40 each gather the table of 50 rows."""
 
     def work(comm):
-        mesh = comm.split([[0, 1], [2, 3]]), comm.split([[0, 2], [1, 3]])
+        mesh = two_by_two(comm)[::-1]
         options = {"tables": "auto", "strategy": ShardingStrategy.HYBRID_SHARD}
         model = fully_shard(copies[comm.rank].double(), mesh, **options)
         tokens = FIRST[:2, :6] if comm.rank < 2 else torch.cat([FIRST, SECOND])[:5]

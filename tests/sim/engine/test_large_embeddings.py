@@ -5,19 +5,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from fullshard import ShardingStrategy, fully_shard, units
+from fullshard import ShardingStrategy, units
 from fullshard.core.engine.setup import wrap
-from fullshard.core.testing import RecordingComm, run_ranks
 from support.models import KINDS, TinyLM, batches, lm_loss
-from support.parity import (
-    ROWS_PER_RANK,
-    assert_gradients,
-    assert_same_run,
-    replicas,
-    sharded_gradients,
-    train_sharded,
-    train_unsharded,
-)
+from support.parity import ROWS_PER_RANK, assert_gradients_alike, assert_trains_alike, on_ranks
 
 pytestmark = pytest.mark.parity
 
@@ -46,37 +37,31 @@ class UsedFunctionally(TinyLM):
         return self.head(x) + early * F.linear(x, self.head.weight.t().contiguous().t()).mean()
 
 
-def run_of(make, loss_of, steps=4, **options):
-    reference, models = replicas(make, SIZE)
-    data = batches(steps, SIZE * ROWS_PER_RANK)
-    plain = train_unsharded(reference, loss_of, data)
-    for run in run_ranks(SIZE, lambda comm: train_sharded(models[comm.rank], comm, loss_of, data, **options)):
-        assert_same_run(run, plain)
+@pytest.mark.parametrize(
+    "kind", ["lm", "lm_two_forwards", "lm_checkpoint_reentrant", "lm_reentrant_two_forwards", "t5", "t5_untied", "gpt2"]
+)
+def test_models_with_tables_give_the_unsharded_run(kind):
+    assert_trains_alike(*KINDS[kind], SIZE, steps=4)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_every_kind_of_model_with_tables_gives_the_unsharded_run(kind):
-    run_of(*KINDS[kind])
-
-
-@pytest.mark.parametrize("strategy", [ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD])
-@pytest.mark.parametrize("make", [TinyLM, Untied, UsedFunctionally])
-def test_other_strategies(make, strategy):
-    run_of(make, lm_loss, strategy=strategy)
-
-
-@pytest.mark.parametrize("make", [Untied, UsedFunctionally])
-def test_an_untied_head_and_a_functional_use(make):
-    run_of(make, lm_loss)
+@pytest.mark.parametrize(
+    ("make", "strategy"),
+    [
+        (TinyLM, ShardingStrategy.NO_SHARD),
+        (Untied, ShardingStrategy.FULL_SHARD),
+        (Untied, ShardingStrategy.SHARD_GRAD_OP),
+        (UsedFunctionally, ShardingStrategy.FULL_SHARD),
+        (UsedFunctionally, ShardingStrategy.SHARD_GRAD_OP),
+    ],
+)
+def test_untied_heads_functional_uses_and_other_strategies(make, strategy):
+    assert_trains_alike(make, lm_loss, SIZE, steps=4, strategy=strategy)
 
 
 def gathered_bytes_in_backward(make):
     """Bytes gathered when each block's backward begins, last block first, and the collectives of the step."""
-    _, models = replicas(make, SIZE)
 
-    def work(comm):
-        ledger = RecordingComm(comm)
-        model = fully_shard(models[comm.rank], ledger)
+    def work(ledger, model):
         account, seen = model._fullshard_runtime.account, []
         for block in model.blocks:
             block.register_full_backward_pre_hook(lambda *_: seen.append(account.live["gathered"]))
@@ -86,7 +71,7 @@ def gathered_bytes_in_backward(make):
             lm_loss(model, tokens).backward()
         return seen, ledger.names, units(model)
 
-    return run_ranks(SIZE, work)[0]
+    return on_ranks(SIZE, make, work, recorded=True)[0]
 
 
 def test_a_tied_table_is_given_back_after_the_heads_backward(monkeypatch):
@@ -113,19 +98,11 @@ def test_untied_tables_are_units_and_an_embedding_is_gathered_once():
 
 
 def test_a_table_given_back_is_gathered_again_for_a_graph_that_was_kept():
-    reference, models = replicas(TinyLM, SIZE)
-    data = batches(2, SIZE * ROWS_PER_RANK)
+    first_tokens, second_tokens = batches(2, SIZE * ROWS_PER_RANK)
 
-    def backwards(model, take):
-        first = lm_loss(model, take(data[0]))
+    def backwards(model, rows):
+        first = lm_loss(model, rows(first_tokens))
         first.backward(retain_graph=True)
-        (lm_loss(model, take(data[1])) + first).backward()
+        (lm_loss(model, rows(second_tokens)) + first).backward()
 
-    backwards(reference, lambda tokens: tokens)
-
-    def work(comm):
-        model = fully_shard(models[comm.rank], comm)
-        backwards(model, lambda tokens: tokens[comm.rank * ROWS_PER_RANK : (comm.rank + 1) * ROWS_PER_RANK])
-        return sharded_gradients(model)
-
-    assert_gradients(run_ranks(SIZE, work), reference)
+    assert_gradients_alike(TinyLM, backwards, SIZE)

@@ -16,7 +16,6 @@ from fullshard import (
     fully_shard,
     no_all_reduce,
     no_sync,
-    unsharded,
     vocab_parallel_loss,
 )
 from fullshard.core.engine.setup import wrap
@@ -29,29 +28,22 @@ from fullshard.core.shards import rows_of
 from fullshard.core.testing import run_ranks
 from support import poison
 from support.models import SkippingLM, TinyLM, batches, lm_loss, lm_with_frozen_parts, t5, two_forwards_loss
-from support.parity import replicas
+from support.parity import mesh_for, replicas, rows_for, size_for, weights_of
 from support.poison import LateComm, MisuseError
 from support.tiny_lm import HiddenLM
 
 pytestmark = pytest.mark.parity
-
-TWO_BY_TWO = ([[0, 2], [1, 3]], [[0, 1], [2, 3]])
 
 
 def small(cls=TinyLM, reentrant=None):
     return cls(reentrant, layers=3, width=12, hidden=20)
 
 
-def weights(model):
-    with unsharded(model):
-        return {name: p.detach().clone() for name, p in model.named_parameters()}
-
-
 def run(model, comm):
     """Three steps with much in between; returns all that came of them on this rank."""
     seen, optimizer = [], torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
     for step, tokens in enumerate(batches(3, 2 * comm.size, length=7)):
-        mine = tokens[2 * comm.rank : 2 * comm.rank + 2]
+        mine = rows_for(comm, tokens)
         model.cut = ((), (1,), (0, 2))[(step + comm.rank) % 3]
         kept = lm_loss(model, mine.flip(0))  # a forward without backward
         if isinstance(model, SkippingLM):
@@ -66,20 +58,20 @@ def run(model, comm):
         seen += [rows_of(p.grad).clone() for p in model.parameters() if p.grad is not None]
         optimizer.step()
         optimizer.zero_grad()
-    return seen, weights(model)
+    return seen, weights_of(model)
 
 
 def run_in_backward(model, comm):
     step_in_backward(model, partial(torch.optim.AdamW, lr=1e-2))
     for tokens in batches(3, 2 * comm.size, length=7):
-        lm_loss(model, tokens[2 * comm.rank : 2 * comm.rank + 2]).backward()
-    return [], weights(model)
+        lm_loss(model, rows_for(comm, tokens)).backward()
+    return [], weights_of(model)
 
 
-def run_with_the_loss_at_home(model, comm):
+def run_loss_at_home(model, comm):
     optimizer, seen = torch.optim.AdamW(model.parameters(), lr=1e-2), []
     for tokens in batches(3, 2 * comm.size, length=7):
-        mine = tokens[2 * comm.rank : 2 * comm.rank + 2]
+        mine = rows_for(comm, tokens)
         with no_sync(model):
             vocab_parallel_loss(model(mine[:, :-1]), model.head, mine[:, 1:]).backward()
         loss = vocab_parallel_loss(model(mine[:, :-1]), model.head, mine[:, 1:])
@@ -87,18 +79,17 @@ def run_with_the_loss_at_home(model, comm):
         seen += [loss.item(), clip_grad_norm_(model, 1.0)]
         optimizer.step()
         optimizer.zero_grad()
-    return seen, weights(model)
+    return seen, weights_of(model)
 
 
 def train(make, *, late, body=run, **options):
-    two_axes = options.get("strategy", ShardingStrategy.FULL_SHARD).needs_two_axes
-    size = 4 if two_axes else 2
+    strategy = options.get("strategy", ShardingStrategy.FULL_SHARD)
+    size = size_for(strategy)
     _, models = replicas(make, size)
 
     def work(comm):
         comm = LateComm(comm) if late else comm
-        mesh = tuple(map(comm.split, TWO_BY_TWO)) if two_axes else comm
-        return body(fully_shard(models[comm.rank], mesh, **options), comm)
+        return body(fully_shard(models[comm.rank], mesh_for(strategy, comm), **options), comm)
 
     return run_ranks(size, work)
 
@@ -114,12 +105,12 @@ def assert_finite(runs):
             assert torch.as_tensor(value).isfinite().all(), "not finite"
 
 
+AT_HOME = {"table": True, "tables": "home"}
 CASES = {
-    **{strategy.name: {"strategy": strategy} for strategy in ShardingStrategy},
-    **{prefetch.name: {"prefetch": prefetch} for prefetch in BackwardPrefetch},
+    **{one.name: {"strategy": one} for one in ShardingStrategy if one is not ShardingStrategy.SHARD_GRAD_OP},
+    "gathered after reduces": {"prefetch": BackwardPrefetch.BACKWARD_POST},
     "one in flight": {"prefetch": Prefetch(max_in_flight=1)},
     "three ahead": {"prefetch": Prefetch(ahead=3)},
-    "uneven ranks": {"make": lambda: small(SkippingLM)},
     "uneven ranks of two axes": {"make": lambda: small(SkippingLM), "strategy": ShardingStrategy.HYBRID_SHARD},
     "checkpoint": {"make": lambda: small(reentrant=False)},
     "reentrant checkpoint": {"make": lambda: small(reentrant=True)},
@@ -130,14 +121,13 @@ CASES = {
     "bf16 messages": {"mp_policy": MixedPrecision(messages="bf16")},
     "fp8 messages": {"mp_policy": MixedPrecision(messages="fp8"), "strategy": ShardingStrategy.HYBRID_SHARD},
     "table": {"table": True},
-    "table at home, fp8 messages": {"table": True, "tables": "home", "mp_policy": MixedPrecision(messages="fp8")},
-    "table at home": {"table": True, "tables": "home"},
-    "table at home, on two axes": {"table": True, "tables": "home", "strategy": ShardingStrategy.HYBRID_SHARD},
+    "table at home, fp8 messages": {**AT_HOME, "mp_policy": MixedPrecision(messages="fp8")},
+    "table at home, on two axes": {**AT_HOME, "strategy": ShardingStrategy.HYBRID_SHARD},
     "table and loss at home": {
         "table": True,
         "tables": "home",
         "make": lambda: small(HiddenLM),
-        "body": run_with_the_loss_at_home,
+        "body": run_loss_at_home,
     },
     "step in backward": {"body": run_in_backward},
 }

@@ -11,7 +11,7 @@ from fullshard import MixedPrecision, TransformerBlocks, fully_shard, unsharded
 from fullshard.core.testing import run_ranks
 from fullshard.errors import MismatchError, ProcessGroupError, ShardingError, WrapError
 from support.models import TinyLM, batches, lm_loss, t5
-from support.parity import replicas
+from support.parity import alone, replicas
 
 
 def on_two_ranks(work):
@@ -31,31 +31,16 @@ def test_a_mesh_that_is_none_of_the_known_kinds():
 
 
 def test_an_unknown_class_lists_those_that_would_work():
-    def work(comm):
-        with pytest.raises(WrapError, match=r"T5Blok.*T5Block \(x4\)"):
-            fully_shard(t5(), comm, wrap=TransformerBlocks({"T5Blok"}))
-
-    run_ranks(1, work)
+    with pytest.raises(WrapError, match=r"T5Blok.*T5Block \(x4\)"):
+        alone(t5(), wrap=TransformerBlocks({"T5Blok"}))
 
 
 def test_one_giant_unit_is_refused_unless_asked_for():
-    def work(comm):
-        model = fully_shard(nn.Linear(1024, 1024), comm)
-        with pytest.raises(WrapError, match="wrap=None"):
-            model(torch.ones(1024))
-        fully_shard(nn.Linear(1024, 1024), comm, wrap=None)(torch.ones(1024))
-        fully_shard(nn.Linear(4, 4), comm)(torch.ones(4))
-
-    run_ranks(1, work)
-
-
-def test_sharding_twice():
-    def work(comm, model):
-        model = fully_shard(model, comm)
-        with pytest.raises(ShardingError, match="already"):
-            fully_shard(model, comm)
-
-    on_two_ranks(work)
+    model = alone(nn.Linear(1024, 1024))
+    with pytest.raises(WrapError, match="wrap=None"):
+        model(torch.ones(1024))
+    alone(nn.Linear(1024, 1024), wrap=None)(torch.ones(1024))
+    alone(nn.Linear(4, 4))(torch.ones(4))
 
 
 def test_ranks_with_different_shapes():
@@ -98,37 +83,10 @@ def test_a_refused_model_is_left_as_it_was():
     model = TinyLM(layers=1)
     before = {name: p for name, p in model.named_parameters()}
 
-    def work(comm):
-        with pytest.raises(WrapError):
-            fully_shard(model, comm, wrap=TransformerBlocks({"Blocks"}))
-
-    run_ranks(1, work)
+    with pytest.raises(WrapError):
+        alone(model, wrap=TransformerBlocks({"Blocks"}))
     assert all(p is before[name] for name, p in model.named_parameters())
     assert model.state_dict()
-
-
-def test_ranks_that_run_blocks_in_different_orders_are_told_in_the_first_step():
-    def work(comm, model):
-        model = fully_shard(model, comm)
-        if comm.rank:
-            model.blocks = nn.ModuleList(reversed(model.blocks))
-        with pytest.raises(MismatchError, match=r"rank 0: all-gather of unit blocks\.0; rank 1: .*blocks\.3"):
-            lm_loss(model, batches(1, 2)[0])
-
-    on_two_ranks(work)
-
-
-def test_ranks_that_run_blocks_in_different_orders_later_are_told_after_the_step():
-    def work(comm, model):
-        model = fully_shard(model, comm)
-        tokens = batches(1, 2)[0]
-        lm_loss(model, tokens).backward()
-        if comm.rank:
-            model.blocks = nn.ModuleList(reversed(model.blocks))
-        with pytest.raises(MismatchError, match=r"different (orders|collectives)"):
-            lm_loss(model, tokens).backward()
-
-    on_two_ranks(work)
 
 
 def test_copying_and_pickling():
@@ -146,15 +104,12 @@ def test_copying_and_pickling():
 
 
 def test_pickling_a_class_that_pickle_finds():
-    def work(comm):
-        model = fully_shard(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), comm)
-        with pytest.raises(ShardingError, match=r"copied or pickled.* fullshard\.save"):
-            pickle.dumps(model)
-        copied = copy.copy(model)
-        assert type(copied) is type(model)
-        assert [id(param) for param in copied.parameters()] == [id(param) for param in model.parameters()]
-
-    run_ranks(1, work)
+    model = alone(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
+    with pytest.raises(ShardingError, match=r"copied or pickled.* fullshard\.save"):
+        pickle.dumps(model)
+    copied = copy.copy(model)
+    assert type(copied) is type(model)
+    assert [id(param) for param in copied.parameters()] == [id(param) for param in model.parameters()]
 
 
 def test_state_dict_is_refused_with_the_remedy():
@@ -191,18 +146,6 @@ def test_parameters_outside_forward_are_this_ranks_rows():
     assert sum(on_two_ranks(work)) == 40
 
 
-def test_values_given_new_memory_of_the_same_kind_are_taken_over():
-    def work(comm, model):
-        model = fully_shard(model, comm)
-        for p in model.parameters():
-            p.data = torch.full_like(p, 0.5)
-        lm_loss(model, batches(1, 2)[0])
-        with unsharded(model):
-            assert all((p == 0.5).all() for p in model.parameters())
-
-    on_two_ranks(work)
-
-
 def test_replacing_a_parameter_is_refused_in_the_next_forward():
     def work(comm, model):
         model = fully_shard(model, comm)
@@ -223,12 +166,9 @@ def test_double_backward_and_sparse_gradients_are_refused():
         def forward(self, x):
             return self.embed(x)
 
-    def work(comm):
-        model = fully_shard(Sparse(), comm, wrap=None)
-        with pytest.raises(ShardingError, match="sparse=False"):
-            model(torch.tensor([1, 2])).sum().backward()
-        norm = fully_shard(nn.Sequential(nn.LayerNorm(4)), comm, wrap=None)
+    model = alone(Sparse(), wrap=None)
+    with pytest.raises(ShardingError, match="sparse=False"):
+        model(torch.tensor([1, 2])).sum().backward()
+    for layer in (nn.LayerNorm(4), nn.Linear(4, 4)):
         with pytest.raises(ShardingError, match="create_graph"):
-            norm(torch.ones(2, 4)).square().sum().backward(create_graph=True)
-
-    run_ranks(1, work)
+            alone(nn.Sequential(layer), wrap=None)(torch.ones(2, 4)).square().sum().backward(create_graph=True)

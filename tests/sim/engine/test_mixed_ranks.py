@@ -6,14 +6,22 @@ import pytest
 import torch
 from torch import nn
 
-from fullshard import CPUOffload, ShardingStrategy, clip_grad_norm_, full_state_dict, fully_shard, save, unsharded
+from fullshard import CPUOffload, ShardingStrategy, clip_grad_norm_, full_state_dict, fully_shard, save
 from fullshard.core.optim import ShardedGradScaler
 from fullshard.core.shards import rows_of
 from fullshard.core.testing import run_ranks
 from fullshard.errors import MismatchError, ShardingError
 from fullshard.state.saving import Checkpoints
 from support.models import TinyLM, batches, lm_loss
-from support.parity import ROWS_PER_RANK, assert_same_run, replicas, train_sharded, train_unsharded
+from support.parity import (
+    ROWS_PER_RANK,
+    assert_same_run,
+    mesh_for,
+    replicas,
+    train_sharded,
+    train_unsharded,
+    weights_of,
+)
 
 pytestmark = pytest.mark.parity
 
@@ -22,10 +30,6 @@ HYBRID = ShardingStrategy.HYBRID_SHARD
 RANKS = 4
 EXPERT = 2
 """Index of the expert among the modules of :func:`parts`."""
-
-
-def two_axes(comm):
-    return comm.split([[0, 2], [1, 3]]), comm.split([[0, 1], [2, 3]])
 
 
 @pytest.mark.parametrize(
@@ -46,13 +50,10 @@ def test_blocks_of_another_strategy_train_as_unsharded(inner, outer, offload):
     plain = train_unsharded(reference, lm_loss, data)
 
     def work(comm):
-        def mesh(strategy):
-            return two_axes(comm) if strategy is HYBRID else comm
-
         model = models[comm.rank]
         for block in model.blocks[::2]:
-            fully_shard(block, mesh(inner), wrap=None, strategy=inner, offload_policy=offload)
-        model = fully_shard(model, mesh(outer), wrap=None, strategy=outer, offload_policy=offload)
+            fully_shard(block, mesh_for(inner, comm), wrap=None, strategy=inner, offload_policy=offload)
+        model = fully_shard(model, mesh_for(outer, comm), wrap=None, strategy=outer, offload_policy=offload)
         run = train_sharded(model, comm, lm_loss, data, sharded=True)
         return run, full_state_dict(model)
 
@@ -129,9 +130,7 @@ def test_experts_of_groups_train_as_the_unsharded_model_of_all_experts(size, str
             optimizer.step()
             optimizer.zero_grad()
             mine.append(loss.item())
-        with unsharded(model):
-            shown = {name: p.detach().clone() for name, p in model.named_parameters()}
-        return mine, mine_norms, shown
+        return mine, mine_norms, weights_of(model)
 
     for rank, (mine, mine_norms, shown) in enumerate(on_ranks(size, strategy, work)):
         torch.testing.assert_close(mine, [of_rank[rank] for of_rank in losses], atol=1e-5, rtol=1e-5)

@@ -19,9 +19,6 @@ from support.threaded_group import run_threaded
 
 pytestmark = pytest.mark.parity
 
-ONE_AXIS = [one for one in ShardingStrategy if not one.needs_two_axes]
-TWO_AXES = [one for one in ShardingStrategy if one.needs_two_axes]
-
 
 def world():
     comm = comm_of_group(dist.group.WORLD, None)
@@ -35,7 +32,19 @@ def test_every_collective_gives_what_the_protocol_says(size):
     run_threaded(size, lambda rank: check_collectives(world()))
 
 
-def compare(kind, size, mesh_of=lambda: None, **options):
+@pytest.mark.parametrize(
+    ("kind", "size", "strategy"),
+    [
+        ("lm", 2, ShardingStrategy.SHARD_GRAD_OP),
+        ("lm", 2, ShardingStrategy.NO_SHARD),
+        ("lm", 3, ShardingStrategy.FULL_SHARD),
+        ("lm", 3, ShardingStrategy.NO_SHARD),
+        ("t5", 3, ShardingStrategy.FULL_SHARD),
+        ("lm", 4, ShardingStrategy.HYBRID_SHARD),
+        ("lm", 4, ShardingStrategy.HYBRID_SHARD_ZERO2),
+    ],
+)
+def test_a_sharded_run_equals_the_unsharded_run(kind, size, strategy):
     make, loss_of = KINDS[kind]
     reference, models = replicas(make, size)
     data = batches(4, size * ROWS_PER_RANK)
@@ -43,31 +52,12 @@ def compare(kind, size, mesh_of=lambda: None, **options):
 
     def work(rank):
         comm = world()
-        model = fully_shard(models[rank], mesh_of(), **options)
+        mesh = dist.init_device_mesh("cpu", (2, 2)) if strategy.needs_two_axes else None
+        model = fully_shard(models[rank], mesh, strategy=strategy)
         return train_sharded(model, comm, loss_of, data, sharded=True)
 
     for run in run_threaded(size, work):
         assert_same_run(run, plain)
-
-
-@pytest.mark.parametrize("strategy", ONE_AXIS)
-@pytest.mark.parametrize("size", [2, 3])
-def test_a_sharded_run_equals_the_unsharded_run(size, strategy):
-    compare("lm", size, strategy=strategy)
-
-
-def two_by_two():
-    return dist.init_device_mesh("cpu", (2, 2))
-
-
-@pytest.mark.parametrize("strategy", TWO_AXES)
-def test_two_axes_of_subgroups_do_too(strategy):
-    compare("lm", 4, two_by_two, strategy=strategy)
-
-
-@pytest.mark.parametrize("size", [2, 3])
-def test_so_does_t5(size):
-    compare("t5", size)
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ from fullshard.core.shards import rows_of
 from fullshard.core.testing import RecordingComm, run_ranks
 from fullshard.errors import WrapError
 from support.models import TinyLM, batches, lm_loss, lm_with_frozen_parts
-from support.parity import assert_gradients, replicas, sharded_gradients
+from support.parity import alone, on_ranks, replicas
 
 BF16 = MixedPrecision(param=torch.bfloat16, reduce=torch.float32)
 
@@ -55,27 +55,21 @@ def test_the_gradients_of_a_unit_are_cast_into_its_lane_in_one_operator(monkeypa
 
     monkeypatch.setattr(lane, "foreach_copy", counting)
 
-    def work(comm):
-        model = fully_shard(models[0], comm, mp_policy=BF16)
-        units = model._fullshard_runtime.units
-        with no_sync(model):
-            lm_loss(model, batches(1, 2)[0]).backward()
-        assert not any(lane.held for unit in units for lane in unit.lanes)
-        held = len(calls)
-        lm_loss(model, batches(1, 2)[0]).backward()  # adds to what the first one left
-        return held, [len(unit.lanes) for unit in units]
-
-    ((held, lanes),) = run_ranks(1, work)
+    model = alone(models[0], mp_policy=BF16)
+    units = model._fullshard_runtime.units
+    with no_sync(model):
+        lm_loss(model, batches(1, 2)[0]).backward()
+    assert not any(lane.held for unit in units for lane in unit.lanes)
+    held = len(calls)
+    lm_loss(model, batches(1, 2)[0]).backward()  # adds to what the first one left
+    lanes = [len(unit.lanes) for unit in units]
     assert held <= sum(lanes) < sum(map(len, calls))
     assert len(calls) == held
     assert {dtype for call in calls for dtype in call} == {torch.bfloat16}
 
 
 def test_frozen_lanes_are_kept_in_the_compute_dtype_and_have_no_gradient_buffer():
-    _, models = replicas(lm_with_frozen_parts, 2)
-
-    def work(comm):
-        model = fully_shard(models[comm.rank], comm, mp_policy=BF16)
+    def work(comm, model):
         lm_loss(model, batches(1, 2)[0]).backward()
         for p in model.parameters():
             assert p.dtype == (torch.float32 if p.requires_grad else torch.bfloat16)
@@ -83,7 +77,7 @@ def test_frozen_lanes_are_kept_in_the_compute_dtype_and_have_no_gradient_buffer(
         runtime = model._fullshard_runtime
         return runtime.account.peak["gradients"], next(u for u in runtime.units if u.name == "blocks.1")
 
-    for peak, unit in run_ranks(2, work):
+    for peak, unit in on_ranks(2, lm_with_frozen_parts, work, mp_policy=BF16):
         trainable = [lane for lane in unit.lanes if lane.trainable]
         frozen = [lane for lane in unit.lanes if not lane.trainable]
         assert trainable
@@ -110,33 +104,6 @@ def test_gathers_move_the_compute_dtype_and_reduces_the_reduce_dtype():
     assert low["all_gather"] * 2 == plain["all_gather"]
     assert low["reduce_scatter"] == plain["reduce_scatter"]
     assert lowest["reduce_scatter"] * 2 == plain["reduce_scatter"]
-
-
-def test_inputs_are_cast_on_the_way_in_and_outputs_on_the_way_out():
-    class Model(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.blocks = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
-            self.seen = []
-
-        def forward(self, x, *, extra):
-            for block in self.blocks:
-                x = block(x)
-                self.seen.append(x.dtype)
-            return {"y": x + extra["bias"], "count": torch.tensor(3)}
-
-    def work(comm):
-        torch.manual_seed(0)
-        policy = MixedPrecision(param="bfloat16", output="float32")
-        model = fully_shard(Model(), comm, mp_policy=policy)
-        output = model(torch.ones(2, 4), extra={"bias": torch.ones(4)})
-        assert model.seen == [torch.bfloat16] * 2
-        assert output["y"].dtype == torch.float32
-        assert output["count"].dtype == torch.int64
-        output["y"].sum().backward()
-        assert all(p.grad is not None for p in model.parameters())
-
-    run_ranks(1, work)
 
 
 class WithBuffers(nn.Module):
@@ -194,43 +161,6 @@ def test_kept_modules_compute_in_fp32_between_bf16_ones():
 def test_a_name_that_no_module_has_is_not_kept_silently():
     with pytest.raises(WrapError, match="keep_fp32 names vo"):
         run_ranks(1, lambda comm: fully_shard(Two(), comm, mp_policy=MixedPrecision(param="bf16", keep_fp32="vo")))
-
-
-def test_buffers_keep_their_dtype_unless_asked():
-    def work(comm):
-        plain = fully_shard(Two(), comm, mp_policy=MixedPrecision(param="bf16"))
-        asked = fully_shard(Two(), comm, mp_policy=MixedPrecision(param="bf16", buffer="bf16"))
-        return [[b.dtype for b in model.blocks[0].buffers()] for model in (plain, asked)]
-
-    plain, asked = run_ranks(1, work)[0]
-    assert plain == [torch.float32, torch.int64]
-    assert asked == [torch.bfloat16, torch.int64]
-
-
-def test_inputs_are_not_cast_where_that_is_off():
-    def work(comm):
-        policy = MixedPrecision(param="bf16", buffer="bf16", cast_forward_inputs=False)
-        return dtypes_seen(comm, Two(), policy, torch.bfloat16)
-
-    seen, out, _, _ = run_ranks(1, work)[0]
-    assert set(seen.values()) == {(torch.bfloat16, torch.bfloat16)}
-    assert out == torch.bfloat16
-
-
-def test_the_divisor_of_the_sum_may_be_another_than_the_number_of_ranks():
-    reference, models = replicas(TinyLM, 2)
-    tokens = batches(1, 4)[0]
-    lm_loss(reference, tokens).backward()
-    for p in reference.parameters():
-        if p.grad is not None:
-            p.grad.mul_(2 / 8)
-
-    def work(comm):
-        model = fully_shard(models[comm.rank], comm, mp_policy=MixedPrecision(divide=8))
-        lm_loss(model, tokens[2 * comm.rank : 2 * comm.rank + 2]).backward()
-        return sharded_gradients(model)
-
-    assert_gradients(run_ranks(2, work), reference)
 
 
 def test_float16_gradients_are_divided_in_two_steps_so_that_the_sum_fits():

@@ -10,7 +10,6 @@ from support.models import KINDS, TinyLM, batches, lm_loss
 from support.parity import ROWS_PER_RANK, replicas, train_sharded
 
 SIZE = 2
-BLOCKS = [f"blocks.{i}" for i in range(4)]
 
 
 class Naming(RecordingComm):
@@ -25,79 +24,60 @@ class Naming(RecordingComm):
         super().announce(what)
 
     def all_gather(self, full, shard):
-        self.log.append(self.what.removeprefix("all-gather of unit "))
+        self.log.append(self.what.removeprefix("all-gather of unit ").removeprefix("blocks."))
         return super().all_gather(full, shard)
 
 
-def log_of(prefetch, models):
-    """Of the second step of a TinyLM: gathers by unit, and ``run N`` where block N computes, forward and backward."""
+LISTS = {"forward_lists": {"blocks.0": ["blocks.2", "blocks.1"], "blocks.1": []}}
+LISTS |= {"backward_lists": {"blocks.3": ["blocks.1"]}}
+BOUND = {"forward_lists": {"blocks.0": ["blocks.1", "blocks.2", "blocks.3"]}, "max_in_flight": 2, "ahead": 3}
+ORDERS = {
+    "one unit ahead": ({}, "(root) 0 1 run0 2 run1 3 run2 run3", "3 2 run3 1 run2 0 run1 run0"),
+    "two units ahead": ({"ahead": 2}, "(root) 0 1 2 run0 3 run1 run2 run3", "3 2 1 run3 0 run2 run1 run0"),
+    "none in forward, and in backward after the gradients went out": (
+        {"forward": False, "backward": BackwardPrefetch.BACKWARD_POST},
+        "(root) 0 run0 1 run1 2 run2 3 run3",
+        "3 run3 2 run2 1 run1 0 run0",
+    ),
+    "lists take the place of the order": (LISTS, "(root) 0 2 1 run0 run1 3 run2 run3", "3 1 run3 2 run2 0 run1 run0"),
+    "the bound holds back lists": (BOUND, "(root) 0 1 run0 2 run1 3 run2 run3", "3 2 run3 1 run2 0 run1 run0"),
+}
+"""Gathers by block, and where each block computes, in forward and in backward."""
+
+
+@pytest.mark.parametrize("case", ORDERS)
+def test_units_are_gathered_in_this_order(case):
+    options, *expected = ORDERS[case]
+    _, models = replicas(TinyLM, SIZE)
 
     def work(comm):
         ledger = Naming(comm)
-        model = fully_shard(models[comm.rank], ledger, wrap=TransformerBlocks({"Block"}), prefetch=prefetch)
+        blocks = TransformerBlocks({"Block"})
+        model = fully_shard(models[comm.rank], ledger, wrap=blocks, prefetch=Prefetch(**options))
         for number, block in enumerate(model.blocks):
-            block.norm.register_forward_hook(lambda *_, n=number: ledger.log.append(f"run {n}"))
-            block.norm.register_full_backward_hook(lambda *_, n=number: ledger.log.append(f"run {n}"))
+            block.norm.register_forward_hook(lambda *_, n=number: ledger.log.append(f"run{n}"))
+            block.norm.register_full_backward_hook(lambda *_, n=number: ledger.log.append(f"run{n}"))
         for tokens in batches(2, 2):
             ledger.log.clear()
             lm_loss(model, tokens).backward()
-        middle = ledger.log.index("run 3") + 1
-        return ledger.log[:middle], ledger.log[middle:]
+        middle = ledger.log.index("run3") + 1
+        return " ".join(ledger.log[:middle]), " ".join(ledger.log[middle:])
 
-    return run_ranks(SIZE, work)[0]
-
-
-def logs(**options):
-    _, models = replicas(TinyLM, SIZE)
-    return log_of(Prefetch(**options), models)
-
-
-def test_one_unit_ahead():
-    forward, backward = logs()
-    assert forward == ["(root)", "blocks.0", "blocks.1", "run 0", "blocks.2", "run 1", "blocks.3", "run 2", "run 3"]
-    assert backward == ["blocks.3", "blocks.2", "run 3", "blocks.1", "run 2", "blocks.0", "run 1", "run 0"]
-
-
-def test_two_units_ahead():
-    forward, backward = logs(ahead=2)
-    assert forward == ["(root)", *BLOCKS[:3], "run 0", "blocks.3", "run 1", "run 2", "run 3"]
-    assert backward == ["blocks.3", "blocks.2", "blocks.1", "run 3", "blocks.0", "run 2", "run 1", "run 0"]
-
-
-def test_no_forward_prefetch():
-    forward, _ = logs(forward=False)
-    assert forward == ["(root)", *(part for n in range(4) for part in (f"blocks.{n}", f"run {n}"))]
-
-
-def test_after_the_gradients_went_out():
-    _, backward = logs(backward=BackwardPrefetch.BACKWARD_POST)
-    assert backward == [part for n in reversed(range(4)) for part in (f"blocks.{n}", f"run {n}")]
-
-
-def test_explicit_lists_take_the_place_of_the_order():
-    forward, backward = logs(
-        forward_lists={"blocks.0": ["blocks.2", "blocks.1"], "blocks.1": []}, backward_lists={"blocks.3": ["blocks.1"]}
-    )
-    assert forward == ["(root)", "blocks.0", "blocks.2", "blocks.1", "run 0", "run 1", "blocks.3", "run 2", "run 3"]
-    assert backward == ["blocks.3", "blocks.1", "run 3", "blocks.2", "run 2", "blocks.0", "run 1", "run 0"]
-
-
-def test_the_bound_on_units_in_flight_holds_back_lists():
-    forward, _ = logs(forward_lists={"blocks.0": BLOCKS[1:]}, max_in_flight=2, ahead=3)
-    assert forward == ["(root)", "blocks.0", "blocks.1", "run 0", "blocks.2", "run 1", "blocks.3", "run 2", "run 3"]
+    assert list(run_ranks(SIZE, work)[0]) == expected
 
 
 @pytest.mark.parity
-@pytest.mark.parametrize("kind", ["t5", "lm_two_forwards", "lm_checkpoint", "lm_checkpoint_reentrant"])
 @pytest.mark.parametrize(
-    "prefetch",
+    ("kind", "prefetch"),
     [
-        Prefetch(ahead=3),
-        Prefetch(forward=False, backward=BackwardPrefetch.NONE),
-        Prefetch(ahead=2, max_in_flight=2),
-        Prefetch(ahead=2, backward=BackwardPrefetch.BACKWARD_POST),
+        ("t5", Prefetch(ahead=3)),
+        ("lm_reentrant_two_forwards", Prefetch(ahead=3)),
+        ("lm_checkpoint", Prefetch(forward=False, backward=BackwardPrefetch.NONE)),
+        ("lm_two_forwards", Prefetch(ahead=2, max_in_flight=2)),
+        ("lm_checkpoint_reentrant", Prefetch(ahead=2, max_in_flight=2)),
+        ("t5", Prefetch(ahead=2, backward=BackwardPrefetch.BACKWARD_POST)),
+        ("lm_checkpoint", Prefetch(ahead=2, backward=BackwardPrefetch.BACKWARD_POST)),
     ],
-    ids=["three ahead", "none", "bounded", "two ahead, post"],
 )
 def test_numbers_stay_the_same_to_the_bit(kind, prefetch):
     make, loss_of = KINDS[kind]

@@ -11,29 +11,26 @@ from fullshard import MixedPrecision, ShardingStrategy, fully_shard, no_sync
 from fullshard.core.engine import record, units
 from fullshard.core.engine.setup import wrap
 from fullshard.core.shards import rows_of
-from fullshard.core.testing import RecordingComm, run_ranks
+from fullshard.core.testing import run_ranks
 from support.models import KINDS, batches
-from support.parity import replicas
+from support.parity import on_ranks, replicas
 
-LAWFUL = ["lm", "lm_two_forwards", "lm_frozen_parts", "lm_checkpoint", "lm_checkpoint_reentrant", "t5", "t5_untied"]
+LAWFUL = ["lm", "lm_two_forwards", "lm_frozen_parts", "lm_checkpoint_reentrant", "t5"]
 
 
 @cache
 def recorded(kind, *, steps=2, ranks=2, **options):
     """Of each rank the record of the last step and the collectives of that step."""
     make, loss_of = KINDS[kind]
-    _, models = replicas(make, ranks)
 
-    def work(comm):
-        comm = RecordingComm(comm)
-        model = fully_shard(models[comm.rank], comm, **options)
+    def work(comm, model):
         for tokens in batches(steps, 2):
             before = len(comm.entries)
             with record(model) as trace:
                 loss_of(model, tokens).backward()
         return trace, Counter(comm.names[before:]), units(model)
 
-    return run_ranks(ranks, work)
+    return on_ranks(ranks, make, work, recorded=True, **options)
 
 
 @pytest.mark.parametrize("kind", LAWFUL)
@@ -60,54 +57,40 @@ def test_each_trainable_unit_is_reduced_once_after_its_backward_began(kind):
             assert not begun or min(begun) <= event.start_s
 
 
-def test_every_unit_has_its_forwards_and_its_backward():
-    for trace, _, table in recorded("lm"):
-        names = sorted(row.unit for row in table.rows)
-        for kind in ("forward", "backward"):
-            assert sorted(event.unit for event in trace.events if event.kind == kind) == names
-
-
-def test_gathers_that_are_recorded_are_those_that_were_issued():
-    for trace, collectives, table in recorded("lm"):
-        lanes = {row.unit: row.lanes for row in table.rows}
-        issued = sum(lanes[event.unit] for event in trace.events if event.kind == "gather")
-        assert issued == collectives["all_gather"]
-
-
 @pytest.mark.parametrize("kind", LAWFUL)
-def test_events_lie_within_the_record_and_none_ends_before_it_starts(kind):
+def test_events_lie_within_the_record_and_where_they_belong(kind):
     for trace, _, _ in recorded(kind):
         for event in trace.events:
             assert 0 <= event.start_s <= event.end_s <= trace.seconds
         starts = [event.start_s for event in trace.events]
         assert starts == sorted(starts)
-
-
-def test_computing_and_waiting_do_not_overlap_on_one_unit():
-    for trace, _, _ in recorded("t5"):
         for name in {event.unit for event in trace.events} - {"(root)"}:
             busy = [e for e in trace.events if e.unit == name and e.kind in ("forward", "gather_wait")]
-            assert all(one.end_s <= two.start_s for one, two in pairwise(busy))
-
-
-def test_a_stall_is_a_part_of_its_transfer():
-    for trace, _, _ in recorded("lm"):
+            assert all(one.end_s <= two.start_s for one, two in pairwise(busy)), "computing and waiting overlap"
         for wait in (event for event in trace.events if event.kind == "reduce_wait"):
             around = [e for e in trace.events if (e.unit, e.kind) == (wait.unit, "reduce")]
-            assert any(e.start_s <= wait.start_s and wait.end_s <= e.end_s for e in around)
+            assert any(e.start_s <= wait.start_s and wait.end_s <= e.end_s for e in around), "a stall of no transfer"
+
+
+def test_every_unit_has_its_forward_its_backward_and_the_gathers_that_were_issued():
+    for trace, collectives, table in recorded("lm"):
+        names = sorted(row.unit for row in table.rows)
+        for kind in ("forward", "backward"):
+            assert sorted(event.unit for event in trace.events if event.kind == kind) == names
+        lanes = {row.unit: row.lanes for row in table.rows}
+        issued = sum(lanes[event.unit] for event in trace.events if event.kind == "gather")
+        assert issued == collectives["all_gather"]
 
 
 def test_samples_are_the_engines_own_account():
     make, loss_of = KINDS["lm"]
-    _, models = replicas(make, 2)
 
-    def work(comm):
-        model = fully_shard(models[comm.rank], comm)
+    def work(comm, model):
         with record(model) as trace:
             loss_of(model, batches(1, 2)[0]).backward()
         return trace.samples, units(model), [p.grad for p in model.parameters() if p.grad is not None]
 
-    for samples, table, gradients in run_ranks(2, work):
+    for samples, table, gradients in on_ranks(2, make, work):
         gathered = sorted((row.gathered_bytes for row in table.rows[1:]), reverse=True)
         assert samples[0].gathered == samples[-1].gathered == samples[-1].gradient_buffers == 0
         assert max(s.gathered for s in samples) == table.rows[0].gathered_bytes + sum(gathered[:2])
@@ -151,42 +134,36 @@ def test_a_unit_that_is_not_sharded_is_never_gathered():
 
 def test_no_sync_records_no_reduce():
     make, loss_of = KINDS["lm"]
-    _, models = replicas(make, 2)
 
-    def work(comm):
-        model = fully_shard(models[comm.rank], comm)
+    def work(comm, model):
         with record(model) as trace, no_sync(model):
             loss_of(model, batches(1, 2)[0]).backward()
         return {event.kind for event in trace.events}
 
-    assert run_ranks(2, work) == [{"gather", "gather_wait", "forward", "backward"}] * 2
+    assert on_ranks(2, make, work) == [{"gather", "gather_wait", "forward", "backward"}] * 2
 
 
 def test_waits_for_tokens_that_travel_are_recorded(monkeypatch):
     monkeypatch.setattr(wrap, "LARGE_NUMEL", 1000)
     make, loss_of = KINDS["lm"]
-    _, models = replicas(make, 2)
 
-    def work(comm):
-        model = fully_shard(models[comm.rank], comm, tables="home")
+    def work(comm, model):
         with record(model) as trace:
             loss_of(model, batches(1, 2)[0]).backward()
         return [event.unit for event in trace.events if event.kind == "exchange_wait"]
 
     # counts, ids and rows of the lookup; then the gradients of the rows
-    assert run_ranks(2, work) == [["(root)"] * 4] * 2
+    assert on_ranks(2, make, work, tables="home") == [["(root)"] * 4] * 2
 
 
 def test_after_the_record_nothing_is_told():
     make, loss_of = KINDS["lm"]
-    _, models = replicas(make, 2)
 
-    def work(comm):
-        model = fully_shard(models[comm.rank], comm)
+    def work(comm, model):
         with record(model) as trace:
             loss_of(model, batches(1, 2)[0])
         before = (trace.events, trace.samples, len(trace._spans))
         loss_of(model, batches(1, 2)[0]).backward()
         return before == (trace.events, trace.samples, len(trace._spans))
 
-    assert run_ranks(2, work) == [True, True]
+    assert on_ranks(2, make, work) == [True, True]

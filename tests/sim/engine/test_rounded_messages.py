@@ -17,7 +17,18 @@ from fullshard.core.shards import rows_of
 from fullshard.core.testing import RecordingComm, run_ranks
 from fullshard.errors import ConfigError
 from support.models import TinyLM, batches, lm_loss, lm_with_frozen_parts
-from support.parity import ROWS_PER_RANK, optimizer_for, replicas, train_unsharded
+from support.parity import (
+    ROWS_PER_RANK,
+    alone,
+    mesh_for,
+    on_ranks,
+    optimizer_for,
+    replicas,
+    rows_for,
+    size_for,
+    train_unsharded,
+    weights_of,
+)
 
 BF16, FP8 = MixedPrecision(messages="bf16"), MixedPrecision(messages="fp8")
 EPS = {"bf16": 2.0**-8, "fp8": 2.0**-4}
@@ -44,7 +55,7 @@ def rounded_gradients(reference, tokens, ranks):
     return {name: gradient / ranks for name, gradient in total.items()}
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("ranks", [2, 3])
 def test_weights_are_rounded_once_and_gradients_are_the_sum_of_rounded_ones(ranks):
     reference, models = replicas(TinyLM, ranks)
     (tokens,) = batches(1, ranks * ROWS_PER_RANK)
@@ -52,9 +63,8 @@ def test_weights_are_rounded_once_and_gradients_are_the_sum_of_rounded_ones(rank
 
     def work(comm):
         model = fully_shard(models[comm.rank], comm, mp_policy=BF16)
-        with unsharded(model):
-            shown = {name: p.detach().clone() for name, p in model.named_parameters()}
-        lm_loss(model, tokens[comm.rank * ROWS_PER_RANK : (comm.rank + 1) * ROWS_PER_RANK]).backward()
+        shown = weights_of(model)
+        lm_loss(model, rows_for(comm, tokens)).backward()
         gradients = {p.shard_meta.name: (p.shard_meta.row_range, p.grad) for p in model.parameters()}
         return shown, gradients, full_state_dict(model)
 
@@ -73,23 +83,27 @@ def test_weights_are_rounded_once_and_gradients_are_the_sum_of_rounded_ones(rank
             assert math.isnan(same) or same > 0.99, name
 
 
-@pytest.mark.parametrize("precision", [BF16, FP8], ids=["bf16", "fp8"])
-@pytest.mark.parametrize("strategy", [one for one in ShardingStrategy if one is not ShardingStrategy.NO_SHARD])
+@pytest.mark.parametrize(
+    ("strategy", "precision"),
+    [
+        (ShardingStrategy.FULL_SHARD, BF16),
+        (ShardingStrategy.SHARD_GRAD_OP, FP8),
+        (ShardingStrategy.HYBRID_SHARD, FP8),
+        (ShardingStrategy.HYBRID_SHARD_ZERO2, BF16),
+    ],
+)
 def test_every_rank_and_replica_computes_with_the_same_weights(strategy, precision):
-    ranks = 4 if strategy.needs_two_axes else 3
+    ranks = size_for(strategy, 3)
     _, models = replicas(TinyLM, ranks)
-    two_by_two = ([[0, 2], [1, 3]], [[0, 1], [2, 3]])
 
     def work(comm):
-        mesh = tuple(map(comm.split, two_by_two)) if strategy.needs_two_axes else comm
-        model = fully_shard(models[comm.rank], mesh, strategy=strategy, mp_policy=precision)
+        model = fully_shard(models[comm.rank], mesh_for(strategy, comm), strategy=strategy, mp_policy=precision)
         optimizer = optimizer_for(model)
         for tokens in batches(2, 2 * ranks):
-            lm_loss(model, tokens[2 * comm.rank : 2 * comm.rank + 2]).backward()
+            lm_loss(model, rows_for(comm, tokens)).backward()
             optimizer.step()
             optimizer.zero_grad()
-        with unsharded(model):
-            return {name: p.detach().clone() for name, p in model.named_parameters()}
+        return weights_of(model)
 
     first, *others = run_ranks(ranks, work)
     for other in others:
@@ -100,11 +114,7 @@ def test_every_rank_and_replica_computes_with_the_same_weights(strategy, precisi
 def test_one_rank_takes_the_same_path(messages):
     reference, (model,) = replicas(TinyLM, 1)
 
-    def work(comm):
-        with unsharded(fully_shard(model, comm, mp_policy=MixedPrecision(messages=messages))):
-            return {name: p.detach().clone() for name, p in model.named_parameters()}
-
-    (shown,) = run_ranks(1, work)
+    shown = weights_of(alone(model, mp_policy=MixedPrecision(messages=messages)))
     weight = reference.blocks[0].up.weight
     assert not torch.equal(shown["blocks.0.up.weight"], weight)
     worst = EPS[messages] * weight.abs().max().item()
@@ -132,11 +142,7 @@ def test_shards_keep_their_bits_when_full_parameters_are_shown():
 
 
 def test_a_unit_that_was_gathered_before_is_gathered_again_only_if_its_shards_changed():
-    _, models = replicas(TinyLM, 2)
-
-    def work(comm):
-        ledger = RecordingComm(comm)
-        model = fully_shard(models[comm.rank], ledger, mp_policy=BF16)
+    def work(ledger, model):
         counts, tokens = [], batches(1, 2)[0]
         for _ in range(2):
             for unit in runtime_of(model).units:
@@ -151,7 +157,7 @@ def test_a_unit_that_was_gathered_before_is_gathered_again_only_if_its_shards_ch
         with unsharded(model):
             return counts, model.blocks[0].up.weight.detach().clone()
 
-    for counts, weight in run_ranks(2, work):
+    for counts, weight in on_ranks(2, TinyLM, work, recorded=True, mp_policy=BF16):
         assert counts == [0, 0]
         assert weight.mean() > 1.5
 
@@ -186,7 +192,7 @@ def test_a_run_stays_as_near_as_its_roundings_are(messages):
         model = fully_shard(models[comm.rank], comm, mp_policy=MixedPrecision(messages=messages))
         optimizer, seen = optimizer_for(model), []
         for tokens in data:
-            loss = lm_loss(model, tokens[comm.rank * ROWS_PER_RANK : (comm.rank + 1) * ROWS_PER_RANK])
+            loss = lm_loss(model, rows_for(comm, tokens))
             loss.backward()
             clip_grad_norm_(model, 1.0)
             optimizer.step()
@@ -210,8 +216,7 @@ def test_frozen_parameters_and_rows_at_home_travel_as_they_are(monkeypatch):
         model = fully_shard(models[comm.rank], comm, tables="home", mp_policy=FP8)
         with torch.no_grad():
             looked_up = model.embed(torch.arange(8))
-        with unsharded(model):
-            return looked_up, {name: p.detach().clone() for name, p in model.named_parameters()}
+        return looked_up, weights_of(model)
 
     trainable = {name: param.requires_grad for name, param in reference.named_parameters()}
     assert len(set(trainable.values())) == 2
@@ -261,8 +266,7 @@ def test_modules_kept_in_fp32_travel_as_they_are(param):
     def work(comm):
         model = fully_shard(models[comm.rank], comm, mp_policy=policy)
         messages = {lane.mesh.messages for unit in runtime_of(model).units for lane in unit.lanes}
-        with unsharded(model):
-            return messages, {name: p.detach().clone() for name, p in model.named_parameters()}
+        return messages, weights_of(model)
 
     for messages, shown in run_ranks(2, work):
         assert messages == {None, "fp8"}

@@ -27,12 +27,17 @@ from support.models import SkippingLM, TinyLM, batches, lm_loss
 from support.parity import (
     ROWS_PER_RANK,
     assert_gradients,
+    assert_gradients_alike,
     assert_same_run,
+    assert_trains_alike,
+    on_ranks,
     optimizer_for,
     replicas,
+    rows_for,
     sharded_gradients,
     train_sharded,
     train_unsharded,
+    where_sharded,
 )
 
 pytestmark = pytest.mark.parity
@@ -96,16 +101,13 @@ def test_a_registered_method_that_failed_gathers_again():
         def scaled(self, x):
             return x * self.scale
 
-    _, models = replicas(Scaled, SIZE)
-
-    def work(comm):
-        model = fully_shard(models[comm.rank], comm, wrap=lambda m: type(m) is nn.Linear)
+    def work(comm, model):
         register_forward_method(model, "scaled")
         with pytest.raises(RuntimeError, match="must match the size"):
             model.scaled(torch.ones(4, 5))
         return model.scaled(torch.ones(4, 6)).shape
 
-    assert set(run_ranks(SIZE, work)) == {torch.Size([4, 6])}
+    assert set(on_ranks(SIZE, Scaled, work, wrap=lambda m: type(m) is nn.Linear)) == {torch.Size([4, 6])}
 
 
 class Choosing(TinyLM):
@@ -121,23 +123,15 @@ class Choosing(TinyLM):
 
 
 def test_gradients_of_no_all_reduce_are_kept_where_the_last_backward_uses_less():
-    reference, models = replicas(Choosing, 4)
-    data = batches(2, 8)
-    for tokens, use in zip(data, [(0, 1, 2, 3), (0, 1)], strict=True):
-        reference.use = use
-        lm_loss(reference, tokens).backward()
+    first, second = batches(2, 8)
 
-    def work(comm):
-        mesh = comm.split([[0, 2], [1, 3]]), comm.split([[0, 1], [2, 3]])
-        model = fully_shard(models[comm.rank], mesh, strategy=ShardingStrategy.HYBRID_SHARD, wrap=BLOCKS)
-        rows = slice(2 * comm.rank, 2 * comm.rank + 2)
-        with no_all_reduce(model):
-            lm_loss(model, data[0][rows]).backward()
+    def run(model, rows):
+        with where_sharded(no_all_reduce, model):
+            lm_loss(model, rows(first)).backward()
         model.use = (0, 1)
-        lm_loss(model, data[1][rows]).backward()
-        return sharded_gradients(model)
+        lm_loss(model, rows(second)).backward()
 
-    assert_gradients(run_ranks(4, work), reference)
+    assert_gradients_alike(Choosing, run, 4, strategy=ShardingStrategy.HYBRID_SHARD, wrap=BLOCKS)
 
 
 @pytest.mark.parametrize("strategy", [ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP])
@@ -233,26 +227,22 @@ def test_members_of_a_group_called_alone_around_a_step():
 
 @pytest.mark.parametrize("change", ["freeze", "cast"])
 def test_changes_while_gradients_wait_are_refused(change):
-    _, models = replicas(TinyLM, SIZE)
     tokens = batches(1, 2)[0]
 
-    def work(comm):
-        model = fully_shard(models[comm.rank], comm, wrap=BLOCKS)
+    def work(comm, model):
         with no_sync(model):
             lm_loss(model, tokens).backward()
         model.blocks[1].requires_grad_(False) if change == "freeze" else model.double()
         with pytest.raises(ShardingError, match="Finish the accumulation"):
             lm_loss(model, tokens)
 
-    run_ranks(SIZE, work)
+    on_ranks(SIZE, TinyLM, work, wrap=BLOCKS)
 
 
 def test_weights_changed_between_forward_and_backward_are_refused_as_unsharded():
-    _, models = replicas(TinyLM, SIZE)
     tokens = batches(1, 2)[0]
 
-    def work(comm):
-        model = fully_shard(models[comm.rank], comm, wrap=BLOCKS)
+    def work(comm, model):
         loss = lm_loss(model, tokens)
         with torch.no_grad():
             for p in model.parameters():
@@ -260,20 +250,21 @@ def test_weights_changed_between_forward_and_backward_are_refused_as_unsharded()
         with pytest.raises(ShardingError, match="between its forward and its backward"):
             loss.backward()
 
-    run_ranks(SIZE, work)
+    on_ranks(SIZE, TinyLM, work, wrap=BLOCKS)
 
 
 @pytest.mark.parametrize(
-    "prefetch",
+    ("prefetch", "skipped"),
     [
-        Prefetch(backward=BackwardPrefetch.BACKWARD_PRE),
-        Prefetch(backward=BackwardPrefetch.BACKWARD_POST),
-        Prefetch(backward=BackwardPrefetch.NONE),
-        Prefetch(max_in_flight=1),
-        Prefetch(ahead=3),
+        (Prefetch(), (1,)),
+        (Prefetch(), (1, 2)),
+        (Prefetch(backward=BackwardPrefetch.BACKWARD_POST), (2,)),
+        (Prefetch(backward=BackwardPrefetch.NONE), (1, 2)),
+        (Prefetch(max_in_flight=1), (2,)),
+        (Prefetch(ahead=3), (1, 2)),
+        (Prefetch(ahead=3), (3,)),
     ],
 )
-@pytest.mark.parametrize("skipped", [(1,), (2,), (1, 2), (3,)])
 def test_ranks_whose_backward_skips_different_blocks_issue_the_same_gathers(prefetch, skipped):
     reference, models = replicas(SkippingLM, SIZE)
     tokens = batches(1, SIZE * ROWS_PER_RANK)[0]
@@ -286,7 +277,7 @@ def test_ranks_whose_backward_skips_different_blocks_issue_the_same_gathers(pref
         model.cut = skipped if comm.rank else ()
         for _ in range(2):
             model.zero_grad()
-            lm_loss(model, tokens[2 * comm.rank : 2 * comm.rank + 2]).backward()
+            lm_loss(model, rows_for(comm, tokens)).backward()
         return sharded_gradients(model)
 
     assert_gradients(run_ranks(SIZE, work, timeout_s=20), reference)
@@ -304,11 +295,7 @@ def test_several_calls_of_a_unit_inside_one_reentrant_checkpoint(merged, monkeyp
             return self.head(checkpoint(all_blocks, self.embed(tokens), use_reentrant=True))
 
     monkeypatch.setattr(wrap, "TINY_NUMEL", 10**6 if merged else 0)
-    reference, models = replicas(Wholesale, SIZE)
-    data = batches(4, SIZE * ROWS_PER_RANK)
-    plain = train_unsharded(reference, lm_loss, data)
-    for run in run_ranks(SIZE, lambda comm: train_sharded(models[comm.rank], comm, lm_loss, data)):
-        assert_same_run(run, plain)
+    assert_trains_alike(Wholesale, lm_loss, SIZE, steps=4)
 
 
 def test_an_embedding_that_its_unit_also_reads_is_gathered_in_backward():
@@ -329,16 +316,9 @@ def test_an_embedding_that_its_unit_also_reads_is_gathered_in_backward():
         def forward(self, x):
             return self.blocks[1](self.blocks[0](x))
 
-    reference, models = replicas(Model, SIZE)
     x = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
-    reference(x).square().mean().backward()
-
-    def work(comm):
-        model = fully_shard(models[comm.rank], comm, wrap=TransformerBlocks({"Codebook"}))
-        model(x[2 * comm.rank : 2 * comm.rank + 2]).square().mean().backward()
-        return sharded_gradients(model)
-
-    assert_gradients(run_ranks(SIZE, work), reference)
+    blocks = TransformerBlocks({"Codebook"})
+    assert_gradients_alike(Model, lambda model, rows: model(rows(x)).square().mean().backward(), SIZE, wrap=blocks)
 
 
 def test_a_table_read_by_an_older_graph_is_kept(monkeypatch):
@@ -353,24 +333,16 @@ def test_a_table_read_by_an_older_graph_is_kept(monkeypatch):
             return self.head(x) + extra
 
     monkeypatch.setattr(wrap, "LARGE_NUMEL", 1000)
-    reference, models = replicas(Reads, SIZE)
     data = batches(3, SIZE * ROWS_PER_RANK)
 
-    def run(model, take):
-        losses = [lm_loss(model, take(tokens)) for tokens in data[:2]]
+    def run(model, rows):
+        losses = [lm_loss(model, rows(tokens)) for tokens in data[:2]]
         losses[0].backward()
         model.early = False
-        lm_loss(model, take(data[2]))
+        lm_loss(model, rows(data[2]))
         losses[1].backward()
 
-    run(reference, lambda tokens: tokens)
-
-    def work(comm):
-        model = fully_shard(models[comm.rank], comm, wrap=BLOCKS)
-        run(model, lambda tokens: tokens[2 * comm.rank : 2 * comm.rank + 2])
-        return sharded_gradients(model)
-
-    assert_gradients(run_ranks(SIZE, work), reference)
+    assert_gradients_alike(Reads, run, SIZE, wrap=BLOCKS)
 
 
 class Nested(nn.Module):
@@ -389,34 +361,20 @@ class Nested(nn.Module):
 
 
 def test_groups_inside_units_and_groups_inside_groups_are_closed_in_order():
-    reference, models = replicas(Nested, SIZE)
-    data = batches(4, SIZE * ROWS_PER_RANK)
-
     def loss_of(model, tokens):
         model.drop = not model.drop
         return lm_loss(model, tokens)
 
-    plain = train_unsharded(reference, loss_of, data)
+    def shard(model, comm):
+        fully_shard(model.encoder, comm, wrap=Named(("blocks.0.up", "blocks.0.down"), ("blocks.2", "blocks.3")))
+        return fully_shard(model, comm)
 
-    def work(comm):
-        model = models[comm.rank]
-        inner = Named(("blocks.0.up", "blocks.0.down"), ("blocks.2", "blocks.3"))
-        fully_shard(model.encoder, comm, wrap=inner)
-        model = fully_shard(model, comm)
-        return train_sharded(model, comm, loss_of, data, sharded=True)
-
-    for run in run_ranks(SIZE, work):
-        assert_same_run(run, plain)
+    assert_trains_alike(Nested, loss_of, SIZE, steps=4, shard=shard)
 
 
 def test_groups_around_groups():
-    reference, models = replicas(TinyLM, SIZE)
-    data = batches(4, SIZE * ROWS_PER_RANK)
-    plain = train_unsharded(reference, lm_loss, data)
     inner = ("blocks.0.up", "blocks.0.down"), ("blocks.3.norm", "blocks.3.up")
-    groups = Named(("blocks.0", "blocks.1"), "blocks.2", *inner)
-    for run in run_ranks(SIZE, lambda c: train_sharded(models[c.rank], c, lm_loss, data, wrap=groups)):
-        assert_same_run(run, plain)
+    assert_trains_alike(TinyLM, lm_loss, SIZE, steps=4, wrap=Named(("blocks.0", "blocks.1"), "blocks.2", *inner))
 
 
 def test_lists_that_make_no_sense_are_refused_before_anything_moves():
@@ -505,11 +463,9 @@ def test_shards_are_not_computed_with_as_if_they_were_the_parameters(use):
 
 @pytest.mark.parametrize("again", ["a step", "a pass"])
 def test_after_a_step_that_raised_shards_are_shards_again(again):
-    _, models = replicas(TinyLM, SIZE)
     data = batches(1, SIZE * ROWS_PER_RANK)[0]
 
-    def work(comm):
-        model = fully_shard(models[comm.rank], comm, wrap=BLOCKS)
+    def work(comm, model):
         mine = data[comm.rank * ROWS_PER_RANK : (comm.rank + 1) * ROWS_PER_RANK]
         lm_loss(model, mine).backward()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -522,7 +478,7 @@ def test_after_a_step_that_raised_shards_are_shards_again(again):
         assert {type(p) for p in model.parameters()} == {ShardParameter}
         return [p.grad.norm().item() for p in model.parameters() if p.grad is not None]
 
-    first, second = run_ranks(SIZE, work)
+    first, second = on_ranks(SIZE, TinyLM, work, wrap=BLOCKS)
     assert first == second
 
 

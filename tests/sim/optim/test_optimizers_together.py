@@ -1,17 +1,16 @@
 """Every optimizer with everything around a step: the run of the same optimizer on the unsharded model."""
 
 import copy
+from contextlib import nullcontext
 from functools import partial
 
 import pytest
 import torch
 from torch import nn
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from fullshard import ShardedGradScaler, clip_grad_norm_, fully_shard, no_sync, step_in_backward
 from fullshard.core.optim import Places, repoint
 from fullshard.core.optim.adafactor import Adafactor, TorchAdafactor
-from fullshard.core.optim.average import ExponentialMovingAverage
 from fullshard.core.optim.lowbit import AdamW8bit, AdamWBF16
 from fullshard.core.optim.muon import Muon, muon_groups
 from fullshard.core.policy import CPUOffload
@@ -50,7 +49,8 @@ OPTIMIZERS = {
     "AdamW8bit": of_params(AdamW8bit, lr=1e-2),
     "AdamWBF16": of_params(AdamWBF16, lr=1e-2),
 }
-COMMUNICATE = ("Adafactor", "TorchAdafactor", "Muon", "AdamW8bit")
+MADE_OF_GROUPS = {"Adafactor": Adafactor, "TorchAdafactor": TorchAdafactor, "Muon": Muon, "AdamW8bit": AdamW8bit}
+COMMUNICATE = tuple(MADE_OF_GROUPS)
 TOLERANCE = {"AdamW8bit": 0.02, "AdamWBF16": 0.05}
 """Where states are rounded, a gradient that differs in its last bit may move one to the next number."""
 every_optimizer = pytest.mark.parametrize("name", OPTIMIZERS)
@@ -72,11 +72,10 @@ def weights(model):
     return {name: param.detach().clone() for name, param in model.named_parameters()}
 
 
-def steps(model, optimizer, data, after_backward=lambda: None):
+def steps(model, optimizer, data):
     for batch in data:
         optimizer.zero_grad()
         loss_of(model, batch).backward()
-        after_backward()
         optimizer.step()
 
 
@@ -85,67 +84,30 @@ def of(data, comm):
 
 
 @every_optimizer
-def test_offloaded_steps_are_those_of_the_unsharded_model(name):
-    data, model = batches(STEPS, RANKS), zoo()
-    steps(model, OPTIMIZERS[name](model), data)
-    ours, _ = on_ranks(
-        lambda model, comm: steps(model, OPTIMIZERS[name](model), of(data, comm)),
-        offload_policy=CPUOffload(pin_memory=False),
-    )
-    assert_same(name, ours, weights(model))
-
-
-@pytest.mark.parametrize(
-    ("name", "p"),
-    [
-        *((name, 2.0) for name in OPTIMIZERS),
-        *((name, p) for name in ("AdamW", "Adafactor") for p in (1.0, float("inf"))),
-    ],
-)
-def test_clipping_by_any_norm_is_that_of_the_unsharded_model(name, p):
-    data, model, norms = batches(STEPS, RANKS), zoo(), []
-    limit = {1.0: 20.0, 2.0: 0.5}.get(p, 0.05)
-
-    def clip_plain():
-        norms.append(nn.utils.clip_grad_norm_(model.parameters(), limit, p))
-
-    steps(model, OPTIMIZERS[name](model), data, clip_plain)
-
-    def work(model, comm):
-        found = []
-        steps(model, OPTIMIZERS[name](model), of(data, comm), lambda: found.append(clip_grad_norm_(model, limit, p)))
-        return found
-
-    ours, found = on_ranks(work)
-    torch.testing.assert_close(torch.stack(found), torch.stack(norms), rtol=1e-3, atol=0)
-    assert all(norm > limit for norm in norms)
-    assert_same(name, ours, weights(model))
-
-
-@every_optimizer
-def test_gradients_accumulated_under_no_sync_are_those_of_the_unsharded_model(name):
-    data, model = batches(2 * STEPS, RANKS), zoo()
-    plain = OPTIMIZERS[name](model)
-    for first, second in zip(data[::2], data[1::2], strict=True):
-        plain.zero_grad()
-        loss_of(model, first).backward()
-        loss_of(model, second).backward()
-        plain.step()
-
-    def work(model, comm):
-        optimizer = OPTIMIZERS[name](model)
-        mine = of(data, comm)
-        for first, second in zip(mine[::2], mine[1::2], strict=True):
+def test_steps_of_accumulated_clipped_and_offloaded_gradients_are_those_of_the_unsharded_model(name):
+    def run(model, data, clip, waits=lambda model: nullcontext()):
+        optimizer, norms = OPTIMIZERS[name](model), []
+        for first, second in zip(data[::2], data[1::2], strict=True):
             optimizer.zero_grad()
-            with no_sync(model):
+            with waits(model):
                 loss_of(model, first).backward()
             loss_of(model, second).backward()
+            norms.append(clip(model))
             optimizer.step()
+        return torch.stack(norms)
 
-    assert_same(name, on_ranks(work)[0], weights(model))
+    data, model, limit = batches(2 * STEPS, RANKS), zoo(), 0.5
+    norms = run(model, data, lambda model: nn.utils.clip_grad_norm_(model.parameters(), limit))
+    ours, found = on_ranks(
+        lambda model, comm: run(model, of(data, comm), lambda model: clip_grad_norm_(model, limit), no_sync),
+        offload_policy=CPUOffload(pin_memory=False),
+    )
+    assert (norms > limit).all()
+    torch.testing.assert_close(found, norms, rtol=1e-3, atol=0)
+    assert_same(name, ours, weights(model))
 
 
-@every_optimizer
+@pytest.mark.parametrize("name", ["AdamW", "Adafactor", "Muon", "AdamW8bit"])
 def test_a_step_with_an_infinite_gradient_on_one_rank_is_skipped_on_all(name):
     data = batches(STEPS, RANKS)
 
@@ -171,25 +133,6 @@ def test_a_step_with_an_infinite_gradient_on_one_rank_is_skipped_on_all(name):
         return scaler.get_scale()
 
     assert on_ranks(work)[1] == 512.0
-
-
-@every_optimizer
-def test_a_moving_average_is_that_of_the_unsharded_model(name):
-    data, model = batches(STEPS, RANKS), zoo()
-    plain, averaged = OPTIMIZERS[name](model), AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5))
-    for batch in data:
-        steps(model, plain, [batch])
-        averaged.update_parameters(model)
-
-    def work(model, comm):
-        optimizer, average = OPTIMIZERS[name](model), ExponentialMovingAverage(model, 0.5)
-        for batch in of(data, comm):
-            steps(model, optimizer, [batch])
-            average.update()
-        with average.applied():
-            return whole(model)
-
-    assert_same(name, on_ranks(work)[1], weights(averaged.module))
 
 
 @every_optimizer
@@ -251,6 +194,19 @@ def test_one_that_was_made_and_stepped_before_sharding_goes_on_with_its_state(na
         return whole(model)
 
     assert_same(name, run_ranks(RANKS, work)[0], weights(model))
+
+
+@pytest.mark.parametrize("name", COMMUNICATE)
+def test_one_that_lacks_what_a_rank_holds_no_rows_of_is_told_on_every_rank(name):
+    def work(model, comm):
+        groups = OPTIMIZERS[name](model).param_groups
+        held = [group | {"params": [param for param in group["params"] if param.nbytes]} for group in groups]
+        optimizer = MADE_OF_GROUPS[name](held)
+        loss_of(model, of(batches(1, RANKS), comm)[0]).backward()
+        with pytest.raises(ConfigError, match=rf"{type(optimizer).__name__} .*needs the same parameters"):
+            optimizer.step()
+
+    on_ranks(work)
 
 
 def decays_by_rows(model, comm):

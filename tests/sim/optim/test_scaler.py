@@ -9,13 +9,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from fullshard import MixedPrecision, ShardingStrategy, clip_grad_norm_, fully_shard, unsharded
+from fullshard import MixedPrecision, ShardingStrategy, clip_grad_norm_, fully_shard
 from fullshard.core.optim import ShardedGradScaler
 from fullshard.core.shards import rows_of
 from fullshard.core.testing import RecordingComm, run_ranks
 from fullshard.errors import ConfigError
 from support.models import TinyLM, batches, lm_loss
-from support.parity import ROWS_PER_RANK, optimizer_for, replicas
+from support.parity import ROWS_PER_RANK, alone, on_ranks, optimizer_for, replicas, size_for, two_by_two, weights_of
 
 FP16 = MixedPrecision(param="float16", reduce="float32")
 
@@ -39,20 +39,24 @@ def step(scaler, optimizer, loss):
     scaler.update()
 
 
-@pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize(
-    ("strategy", "size"),
-    [(ShardingStrategy.FULL_SHARD, 2), (ShardingStrategy.NO_SHARD, 2), (ShardingStrategy.HYBRID_SHARD, 4)],
+    ("strategy", "fused"),
+    [
+        (ShardingStrategy.FULL_SHARD, False),
+        (ShardingStrategy.FULL_SHARD, True),
+        (ShardingStrategy.NO_SHARD, False),
+        (ShardingStrategy.HYBRID_SHARD, True),
+    ],
 )
-def test_fp16_inf_on_one_rank_skips_the_step_on_all(strategy, size, fused):
+def test_fp16_inf_on_one_rank_skips_the_step_on_all(strategy, fused):
+    size = size_for(strategy)
     models = tables(size)
 
     def work(comm):
-        ledger = RecordingComm(comm)
-        mesh = ledger
-        if strategy is ShardingStrategy.HYBRID_SHARD:
-            ledger = RecordingComm(comm.split([(0, 1), (2, 3)]))
-            mesh = (comm.split([(0, 2), (1, 3)]), ledger)
+        mesh = ledger = RecordingComm(comm)
+        if strategy.needs_two_axes:
+            replicate, shard = two_by_two(comm)
+            mesh = (replicate, ledger := RecordingComm(shard))
         model = fully_shard(models[comm.rank], mesh, wrap=None, strategy=strategy, mp_policy=FP16)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=fused)
         scaler = ShardedGradScaler("cpu", init_scale=2.0**16)
@@ -81,8 +85,8 @@ def test_fp16_inf_on_one_rank_skips_the_step_on_all(strategy, size, fused):
 
 
 @pytest.mark.parity
-@pytest.mark.parametrize("size", [1, 2, 3])
-def test_ten_steps_equal_torchs_scaler_on_the_unsharded_model(size):
+def test_ten_steps_equal_torchs_scaler_on_the_unsharded_model():
+    size = 3
     reference, models = replicas(TinyLM, size)
     data = batches(10, size * ROWS_PER_RANK)
     settings = {"init_scale": 2.0**10, "growth_interval": 3}
@@ -113,19 +117,16 @@ def test_ten_steps_equal_torchs_scaler_on_the_unsharded_model(size):
         rows = slice(comm.rank * ROWS_PER_RANK, (comm.rank + 1) * ROWS_PER_RANK)
         scaler = ShardedGradScaler("cpu", **settings)
         assert train(model, scaler, lambda model: clip_grad_norm_(model, 1.0), rows) == plain
-        with unsharded(model):
-            for name, param in model.named_parameters():
-                torch.testing.assert_close(param, reference.get_parameter(name), atol=1e-5, rtol=0)
+        for name, param in weights_of(model).items():
+            torch.testing.assert_close(param, reference.get_parameter(name).detach(), atol=1e-5, rtol=0)
 
     run_ranks(size, work)
 
 
 def test_fp16_compute_trains():
-    _, models = replicas(TinyLM, 2)
     tokens = batches(1, 2 * ROWS_PER_RANK)[0]
 
-    def work(comm):
-        model = fully_shard(models[comm.rank], comm, mp_policy=FP16)
+    def work(comm, model):
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         scaler = ShardedGradScaler("cpu", init_scale=2.0**24)  # far too much: it must find its way down
         losses = []
@@ -137,7 +138,7 @@ def test_fp16_compute_trains():
         assert losses[1] == losses[0]
         assert losses[-1] < losses[0] / 2
 
-    run_ranks(2, work)
+    on_ranks(2, TinyLM, work, mp_policy=FP16)
 
 
 @pytest.mark.parametrize("fused", [False, True])
@@ -185,10 +186,7 @@ def test_no_gradient_anywhere_is_a_step_without_inf():
 
 
 def test_one_of_two_optimizers_skips_on_all_ranks_and_the_scale_shrinks():
-    _, models = replicas(lambda: nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 12, bias=False)), 2)
-
-    def work(comm):
-        model = fully_shard(models[comm.rank], comm, wrap=None)
+    def work(comm, model):
         optimizers = [torch.optim.SGD([p], lr=0.1) for p in model.parameters()]
         scaler = ShardedGradScaler("cpu", init_scale=8.0)
         scaler.scale(model(torch.ones(1, 4)).sum()).backward()
@@ -202,7 +200,9 @@ def test_one_of_two_optimizers_skips_on_all_ranks_and_the_scale_shrinks():
         assert scaler.get_scale() == 4.0
         return [not torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True)]
 
-    changed = run_ranks(2, work)
+    changed = on_ranks(
+        2, lambda: nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 12, bias=False)), work, wrap=None
+    )
     assert any(first for first, _ in changed)
     assert not any(second for _, second in changed)
 
@@ -227,16 +227,13 @@ def test_the_state_goes_on_where_it_was_saved():
 
 
 def test_float16_shards_are_refused_on_every_rank():
-    _, models = replicas(lambda: nn.Linear(1, 1, bias=False).half(), 2)
-
-    def work(comm):  # the second rank holds no rows
-        model = fully_shard(models[comm.rank], comm, wrap=None)
+    def work(comm, model):  # the second rank holds no rows
         scaler = ShardedGradScaler("cpu")
         scaler.scale(model(torch.ones(1, 1, dtype=torch.float16)).sum()).backward()
         with pytest.raises(ConfigError, match="1 parameters of the optimizer are float16"):
             scaler.unscale_(torch.optim.SGD(model.parameters(), lr=0.1))
 
-    run_ranks(2, work)
+    on_ranks(2, lambda: nn.Linear(1, 1, bias=False).half(), work, wrap=None)
 
 
 def test_an_optimizer_of_an_unsharded_model_is_refused():
@@ -250,14 +247,11 @@ def test_an_optimizer_of_an_unsharded_model_is_refused():
 def test_a_disabled_scaler_only_steps():
     models = tables(1)
 
-    def work(comm):
-        model = fully_shard(models[0], comm, wrap=None)
-        scaler = ShardedGradScaler("cpu", enabled=False)
-        before = model.weight.detach().clone()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        scaler.scale(table_loss(model, row=0, factor=1.0)).backward()
-        scaler.unscale_(optimizer)
-        scaler.step(optimizer)
-        torch.testing.assert_close(before[0] - model.weight[0], torch.full((4,), 0.1 / 4))
-
-    run_ranks(1, work)
+    model = alone(models[0], wrap=None)
+    scaler = ShardedGradScaler("cpu", enabled=False)
+    before = model.weight.detach().clone()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler.scale(table_loss(model, row=0, factor=1.0)).backward()
+    scaler.unscale_(optimizer)
+    scaler.step(optimizer)
+    torch.testing.assert_close(before[0] - model.weight[0], torch.full((4,), 0.1 / 4))

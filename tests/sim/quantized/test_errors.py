@@ -39,30 +39,32 @@ def refused(model, match, weights=None, error=ConfigError):
     run_ranks(2, rank)
 
 
-def test_full_fine_tuning_is_refused(tmp_path):
+EVERYTHING = Quantize("nf4", skip=("encoder", "decoder", "lm_head"))
+SKIPS = {"lm_haed": "lm_head", "decoder.blok.0": "decoder.block.0", "zzz": "none"}
+REFUSED = {
+    "full fine-tuning": (NF4, r"Quantised weights are frozen.*are trainable"),
+    "nothing to quantise": (EVERYTHING, "nothing to quantise"),
+    **{
+        name: (
+            Quantize("nf4", skip=("wo", name)),
+            rf"Quantize\(skip=…\) has '{name}', which is no module of T5.*Names like it: {near}",
+        )
+        for name, near in SKIPS.items()
+    },
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_quantised_is_refused(case, tmp_path):
     quantized.saved(t5, tmp_path)
-    refused(skeleton(frozen=False), "Quantised weights are frozen.*are trainable", Pretrained(tmp_path, quantize=NF4))
+    quantize, match = REFUSED[case]
+    refused(skeleton(frozen=case != "full fine-tuning"), match, Pretrained(tmp_path, quantize=quantize))
 
 
 def test_a_model_in_memory_is_refused(tmp_path):
     model, _ = quantized.saved(t5, tmp_path)
     model.requires_grad_(requires_grad=False)
     refused(model, "on the meta device", Pretrained(tmp_path, quantize=NF4))
-
-
-def test_nothing_to_quantise_is_refused(tmp_path):
-    quantized.saved(t5, tmp_path)
-    everything = Quantize("nf4", skip=("encoder", "decoder", "lm_head"))
-    refused(skeleton(), "nothing to quantise", Pretrained(tmp_path, quantize=everything))
-
-
-@pytest.mark.parametrize(
-    ("name", "near"), [("lm_haed", "lm_head"), ("decoder.blok.0", "decoder.block.0"), ("zzz", "none")]
-)
-def test_a_name_to_skip_that_no_module_has_is_refused_with_names_like_it(name, near, tmp_path):
-    quantized.saved(t5, tmp_path)
-    weights = Pretrained(tmp_path, quantize=Quantize("nf4", skip=("wo", name)))
-    refused(skeleton(), rf"Quantize\(skip=…\) has '{name}', which is no module of T5.*Names like it: {near}", weights)
 
 
 def test_weights_that_do_not_fit_leave_the_layers_as_they_were(tmp_path):
@@ -208,6 +210,7 @@ def test_no_write_to_a_quantised_weight_is_lost_in_silence(tmp_path):
     def rank(comm):
         model = quantized.sharded_from_files(t5, path, comm, NF4)
         layer = next(one for one in model.modules() if isinstance(one, QuantizedLinear))
+        assert (tuple(layer.weight.shape), layer.weight.dtype) == ((64, 64), torch.float32)
         with pytest.raises(ShardingError, match=r"inside `with fullshard.unsharded"):
             layer.weight.sum()
         with unsharded(model), torch.no_grad():
@@ -229,14 +232,14 @@ def test_no_write_to_a_quantised_weight_is_lost_in_silence(tmp_path):
     run_ranks(2, rank)
 
 
-@pytest.mark.parametrize("safe", [False, True])
-def test_peft_does_not_merge_into_a_quantised_weight_in_silence(safe, tmp_path):
+def test_peft_does_not_merge_into_a_quantised_weight_in_silence(tmp_path):
     _, path = quantized.saved(t5, tmp_path)
 
     def rank(comm):
         model = quantized.sharded_from_files(t5, path, comm, NF4)
-        with unsharded(model), pytest.raises(ShardingError, match="fullshard export RUN --merge"):
-            model.merge_adapter(safe_merge=safe)
+        for safe in (False, True):
+            with unsharded(model), pytest.raises(ShardingError, match="fullshard export RUN --merge"):
+                model.merge_adapter(safe_merge=safe)
 
     run_ranks(2, rank)
 
@@ -263,16 +266,16 @@ def test_layers_of_bitsandbytes_that_ran_before_keep_no_full_weight_and_are_not_
     run_ranks(2, rank)
 
 
-@pytest.mark.parametrize("norm", [torch.Tensor.norm, torch.linalg.vector_norm, lambda p: torch._foreach_norm([p])])
-def test_a_norm_of_codes_is_refused_on_every_rank_and_none_waits(norm, tmp_path):
+def test_a_norm_of_codes_is_refused_on_every_rank_and_none_waits(tmp_path):
     _, path = quantized.saved(t5, tmp_path)
 
     def rank(comm):
         model = quantized.sharded_from_files(t5, path, comm, NF4)
         # Of a layer as small as this some ranks have no row, so torch would raise on the others alone.
         codes = [p for p in model.parameters() if p.dtype == torch.uint8]
-        with pytest.raises(ShardingError, match=r"needs floating numbers.*torch\.uint8"):
-            norm(codes[0])
+        for norm in (torch.Tensor.norm, torch.linalg.vector_norm, lambda p: torch._foreach_norm([p])):
+            with pytest.raises(ShardingError, match=r"needs floating numbers.*torch\.uint8"):
+                norm(codes[0])
         assert codes[0].float().norm() > 0
 
     run_ranks(2, rank)

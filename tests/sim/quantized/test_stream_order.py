@@ -10,6 +10,7 @@ from fullshard.core.engine.step.lane import Lane
 from fullshard.core.testing import run_ranks
 from support import quantized
 from support.models import batches, seq2seq_loss
+from support.parity import size_for
 from support.quantized import NF4, t5
 from support.streams import StreamChecker, install
 
@@ -19,13 +20,19 @@ def _checked_device(monkeypatch):
     install(monkeypatch)
 
 
-@pytest.mark.parametrize("offloaded", [False, True], ids=["on the device", "offloaded"])
-@pytest.mark.parametrize("strategy", [ShardingStrategy.FULL_SHARD, ShardingStrategy.HYBRID_SHARD])
-@pytest.mark.parametrize("frozen", ["shard", "replicate"])
+@pytest.mark.parametrize(
+    ("strategy", "frozen", "offloaded"),
+    [
+        (ShardingStrategy.FULL_SHARD, "shard", False),
+        (ShardingStrategy.FULL_SHARD, "replicate", True),
+        (ShardingStrategy.HYBRID_SHARD, "shard", True),
+        (ShardingStrategy.HYBRID_SHARD, "replicate", False),
+    ],
+)
 def test_training_is_ordered(strategy, frozen, offloaded, monkeypatch):
     # The CPU takes itself for a device, and copies reduced gradients to the host.
     monkeypatch.setattr(Lane, "offloaded", offloaded)
-    size = 4 if strategy.needs_two_axes else 2
+    size = size_for(strategy)
     plain = quantized.reference(quantized.saved(t5)[0], NF4)
     copies = [copy.deepcopy(plain) for _ in range(size)]
 

@@ -8,7 +8,7 @@ from fullshard import Quantize
 from fullshard.core.testing import run_ranks
 from support import quantized
 from support.models import batches
-from support.parity import ROWS_PER_RANK, steps_for, train_sharded, train_unsharded
+from support.parity import ROWS_PER_RANK, train_sharded, train_unsharded
 
 pytestmark = pytest.mark.parity
 
@@ -16,11 +16,10 @@ pytestmark = pytest.mark.parity
 @pytest.mark.parametrize(
     ("kind", "type", "double", "size"),
     [
-        ("t5", "nf4", True, 2),
+        ("t5", "nf4", True, 1),
+        ("t5", "nf4", True, 3),
         ("bart", "nf4", True, 2),
         ("llama", "nf4", True, 2),
-        ("t5", "nf4", True, 3),
-        ("t5", "nf4", True, 1),
         ("t5", "fp4", False, 2),
         ("llama", "int8", False, 2),
         ("bart", "int8", False, 3),
@@ -32,7 +31,7 @@ def test_lora_from_files_and_from_bitsandbytes_layers_equals_peft(kind, type, do
     model, path = quantized.saved(make)
     plain_model = quantized.reference(model, quantize)
     copies = [copy.deepcopy(plain_model) for _ in range(size)]
-    data = batches(steps_for(size), size * ROWS_PER_RANK)
+    data = batches(4, size * ROWS_PER_RANK)
     plain = train_unsharded(plain_model, loss_of, data)
     for run in run_ranks(size, lambda comm: train_sharded(copies[comm.rank], comm, loss_of, data)):
         quantized.assert_same(run, plain)

@@ -4,10 +4,10 @@
 and raises on a rank that sees the behaviour broken.
 """
 
-from support.behaviours import calls, passes, precision, scheduling, state, tables, units
-from support.behaviours.ranks import Ranks as Ranks
+from support.behaviours import passes, precision, state, units
+from support.behaviours.running import Ranks as Ranks
 
-_ROOMS = (units, passes, precision, scheduling, calls, state, tables)
+_ROOMS = (units, passes, precision, state)
 BEHAVIOURS = dict(
     sorted((name, one) for room in _ROOMS for name, one in vars(room).items() if name[0] == "b" and name[1:3].isdigit())
 )

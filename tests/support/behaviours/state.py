@@ -10,8 +10,7 @@ from fullshard import full_tensors
 from fullshard.core.layout import UnitLayout
 from fullshard.core.testing import run_ranks
 from fullshard.errors import MismatchError
-from support.behaviours.ranks import Ranks
-from support.behaviours.running import assert_weights, expect, lm, lm_step, runtime, shard, weights_of
+from support.behaviours.running import Ranks, assert_weights, expect, lm, lm_step, runtime, shard, weights_of
 from support.parity import optimizer_for
 from support.tiny_lm import batches, lm_loss
 
