@@ -12,7 +12,7 @@ from fullshard.errors import ConfigError
 from fullshard.program.config import RunConfig
 from fullshard.program.data import LengthStats, Ragged, TokenizedSet
 from fullshard.program.models import load_tokenizer, resolve_model
-from fullshard.program.models.kind import reads_one_sequence
+from fullshard.program.models.hub import reads_one_sequence
 from fullshard.program.train.setup.prepare import Prepared
 
 _STEPS = 4
