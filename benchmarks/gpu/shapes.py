@@ -15,8 +15,7 @@ from transformers.models.t5.modeling_t5 import T5Block
 
 from benchmarks.gpu import ROOT
 from benchmarks.gpu.record import Lacking
-from fullshard.program.models.activation_checkpointing import enable_activation_checkpointing
-from fullshard.program.models.compile import compile_blocks
+from fullshard.program.models.blocks import compile_blocks, enable_activation_checkpointing
 
 _T5 = {"d_model": 1024, "num_layers": 24, "vocab_size": 32128, "dropout_rate": 0.0, "decoder_start_token_id": 0}
 _LLAMA = {

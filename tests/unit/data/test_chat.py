@@ -8,9 +8,8 @@ from fullshard.errors import DataError
 from fullshard.program.data.batching.collate import CollateSpec, RowRef, collate
 from fullshard.program.data.examples import Conversation, Example
 from fullshard.program.data.tokenizing.cache import open_tokens, tokenize_to
-from fullshard.program.data.tokenizing.plain_chat import add_plain_template
-from fullshard.program.data.tokenizing.shown_row import show_row
-from fullshard.program.data.tokenizing.tokenize import TokenizeSpec, tokenize
+from fullshard.program.data.tokenizing.chat import add_plain_template
+from fullshard.program.data.tokenizing.tokenize import TokenizeSpec, show_row, tokenize
 from support.trained_tokenizer import byte_tokenizer
 
 WORDS = ("<pad>", "</s>", "<unk>", "<s>", "<user>", "<bot>", "<end>", "a", "b", "c", "d", "e", "\n", "label")

@@ -6,7 +6,7 @@ import yaml
 from fullshard.errors import ConfigError, DataError
 from fullshard.program.data import SourceSpec
 from fullshard.program.data.reading.columns import KNOWN_SHAPES, choose, choose_sources, parse_template
-from fullshard.program.data.reading.tables import Row
+from fullshard.program.data.reading.row import Row
 
 
 def example(columns, cells=None, **options):

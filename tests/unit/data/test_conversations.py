@@ -2,15 +2,12 @@
 
 import json
 from dataclasses import replace
-from pathlib import Path
 
-import datasets
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
 from fullshard.errors import DataError
 from fullshard.program.data import SourceSpec, answers_as_rows, read_inputs, read_split
+from support.row_files import write_rows
 
 OPENAI = [
     {"role": "system", "content": "Be short."},
@@ -26,19 +23,6 @@ SHAREGPT = [
 HISTORY = "system: Be short.\nuser: one\nassistant: 1\nuser: two"
 
 
-def write(path: Path, rows):
-    match path.suffix:
-        case ".jsonl":
-            path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-        case ".json":
-            path.write_text(json.dumps(rows))
-        case ".parquet":
-            pq.write_table(pa.Table.from_pylist(rows), path)
-        case _:
-            datasets.Dataset.from_list(rows).save_to_disk(path)
-    return SourceSpec(dataset_name=str(path)) if not path.suffix else SourceSpec(train_file=path)
-
-
 @pytest.mark.parametrize("name", ["rows.jsonl", "rows.json", "rows.parquet", "directory"])
 @pytest.mark.parametrize(
     "row",
@@ -51,7 +35,7 @@ def write(path: Path, rows):
     ids=["messages", "conversations", "system", "completion"],
 )
 def test_recognised_in_every_format(tmp_path, name, row):
-    table = read_split(write(tmp_path / name, [row, row]), "train")
+    table = read_split(write_rows(tmp_path / name, [row, row]), "train")
     example = table.examples[1]
     assert example.conversation is not None
     assert [(turn["role"], turn["content"]) for turn in example.conversation.messages] == [
@@ -62,9 +46,11 @@ def test_recognised_in_every_format(tmp_path, name, row):
 
 
 def test_a_prompt_is_not_learned_and_a_column_may_be_named(tmp_path):
-    spec = write(tmp_path / "a.jsonl", [{"prompt": OPENAI[:4], "completion": OPENAI[4:]}])
+    spec = write_rows(tmp_path / "a.jsonl", [{"prompt": OPENAI[:4], "completion": OPENAI[4:]}])
     assert read_split(spec, "train").examples[0].conversation.answers == (4,)
-    spec = replace(write(tmp_path / "b.jsonl", [{"chat": OPENAI, "more": 1}]), source_column="chat", train_on="last")
+    spec = replace(
+        write_rows(tmp_path / "b.jsonl", [{"chat": OPENAI, "more": 1}]), source_column="chat", train_on="last"
+    )
     table = read_split(spec, "train")
     assert table.examples[0].conversation.answers == (4,)
     assert "loss on the last assistant turn" in table.notes[0]
@@ -72,8 +58,8 @@ def test_a_prompt_is_not_learned_and_a_column_may_be_named(tmp_path):
 
 def test_text_columns_are_tables_as_before(tmp_path):
     alpaca = {"instruction": "Add.", "input": "1 2", "output": "3", "text": "..."}
-    assert read_split(write(tmp_path / "a.jsonl", [alpaca]), "train").examples[0].source == "Add.\n\n1 2"
-    spec = write(tmp_path / "b.jsonl", [{"prompt": "a", "completion": "b"}])
+    assert read_split(write_rows(tmp_path / "a.jsonl", [alpaca]), "train").examples[0].source == "Add.\n\n1 2"
+    spec = write_rows(tmp_path / "b.jsonl", [{"prompt": "a", "completion": "b"}])
     example = read_split(spec, "train").examples[0]
     assert (example.source, example.references, example.conversation) == ("a", ("b",), None)
     with pytest.raises(DataError, match="train_on: last applies to conversations, and its rows are none"):
@@ -98,7 +84,7 @@ def test_text_columns_are_tables_as_before(tmp_path):
     ],
 )
 def test_a_malformed_row_is_unusable_with_its_reason(tmp_path, turns, reason):
-    spec = write(tmp_path / "rows.jsonl", [{"messages": OPENAI}, {"messages": turns}])
+    spec = write_rows(tmp_path / "rows.jsonl", [{"messages": OPENAI}, {"messages": turns}])
     with pytest.raises(DataError, match=f"rows.jsonl:2: .*{reason}"):
         read_split(spec, "train")
     table = read_split(replace(spec, max_bad_rows=1), "train")
@@ -116,7 +102,7 @@ def test_tools_parts_weights_and_turns_after_the_last_answer(tmp_path):
         {"role": "user", "content": "thanks"},
     ]
     row = {"messages": turns, "tools": json.dumps([{"name": "add"}])}
-    table = read_split(write(tmp_path / "rows.jsonl", [row]), "train")
+    table = read_split(write_rows(tmp_path / "rows.jsonl", [row]), "train")
     found = table.examples[0].conversation
     assert found.messages == (
         {"role": "user", "content": "1 + 2.5"},
@@ -130,7 +116,7 @@ def test_tools_parts_weights_and_turns_after_the_last_answer(tmp_path):
 
 def test_three_answers_are_three_rows_of_an_encoder_decoder(tmp_path):
     turns = [*OPENAI, {"role": "user", "content": "three"}, {"role": "assistant", "content": "3"}]
-    table = read_split(write(tmp_path / "rows.jsonl", [{"messages": turns}]), "train")
+    table = read_split(write_rows(tmp_path / "rows.jsonl", [{"messages": turns}]), "train")
     rows = answers_as_rows(table.examples)
     assert [(row.source.splitlines()[-1], row.target) for row in rows] == [
         ("user: one", "1"),
@@ -145,7 +131,7 @@ def test_conversations_that_begin_alike_are_held_out_together(tmp_path):
         {"messages": [{"role": "user", "content": str(n // 2)}, {"role": "assistant", "content": str(n)}] * (1 + n % 2)}
         for n in range(40)
     ]
-    spec = replace(write(tmp_path / "rows.jsonl", rows), validation_fraction=0.3)
+    spec = replace(write_rows(tmp_path / "rows.jsonl", rows), validation_fraction=0.3)
     sides = {split: read_split(spec, split) for split in ("train", "validation")}
     first = {name: {one.conversation.messages[0]["content"] for one in table.examples} for name, table in sides.items()}
     assert first["train"] | first["validation"] == {str(n) for n in range(20)}
@@ -155,12 +141,12 @@ def test_conversations_that_begin_alike_are_held_out_together(tmp_path):
 
 
 def test_rows_to_predict_for_lose_the_answer_at_the_end(tmp_path):
-    write(tmp_path / "rows.jsonl", [{"messages": OPENAI}, {"messages": OPENAI[:4]}, {"messages": OPENAI[2:3]}])
+    write_rows(tmp_path / "rows.jsonl", [{"messages": OPENAI}, {"messages": OPENAI[:4]}, {"messages": OPENAI[2:3]}])
     rows = read_inputs(tmp_path / "rows.jsonl", SourceSpec()).rows
     assert [row.source for row in rows] == [HISTORY, HISTORY, ""]
     assert rows[0].conversation == rows[1].conversation
     assert rows[2].problem == "column 'messages' has no turn to answer"
-    write(tmp_path / "prompts.jsonl", [{"prompt": OPENAI[:2]}])
+    write_rows(tmp_path / "prompts.jsonl", [{"prompt": OPENAI[:2]}])
     named = SourceSpec(source_column="prompt")
     for spec in (SourceSpec(), named):
         assert read_inputs(tmp_path / "prompts.jsonl", spec).rows[0].source == "system: Be short.\nuser: one"

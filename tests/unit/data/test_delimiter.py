@@ -3,15 +3,12 @@
 import pytest
 
 from fullshard.errors import DataError
-from fullshard.program.data import SourceSpec, read_split
+from support.row_files import read, write
 
 
 def table(tmp_path, text, **options):
-    path = tmp_path / "rows.csv"
-    path.write_bytes(text.encode())
-    return read_split(
-        SourceSpec(train_file=path, **{"source_column": "text", "target_column": "label", **options}), "train"
-    )
+    names = {"source_column": "source", "target_column": "target"}
+    return read(write(tmp_path / "rows.csv", text), **{names.get(name, name): one for name, one in options.items()})
 
 
 def pairs(tmp_path, text, **options):

@@ -24,8 +24,9 @@ from fullshard.program.data import (
     read_split,
 )
 from fullshard.program.data.reading import kind
-from fullshard.program.data.reading.tables import parse_json
+from fullshard.program.data.reading.json_file import parse_json
 from fullshard.program.starter import look_at
+from support.row_files import pairs, read, write
 
 ROWS = [{"text": f"where is card {i}", "label": f"kind {i % 3}"} for i in range(12)]
 FRAME = pandas.DataFrame(ROWS)
@@ -70,12 +71,11 @@ READ = {
 
 @pytest.mark.parametrize("what", READ)
 def test_a_file_is_read_as_what_it_is_by_every_command(what, tmp_path, t5_like):
-    path = tmp_path / READ[what][0]
-    path.write_bytes(READ[what][1])
+    path = write(tmp_path / READ[what][0], READ[what][1])
     right = [(row["text"], row["label"]) for row in ROWS]
     spec = SourceSpec(train_file=path, source_column="text", target_column="label")
     table = read_split(spec, "train")
-    assert [(row.source, row.target) for row in table.examples] == right
+    assert pairs(table) == right
     encoding, _ = encoding_of_rows(path, spec, None)
     assert [row.source for row in read_inputs(path, spec).rows] == [text for text, _ in right]
     assert (encoding, look_at(path).rows) == ("utf-8", 12)
@@ -122,8 +122,7 @@ NAMED = {
 @pytest.mark.parametrize("name", ["rows.csv", "rows.jsonl", "rows.json", "rows.tsv", "rows.txt", "rows.parquet"])
 @pytest.mark.parametrize("what", NAMED)
 def test_what_is_no_table_is_named(what, name, tmp_path, monkeypatch, capsys):
-    path = tmp_path / name
-    path.write_bytes(NAMED[what])
+    path = write(tmp_path / name, NAMED[what])
     spec, is_text = SourceSpec(train_file=path), name.endswith("txt")
     if is_text and what == "a web page":
         assert len(read_inputs(path, spec).rows) == 2
@@ -141,16 +140,14 @@ def test_what_is_no_table_is_named(what, name, tmp_path, monkeypatch, capsys):
 
 
 def test_a_database_is_named(tmp_path):
-    path = tmp_path / "rows.csv"
-    path.write_bytes(database(tmp_path / "base"))
+    path = write(tmp_path / "rows.csv", database(tmp_path / "base"))
     with pytest.raises(DataError, match="an SQLite database"):
         read_split(SourceSpec(train_file=path), "train")
 
 
 @pytest.mark.parametrize("name", ["rows.jsonl", "rows.json"])
 def test_csv_that_is_named_as_json_is_told(name, tmp_path):
-    path = tmp_path / name
-    path.write_bytes(CSV)
+    path = write(tmp_path / name, CSV)
     with pytest.raises(DataError, match=r"look like those of a CSV file: 'text,label'.*data\.format: csv"):
         read_split(SourceSpec(train_file=path), "train")
     assert len(read_split(SourceSpec(train_file=path, format="csv"), "train").examples) == 12
@@ -166,14 +163,12 @@ def test_csv_that_is_named_as_json_is_told(name, tmp_path):
     ],
 )
 def test_a_csv_with_marks_of_others_stays_one(name, content, columns, tmp_path):
-    (tmp_path / name).write_bytes(content.encode())
-    spec = SourceSpec(train_file=tmp_path / name, source_column=columns[0], target_column=columns[1])
-    assert [row.target for row in read_split(spec, "train").examples] == ["x", "y"]
+    table = read(write(tmp_path / name, content), *columns)
+    assert [row.target for row in table.examples] == ["x", "y"]
 
 
 def test_line_breaks_inside_cells_of_a_file_of_macs_stay(tmp_path):
-    path = tmp_path / "rows.csv"
-    path.write_bytes(b'text,label\r"two\nlines",x\rb,y\rc,z\r')
+    path = write(tmp_path / "rows.csv", 'text,label\r"two\nlines",x\rb,y\rc,z\r')
     spec = SourceSpec(train_file=path, source_column="text", target_column="label")
     assert [row.source for row in read_split(spec, "train").examples] == ["two\nlines", "b", "c"]
     (tmp_path / "rows.txt").write_bytes(b"first\rsecond\rthird\r")
@@ -185,11 +180,11 @@ def test_line_breaks_inside_cells_of_a_file_of_macs_stay(tmp_path):
 @pytest.mark.parametrize("name", ["rows.jsonl", "rows.json", "rows.jsonl.gz"])
 @pytest.mark.parametrize("first", ["# made on 3 May, 2024, by hand", '"text": "a", "label": "b"}', '{"text": "a, b'])
 def test_a_bad_first_line_does_not_make_json_lines_another_kind(first, name, tmp_path):
-    path, text = tmp_path / name, first.encode() + b"\n" + LINES
-    path.write_bytes(gzip.compress(text) if name.endswith("gz") else text)
+    text = first.encode() + b"\n" + LINES
+    path = write(tmp_path / name, gzip.compress(text) if name.endswith("gz") else text)
     spec = SourceSpec(train_file=path, source_column="text", target_column="label", max_bad_rows=1)
     table = read_split(spec, "train")
-    assert [(row.source, row.target) for row in table.examples] == [(row["text"], row["label"]) for row in ROWS]
+    assert pairs(table) == [(row["text"], row["label"]) for row in ROWS]
     with pytest.raises(DataError, match=r":1: broken JSON"):
         read_split(replace(spec, max_bad_rows=0), "train")
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from fullshard.program.data import EpochPlan, LengthStats, Mixture, TokenizedSet, chained
-from fullshard.program.data.mixing.mixture import shares
+from fullshard.program.data.batching.mixture import shares
 
 CASES = [((10, 30), (1.0, 1.0)), ((7, 100, 3), (0.5, 0.3, 0.2)), ((5, 5), (3.0, 1.0)), ((1, 50), (0.001, 1.0))]
 
@@ -75,7 +75,8 @@ def test_a_step_has_the_same_rows_for_any_number_of_ranks(lengths):
 
 def test_evaluation_takes_every_row_once():
     plan = EpochPlan(24, 1, 8, training=False, mixture=Mixture((6, 18), (3.0, 1.0)))
-    assert [row.index for row in plan.rank_rows(0)] == list(range(24))
+    places = [plan.micro_batch(number, 0)[0] for number in range(plan.num_batches)]
+    assert np.concatenate(places).tolist() == list(range(24))
 
 
 def tokenized(first, count):

@@ -1,11 +1,9 @@
 """Names with dots reach into cells as datasets' ``flatten`` does, in every format, and JSON text is what it says."""
 
-import csv
 import json
+from dataclasses import replace
 
 import datasets
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
 from fullshard.errors import DataError
@@ -18,47 +16,11 @@ from fullshard.program.data import (
     read_inputs,
     read_split,
 )
-from fullshard.program.data.reading import conversations, opened, split
+from fullshard.program.data.reading import conversations, split
+from support.row_files import FORMATS, pairs, write_rows
 
 ROWS = [{"id": str(i), "translation": {"en": f"the card {i}", "de": f"die Karte, {i}"}} for i in range(6)]
 NAMES = {"source_column": "translation.en", "target_column": "translation.de"}
-
-
-def write_text(path, rows=ROWS):
-    with path.open("w", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(rows[0])
-        writer.writerows([cell if isinstance(cell, str) else json.dumps(cell) for cell in row.values()] for row in rows)
-    return {"train_file": path}
-
-
-def write_lines(path, rows=ROWS):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return {"train_file": path}
-
-
-def write_parquet(path, rows=ROWS):
-    pq.write_table(pa.Table.from_pylist(rows), path)
-    return {"train_file": path}
-
-
-def write_json(path, rows=ROWS):
-    path.write_text(json.dumps(rows))
-    return {"train_file": path}
-
-
-def write_dataset(path, rows=ROWS):
-    datasets.Dataset.from_list(rows).save_to_disk(path)
-    return {"dataset_name": str(path)}
-
-
-WRITE = {
-    "rows.jsonl": write_lines,
-    "rows.json": write_json,
-    "rows.parquet": write_parquet,
-    "dataset": write_dataset,
-    "rows.csv": write_text,
-}
 
 
 def flat():
@@ -67,26 +29,24 @@ def flat():
     return list(zip(rows["translation.en"], rows["translation.de"], strict=True))
 
 
-@pytest.mark.parametrize("name", WRITE)
+@pytest.mark.parametrize("name", FORMATS)
 def test_columns_and_templates_reach_in(name, tmp_path):
-    spec = WRITE[name](tmp_path / name)
-    rows = read_split(SourceSpec(**spec, **NAMES), "train").examples
-    assert [(row.source, row.target) for row in rows] == flat()
-    template = {"template": "{id}: {translation.en}", "target_column": "translation.de"}
-    rows = read_split(SourceSpec(**spec, **template), "train").examples
-    assert [(row.source, row.target) for row in rows] == [(f"{i}: {en}", de) for i, (en, de) in enumerate(flat())]
+    spec = write_rows(tmp_path / name, ROWS, **NAMES)
+    assert pairs(read_split(spec, "train")) == flat()
+    spec = replace(spec, source_column=None, template="{id}: {translation.en}")
+    assert pairs(read_split(spec, "train")) == [(f"{i}: {en}", de) for i, (en, de) in enumerate(flat())]
 
 
-@pytest.mark.parametrize("name", WRITE)
+@pytest.mark.parametrize("name", FORMATS)
 def test_a_table_without_the_columns_names_those_inside(name, tmp_path):
     rows = [{"translation": row["translation"]} for row in ROWS]
     with pytest.raises(DataError, match=r"'translation\.en', 'translation\.de'"):
-        read_split(SourceSpec(**WRITE[name](tmp_path / name, rows)), "train")
+        read_split(write_rows(tmp_path / name, rows), "train")
 
 
 @pytest.mark.parametrize("name", ["rows.jsonl", "rows.parquet", "rows.csv"])
 def test_streamed_and_predicted_rows_are_the_same(name, tmp_path, t5_like):
-    spec = SourceSpec(**WRITE[name](tmp_path / name), **NAMES, validation_fraction=0.4)
+    spec = write_rows(tmp_path / name, ROWS, **NAMES, validation_fraction=0.4)
     entry = tmp_path / "entry"
     entry.mkdir()
     kept = json.loads(json.dumps(index_to(entry, spec, None, 10)))
@@ -99,9 +59,9 @@ def test_streamed_and_predicted_rows_are_the_same(name, tmp_path, t5_like):
 
 
 def test_a_column_of_that_name_goes_before_what_is_inside(tmp_path):
-    spec = write_lines(tmp_path / "rows.jsonl", [{"a": {"b": "inside"}, "a.b": "itself", "c": {"d.e": {"f": "deep"}}}])
-    found = read_split(SourceSpec(**spec, source_column="a.b", target_column="c.d.e.f"), "train").examples[0]
-    assert (found.source, found.target) == ("itself", "deep")
+    rows = [{"a": {"b": "inside"}, "a.b": "itself", "c": {"d.e": {"f": "deep"}}}]
+    spec = write_rows(tmp_path / "rows.jsonl", rows, source_column="a.b", target_column="c.d.e.f")
+    assert pairs(read_split(spec, "train")) == [("itself", "deep")]
 
 
 def test_lists_give_the_values_of_their_objects_and_numbers_keep_their_text(tmp_path):
@@ -129,9 +89,9 @@ def test_lists_give_the_values_of_their_objects_and_numbers_keep_their_text(tmp_
     ],
 )
 def test_a_row_without_the_name_is_unusable_with_its_reason(cell, reason, tmp_path):
-    spec = write_lines(tmp_path / "rows.jsonl", [*ROWS, {"id": "7", "translation": cell}])
+    spec = write_rows(tmp_path / "rows.jsonl", [*ROWS, {"id": "7", "translation": cell}], **NAMES)
     with pytest.raises(DataError) as caught:
-        read_split(SourceSpec(**spec, **NAMES), "train")
+        read_split(spec, "train")
     assert f"rows.jsonl:7: {reason}" in str(caught.value)
     assert "1 of 7 rows" in str(caught.value)
 
@@ -155,43 +115,43 @@ def test_classes_inside_of_objects_have_their_names(kind, tmp_path):
 TALK = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]
 
 
-@pytest.mark.parametrize("name", WRITE)
+@pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("column", ["messages", "conversations", "data.turns"])
 def test_conversations_as_json_text_are_conversations(name, column, tmp_path):
     turns = TALK if column == "messages" else [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "hello"}]
     text = json.dumps(turns)
     rows = [{"id": "1", **({"data": {"turns": text}} if "." in column else {column: text})}] * 3
-    spec = WRITE[name](tmp_path / name, rows)
     named = {"source_column": column} if "." in column else {}
-    rows = read_split(SourceSpec(**spec, **named), "train").examples
+    spec = write_rows(tmp_path / name, rows, **named)
+    rows = read_split(spec, "train").examples
     assert [list(row.conversation.messages) for row in rows] == [TALK] * 3
-    if "train_file" in spec:
-        asked = read_inputs(spec["train_file"], SourceSpec(**named)).rows[0]
+    if spec.train_file:
+        asked = read_inputs(spec.train_file, SourceSpec(**named)).rows[0]
         assert list(asked.conversation.messages) == TALK[:1]
 
 
 def test_text_with_a_target_of_its_own_stays_text_though_it_is_json(tmp_path):
-    spec = write_lines(tmp_path / "rows.jsonl", [{"talk": json.dumps(TALK), "summary": "a greeting"}])
-    names = {"source_column": "talk", "target_column": "summary"}
-    row = read_split(SourceSpec(**spec, **names), "train").examples[0]
+    path, names = tmp_path / "rows.jsonl", {"source_column": "talk", "target_column": "summary"}
+    spec = write_rows(path, [{"talk": json.dumps(TALK), "summary": "a greeting"}], **names)
+    row = read_split(spec, "train").examples[0]
     assert (row.conversation, row.source) == (None, json.dumps(TALK))
-    assert read_inputs(spec["train_file"], SourceSpec(**names)).rows[0].source == json.dumps(TALK)
-    spec = write_lines(tmp_path / "rows.jsonl", [{"prompt": json.dumps(TALK[:1]), "completion": "hello"}])
-    assert read_split(SourceSpec(**spec), "train").examples[0].conversation is None
-    assert read_inputs(spec["train_file"], SourceSpec()).rows[0].conversation is None
+    assert read_inputs(path, SourceSpec(**names)).rows[0].source == json.dumps(TALK)
+    spec = write_rows(path, [{"prompt": json.dumps(TALK[:1]), "completion": "hello"}])
+    assert read_split(spec, "train").examples[0].conversation is None
+    assert read_inputs(path, SourceSpec()).rows[0].conversation is None
 
 
 def test_a_prompt_and_its_completion_as_json_text_are_one_conversation(tmp_path):
-    spec = write_lines(tmp_path / "rows.jsonl", [{"prompt": json.dumps(TALK[:1]), "completion": json.dumps(TALK[1:])}])
-    row = read_split(SourceSpec(**spec), "train").examples[0]
+    rows = [{"prompt": json.dumps(TALK[:1]), "completion": json.dumps(TALK[1:])}]
+    row = read_split(write_rows(tmp_path / "rows.jsonl", rows), "train").examples[0]
     assert list(row.conversation.messages) == TALK
 
 
 @pytest.mark.parametrize("text", ["[not json", "[1, 2]", "[]", '["a"]', "{}"])
 def test_other_text_is_text(text, tmp_path):
-    spec = write_lines(tmp_path / "rows.jsonl", [{"conversation": text, "label": "x"}])
-    row = read_split(SourceSpec(**spec, source_column="conversation", target_column="label"), "train").examples[0]
-    assert row.source == text
+    named = {"source_column": "conversation", "target_column": "label"}
+    spec = write_rows(tmp_path / "rows.jsonl", [{"conversation": text, "label": "x"}], **named)
+    assert pairs(read_split(spec, "train")) == [(text, "x")]
 
 
 def without_turns_of_text(monkeypatch):
@@ -202,10 +162,9 @@ def without_turns_of_text(monkeypatch):
         return find(*given, **options | {"from_text": False})
 
     monkeypatch.setattr(split, "find_conversations", only_lists)
-    monkeypatch.setattr(opened, "find_conversations", only_lists)
 
 
-@pytest.mark.parametrize("name", WRITE)
+@pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("kind", ["turns of text", "prompt and completion of text", "turns", "text"])
 def test_the_fingerprint_changes_where_json_text_became_turns(name, kind, tmp_path, monkeypatch):
     rows = {
@@ -216,18 +175,18 @@ def test_the_fingerprint_changes_where_json_text_became_turns(name, kind, tmp_pa
     }
     if kind == "turns" and name.endswith("csv"):
         pytest.skip("cells of CSV are text")
-    spec = SourceSpec(**WRITE[name](tmp_path / name, [rows[kind]] * 2))
+    spec = write_rows(tmp_path / name, [rows[kind]] * 2)
     now = fingerprint(spec, "train")
     assert now == fingerprint(spec, "train")
     without_turns_of_text(monkeypatch)
     assert (now != fingerprint(spec, "train")) is kind.endswith("of text")
 
 
-@pytest.mark.parametrize("name", [name for name in WRITE if name.startswith("rows")])
+@pytest.mark.parametrize("name", [name for name in FORMATS if name.startswith("rows")])
 def test_a_lone_prompt_of_json_text_is_turns_for_a_model_trained_on_them(name, tmp_path):
     prompts = [json.dumps(TALK[:1]), json.dumps([*TALK, TALK[0]]), "hi", "[1, 2]", json.dumps([{"role": "x"}]), " "]
     made = [{"id": str(n), "prompt": text} for n, text in enumerate(prompts)]
-    path = WRITE[name](tmp_path / name, made)["train_file"]
+    path = write_rows(tmp_path / name, made).train_file
     rows = read_inputs(path, SourceSpec(), asks_turns=True).rows
     found = [None if row.conversation is None else list(row.conversation.messages) for row in rows]
     assert found == [TALK[:1], [*TALK, TALK[0]], None, None, None, None]

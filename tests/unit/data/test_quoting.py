@@ -21,16 +21,9 @@ from fullshard.program.data import (
     with_rows_of,
 )
 from fullshard.program.data.reading import split as split_module
+from support.row_files import pairs, read
 
 WORDS = ["so", "nice", "day", "card", "it's", "he", "said", "ok,", "5", "no", "über", "really"]
-
-
-def read(path, **options):
-    return read_split(SourceSpec(train_file=path, source_column="text", target_column="label", **options), "train")
-
-
-def pairs(table):
-    return [(row.source, row.target) for row in table.examples]
 
 
 def by_pandas(path, delimiter, quoting):
@@ -130,7 +123,7 @@ def test_streaming_reads_the_same_rows_without_a_second_look(lone, tmp_path, t5_
     entry.mkdir()
     kept = json.loads(json.dumps(index_to(entry, spec, None, 10)))
     assert (kept["quoting"], kept["in_place"]) == ("none", True)
-    name = "fullshard.program.data.reading.tables.look_at_quotes"
+    name = "fullshard.program.data.reading.csv_file.look_at_quotes"
     monkeypatch.setattr(name, lambda *given: pytest.fail("a second look"))
     how = TokenizeSpec(causal=False, max_source_length=9, max_target_length=9)
     rows = StreamedRows(entry, kept, spec, t5_like, how)

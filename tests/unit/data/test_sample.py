@@ -1,18 +1,16 @@
 """A sample of rows is like the table, whatever the order of the rows, and the same wherever it is drawn."""
 
-import json
 import random
 from collections import Counter
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
 from fullshard.program.config import RunConfig
-from fullshard.program.data import Sample, SourceSpec, read_split, training_texts
+from fullshard.program.data import Sample, read_split, training_texts
 from fullshard.program.data.examples import Example
-from fullshard.program.data.streaming.index import index_to
+from fullshard.program.data.streaming import index_to
 from fullshard.program.train.setup.prepare import MOST_LABELS, prepare
+from support.row_files import write_rows
 from support.tiny_run import settings
 
 LABELS = 77
@@ -78,26 +76,13 @@ def test_a_sample_holds_the_smaller_ones_and_at_most_all_rows():
     assert drawn(rows, len(rows)) == rows
 
 
-def write_jsonl(path, rows):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-
-
-def write_parquet(path, rows):
-    pq.write_table(pa.Table.from_pylist(rows), path)
-
-
-def write_csv(path, rows):
-    path.write_text("text,label\n" + "".join(f"{row['text']},{row['label']}\n" for row in rows))
-
-
 @pytest.mark.parametrize("fraction", [0.0, 0.3])
 def test_every_format_and_streaming_draw_the_same_rows(tmp_path, fraction):
     rows = sorted_rows(3)
     found = []
-    for suffix, write in ((".jsonl", write_jsonl), (".parquet", write_parquet), (".csv", write_csv)):
-        path = tmp_path / f"rows{suffix}"
-        write(path, random.Random(suffix).sample(rows, len(rows)))
-        spec = SourceSpec(train_file=path, validation_fraction=fraction)
+    for suffix in (".jsonl", ".parquet", ".csv"):
+        shuffled = random.Random(suffix).sample(rows, len(rows))
+        spec = write_rows(tmp_path / f"rows{suffix}", shuffled, validation_fraction=fraction)
         table = read_split(spec, "train").examples
         found.append(sorted(one.source for one, is_in in zip(table, Sample(40, 3).drawn(table), strict=True) if is_in))
         found.append(sorted(one.source for one in training_texts(spec, Sample(40, 3))))
@@ -121,7 +106,7 @@ def test_a_run_draws_training_and_held_out_rows_of_each_set(tmp_path, streaming)
         folder = tmp_path / f"{order}{seed}"
         folder.mkdir()
         some = random.Random(order).sample(rows, len(rows)) if order else rows
-        write_jsonl(folder / "rows.jsonl", some)
+        write_rows(folder / "rows.jsonl", some)
         one = {"train_file": str(folder / "rows.jsonl"), "validation_fraction": 0.5}
         unset = dict.fromkeys(("train_file", "validation_file", "source_column", "target_column"))
         changes = {f"data__{key}": value for key, value in unset.items()}

@@ -17,6 +17,15 @@ from fullshard.program.data.examples import Example
 from fullshard.program.data.tokenizing.tokenize import TokenizeSpec, tokenize
 
 
+def micro_batches(plan, rank):
+    """The rows of one rank by micro-batch."""
+    return [row_refs(plan.micro_batch(number, rank)) for number in range(plan.num_batches)]
+
+
+def rank_rows(plan, rank):
+    return [row for rows in micro_batches(plan, rank) for row in rows]
+
+
 @pytest.mark.parametrize("world_size", [1, 2, 3, 7])
 @pytest.mark.parametrize("num_rows", [1, 2, 10, 11, 12, 97])
 @pytest.mark.parametrize("training", [True, False])
@@ -26,13 +35,13 @@ def test_rows_equal_those_of_the_distributed_sampler(world_size, num_rows, train
             sampler = DistributedSampler(range(num_rows), world_size, rank, shuffle=training, seed=5)
             sampler.set_epoch(epoch)
             plan = EpochPlan(num_rows, world_size, batch_size=4, seed=5, epoch=epoch, training=training)
-            assert [row.index for row in plan.rank_rows(rank)] == list(sampler)
+            assert [row.index for row in rank_rows(plan, rank)] == list(sampler)
             assert plan.rows_per_rank == len(sampler)
 
 
 def test_epochs_and_seeds_differ_and_repeat():
     def order(**changes):
-        return [row.index for row in EpochPlan(50, 1, 8, **changes).rank_rows(0)]
+        return [row.index for row in rank_rows(EpochPlan(50, 1, 8, **changes), 0)]
 
     assert order(seed=1, epoch=0) == order(seed=1, epoch=0)
     assert order(seed=1, epoch=0) != order(seed=1, epoch=1)
@@ -43,7 +52,7 @@ def test_epochs_and_seeds_differ_and_repeat():
 @pytest.mark.parametrize("world_size", [1, 2, 3, 8])
 def test_evaluation_counts_every_row_once_in_equal_steps(num_rows, world_size):
     plan = EpochPlan(num_rows, world_size, batch_size=3, training=False)
-    per_rank = [plan.micro_batches(rank) for rank in range(world_size)]
+    per_rank = [micro_batches(plan, rank) for rank in range(world_size)]
     sizes = {tuple(len(rows) for rows in rank_batches) for rank_batches in per_rank}
     assert len(sizes) == 1
     assert len(per_rank[0]) == plan.num_batches
@@ -60,15 +69,15 @@ def test_grouping_by_length_keeps_rows_and_sizes_and_saves_padding(world_size, n
         return sum(
             len(rows) * max(lengths[row.index] for row in rows)
             for rank in range(world_size)
-            for rows in plan.micro_batches(rank)
+            for rows in micro_batches(plan, rank)
         )
 
     plain = EpochPlan(num_rows, world_size, 4, seed=3, epoch=1)
     grouped = EpochPlan(num_rows, world_size, 4, seed=3, epoch=1, lengths=lengths)
     for plan in (plain, grouped):
-        assert [len(rows) for rows in plan.micro_batches(0)] == [len(rows) for rows in plain.micro_batches(0)]
+        assert [len(rows) for rows in micro_batches(plan, 0)] == [len(rows) for rows in micro_batches(plain, 0)]
     indices = [
-        Counter(row.index for rank in range(world_size) for row in plan.rank_rows(rank)) for plan in (plain, grouped)
+        Counter(row.index for rank in range(world_size) for row in rank_rows(plan, rank)) for plan in (plain, grouped)
     ]
     assert indices[0] == indices[1]
     if num_rows > 7:
@@ -81,7 +90,7 @@ def test_grouped_batches_are_shuffled_alike_on_all_ranks_and_anew_in_each_epoch(
 
     def longest(epoch, rank):
         plan = EpochPlan(96, 2, 4, seed=3, epoch=epoch, lengths=lengths)
-        return [max(lengths[row.index] for row in rows) for rows in plan.micro_batches(rank)]
+        return [max(lengths[row.index] for row in rows) for rows in micro_batches(plan, rank)]
 
     assert longest(0, 0) != sorted(longest(0, 0), reverse=True)
     assert longest(0, 0) != longest(1, 0)
@@ -91,8 +100,8 @@ def test_grouped_batches_are_shuffled_alike_on_all_ranks_and_anew_in_each_epoch(
 def test_grouped_evaluation_starts_with_the_longest_and_counts_every_row_once():
     lengths = (3, 9, 1, 7, 5)
     plan = EpochPlan(5, 2, batch_size=2, training=False, lengths=lengths)
-    assert [row.index for row in plan.rank_rows(0)] == [1, 4, 0]
-    rows = plan.rank_rows(0) + plan.rank_rows(1)
+    assert [row.index for row in rank_rows(plan, 0)] == [1, 4, 0]
+    rows = rank_rows(plan, 0) + rank_rows(plan, 1)
     assert Counter(row.index for row in rows if not row.filler) == Counter(range(5))
     assert sum(row.filler for row in rows) == 1
 
@@ -158,13 +167,13 @@ def test_a_step_has_neighbours_by_length_in_its_window_and_so_has_each_micro_bat
 @pytest.mark.parametrize("lengths", [None, tuple(range(1, 12))])
 def test_training_repeats_are_fillers_at_the_end(lengths):
     plan = EpochPlan(11, 3, batch_size=2, lengths=lengths)
-    ranks = [plan.rank_rows(rank) for rank in range(3)]
+    ranks = [rank_rows(plan, rank) for rank in range(3)]
     assert [[row.filler for row in rows] for rows in ranks] == [[False] * 4, [False] * 4, [False] * 3 + [True]]
 
 
 def test_more_ranks_than_rows_get_fillers_alone():
     plan = EpochPlan(2, 5, batch_size=2)
-    assert [[row.filler for row in plan.rank_rows(rank)] for rank in range(5)] == [
+    assert [[row.filler for row in rank_rows(plan, rank)] for rank in range(5)] == [
         [False],
         [False],
         [True],
@@ -197,7 +206,7 @@ def test_sizes_must_be_positive(name):
 @pytest.mark.parametrize("rank", [-1, 2])
 def test_rank_must_exist(rank):
     with pytest.raises(DataError, match=f"There is no rank {rank}: ranks are 0 to 1"):
-        EpochPlan(4, 2, 2).rank_rows(rank)
+        EpochPlan(4, 2, 2).step_places(0, rank)
 
 
 def test_batches_follow_the_plan_and_leave_the_global_random_state_alone(t5_like):
@@ -225,5 +234,5 @@ def test_steps_are_the_micro_batches_in_their_order(accumulation):
     plan = EpochPlan(50, 2, batch_size=4, seed=1, lengths=tuple(range(50)), accumulation=accumulation)
     for rank in range(2):
         of_steps = [row_refs(places) for step in range(plan.num_steps) for places in plan.step_places(step, rank)]
-        assert of_steps == plan.micro_batches(rank)
+        assert of_steps == micro_batches(plan, rank)
     assert all(len(plan.step_places(step, 0)) == accumulation for step in range(plan.num_steps - 1))

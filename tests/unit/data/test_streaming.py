@@ -14,14 +14,19 @@ import pyarrow.parquet as pq
 import pytest
 
 from fullshard.errors import DataError
-from fullshard.program.data import Sample, SourceSpec, chained, read_split, tokenize, training_texts
-from fullshard.program.data.batching import ahead
+from fullshard.program.data import Sample, SourceSpec, chained, read_split, streaming, tokenize, training_texts
 from fullshard.program.data.batching.collate import CollateSpec
-from fullshard.program.data.batching.stream import EpochPlan, steps
-from fullshard.program.data.reading.tables import CsvFile
-from fullshard.program.data.streaming import rows as rows_module
-from fullshard.program.data.streaming.index import ROWS_NAME, TargetCounts, index_to
-from fullshard.program.data.streaming.rows import StreamedRows, lengths_to, open_stream, sample_lengths
+from fullshard.program.data.batching.stream import EpochPlan, read_ahead, steps
+from fullshard.program.data.reading.csv_file import CsvFile
+from fullshard.program.data.streaming import (
+    ROWS_NAME,
+    StreamedRows,
+    TargetCounts,
+    index_to,
+    lengths_to,
+    open_stream,
+    sample_lengths,
+)
 from fullshard.program.data.tokenizing.tokenize import TokenizeSpec
 from fullshard.program.train.setup.prepare import MOST_LABELS
 
@@ -129,7 +134,7 @@ def test_rows_held_out_by_a_hash_are_not_in_the_index(kind, tmp_path, t5_like):
 
 @pytest.mark.parametrize("chunk", [4, 100])
 def test_the_lengths_of_all_rows_are_found_without_keeping_ids(tmp_path, t5_like, monkeypatch, chunk):
-    monkeypatch.setattr(rows_module, "CHUNK_ROWS", chunk)
+    monkeypatch.setattr(streaming, "CHUNK_ROWS", chunk)
     spec = spec_of(FILES["csv"](tmp_path))
     first = tokenize(read_split(spec, "train").examples, t5_like, T5)
     streamed, _ = stream(tmp_path / "entry", spec, t5_like)
@@ -270,7 +275,7 @@ def test_rows_are_made_ahead_in_a_thread_and_an_error_comes_with_its_step(tmp_pa
     streamed, _ = stream(tmp_path / "entry", spec_of(FILES["csv"](tmp_path)), t5_like)
     source = Source(streamed.source, broken=[5])
     streamed = type(streamed)(**{**vars(streamed), "source": source})
-    coming = ahead.read_ahead(streamed, iter([[0], [1], [2], [3], [4], [5], [6]]), lambda rows: rows)
+    coming = read_ahead(streamed, iter([[0], [1], [2], [3], [4], [5], [6]]), lambda rows: rows)
     for row in range(5):
         assert next(coming).source_ids[row].tolist() == streamed.taken([row]).source_ids[row].tolist()
     with pytest.raises(DataError, match="this row is broken"):

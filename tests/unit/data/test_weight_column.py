@@ -17,11 +17,7 @@ from fullshard.program.data import (
     read_split,
     tokenize_to,
 )
-
-
-def write(path, text):
-    path.write_text(text, encoding="utf-8")
-    return path
+from support.row_files import write
 
 
 def spec_of(path, **options):

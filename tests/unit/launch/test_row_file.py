@@ -12,7 +12,7 @@ import pytest
 
 from fullshard.errors import ConfigError
 from fullshard.program.data import SourceSpec, read_inputs
-from fullshard.program.data.reading.tables import CsvFile
+from fullshard.program.data.reading.csv_file import CsvFile
 from fullshard.program.launch.programs.row_file import RecordColumns, RowWriter
 from fullshard.program.launch.programs.row_formats import require_suffix
 from fullshard.program.train.evaluation.predict import RowPrediction

@@ -28,7 +28,7 @@ from fullshard.program.models import (
     fuse_head,
     router_loss,
 )
-from fullshard.program.models.own_loss import MIXTURES, RouterLoss, require_plain_loss
+from fullshard.program.models.model_types import MIXTURES, RouterLoss, require_plain_loss
 from fullshard.program.train import train
 from fullshard.program.train.dry_run import dry_run
 from fullshard.program.train.run.step import StepSpec

@@ -9,6 +9,7 @@ from fullshard.program.data.batching.collate import (
     RowRef as RowRef,
     collate as collate,
 )
+from fullshard.program.data.batching.mixture import Mixture as Mixture
 from fullshard.program.data.batching.padding import (
     Shape as Shape,
     padding_share as padding_share,
@@ -32,32 +33,30 @@ from fullshard.program.data.examples import (
     Turn as Turn,
     asked as asked,
 )
-from fullshard.program.data.mixing.chained import chained as chained
-from fullshard.program.data.mixing.mixture import Mixture as Mixture
-from fullshard.program.data.reading.bad_rows import UnusableRowsError as UnusableRowsError
 from fullshard.program.data.reading.cells import cell_json as cell_json
 from fullshard.program.data.reading.conversations import (
     SystemTurnCounts as SystemTurnCounts,
     answers_as_rows as answers_as_rows,
     asked_note as asked_note,
 )
-from fullshard.program.data.reading.encoding import encoding_of_rows as encoding_of_rows
-from fullshard.program.data.reading.inputs import read_inputs as read_inputs
+from fullshard.program.data.reading.kind import encoding_of_rows as encoding_of_rows
+from fullshard.program.data.reading.row import UnusableRowsError as UnusableRowsError, distinct as distinct
 from fullshard.program.data.reading.sample import Sample as Sample, sample_notes as sample_notes
 from fullshard.program.data.reading.split import (
     fingerprint as fingerprint,
+    read_inputs as read_inputs,
     read_split as read_split,
     split_lists as split_lists,
     with_rows_of as with_rows_of,
 )
-from fullshard.program.data.reading.tables import distinct as distinct
-from fullshard.program.data.streaming.index import index_to as index_to, training_texts as training_texts
-from fullshard.program.data.streaming.rows import (
+from fullshard.program.data.streaming import (
     SAMPLED_ROWS as SAMPLED_ROWS,
     StreamedRows as StreamedRows,
+    index_to as index_to,
     lengths_to as lengths_to,
     open_stream as open_stream,
     sample_lengths as sample_lengths,
+    training_texts as training_texts,
 )
 from fullshard.program.data.tokenizing.cache import (
     cached as cached,
@@ -65,17 +64,18 @@ from fullshard.program.data.tokenizing.cache import (
     open_tokens as open_tokens,
     tokenize_to as tokenize_to,
 )
-from fullshard.program.data.tokenizing.plain_chat import add_plain_template as add_plain_template
+from fullshard.program.data.tokenizing.chat import add_plain_template as add_plain_template
 from fullshard.program.data.tokenizing.ragged import Ragged as Ragged
-from fullshard.program.data.tokenizing.separator import (
-    choose_separator as choose_separator,
-    describe_separator as describe_separator,
-)
-from fullshard.program.data.tokenizing.shown_row import ONE_ROW as ONE_ROW, row_parts as row_parts, show_row as show_row
 from fullshard.program.data.tokenizing.tokenize import (
+    ONE_ROW as ONE_ROW,
     LengthStats as LengthStats,
     TokenizedSet as TokenizedSet,
     TokenizeSpec as TokenizeSpec,
+    chained as chained,
+    choose_separator as choose_separator,
+    describe_separator as describe_separator,
+    row_parts as row_parts,
+    show_row as show_row,
     tokenize as tokenize,
     uses_chat_template as uses_chat_template,
     writes_date as writes_date,

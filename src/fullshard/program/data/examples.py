@@ -1,4 +1,4 @@
-"""Types shared by all of data: example, conversation, table of examples, and where rows come from."""
+"""Types shared by all of data: example, conversation, the rows of a split, and where rows come from."""
 
 from __future__ import annotations
 
@@ -35,6 +35,18 @@ class Conversation:
     def system_turns(self) -> tuple[Turn, ...]:
         """The turns of the system or the developer at the beginning."""
         return tuple(takewhile(lambda turn: turn["role"] in ("system", "developer"), self.history))
+
+    def without_oldest(self) -> Conversation | None:
+        """Return it without its oldest turns, up to the user's next turn; None if the user has no later turn.
+
+        Turns of the system at the beginning stay.
+        """
+        start, end = len(self.system_turns), len(self.history)
+        later = next((place for place in range(start + 1, end) if self.messages[place]["role"] == "user"), None)
+        if later is None:
+            return None
+        answers = tuple(answer - (later - start) for answer in self.answers if answer >= later)
+        return replace(self, messages=self.messages[:start] + self.messages[later:], answers=answers)
 
     @property
     def history_text(self) -> str:
@@ -82,6 +94,11 @@ class Example:
     def target(self) -> str:
         """The target text: the first reference."""
         return self.references[0]
+
+    @property
+    def as_conversation(self) -> Conversation:
+        """The row's conversation; a source and its target are the turns of user and assistant."""
+        return self.conversation or asked(self.source, answer=self.target)
 
     def after(self, system_turns: Sequence[Turn]) -> Example:
         """Return a row of plain text as a conversation that begins with the system's turns; a conversation as it is."""

@@ -1,19 +1,21 @@
 """Models: building and loading them with their tokenizers, changing them for training, adapters, and the loss."""
 
-from fullshard.program.models.activation_checkpointing import (
-    blocks_of as blocks_of,
-    enable_activation_checkpointing as enable_activation_checkpointing,
-)
-from fullshard.program.models.adapted import AdaptedWeights as AdaptedWeights
 from fullshard.program.models.adapters import (
     COPY as COPY,
     Adapted as Adapted,
+    AdaptedWeights as AdaptedWeights,
     AdapterSpec as AdapterSpec,
     add_adapter as add_adapter,
     base_of as base_of,
     import_peft as import_peft,
     load_adapter as load_adapter,
     magnitude_layers as magnitude_layers,
+)
+from fullshard.program.models.blocks import (
+    blocks_of as blocks_of,
+    compile_blocks as compile_blocks,
+    enable_activation_checkpointing as enable_activation_checkpointing,
+    uncompiled as uncompiled,
 )
 from fullshard.program.models.build import (
     ModelClass as ModelClass,
@@ -25,8 +27,6 @@ from fullshard.program.models.build import (
     load_tokenizer as load_tokenizer,
     train_tokenizer as train_tokenizer,
 )
-from fullshard.program.models.compile import compile_blocks as compile_blocks, uncompiled as uncompiled
-from fullshard.program.models.decoder_inputs import decoder_inputs as decoder_inputs
 from fullshard.program.models.hub import (
     card_metadata as card_metadata,
     resolve_model as resolve_model,
@@ -41,14 +41,13 @@ from fullshard.program.models.loss import (
     model_loss as model_loss,
     summed_loss as summed_loss,
 )
-from fullshard.program.models.own_loss import (
+from fullshard.program.models.model_types import (
+    T5_FAMILY as T5_FAMILY,
     RouterLoss as RouterLoss,
+    require_fp16_fit as require_fp16_fit,
     require_left_to_right as require_left_to_right,
     require_plain_loss as require_plain_loss,
     router_loss as router_loss,
-)
-from fullshard.program.models.t5 import (
-    T5_FAMILY as T5_FAMILY,
-    require_fp16_fit as require_fp16_fit,
     set_attention_dropout as set_attention_dropout,
 )
+from fullshard.program.models.packing import decoder_inputs as decoder_inputs

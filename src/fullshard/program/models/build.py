@@ -141,7 +141,7 @@ def build_model(
     attention: str | None = None,
     seed: int,
 ) -> PreTrainedModel:
-    """Build a model with new weights, on the CPU in fp32; any rank. The same seed gives the same weights.
+    """Build a model with new weights, in training mode, on the CPU in fp32; any rank. A seed gives the same weights.
 
     The vocabulary size and the ids of special tokens are the tokenizer's, unless the config has them. Torch's global
     random state does not change.
@@ -152,9 +152,6 @@ def build_model(
         model_class: ``seq2seq``, ``causal``, or ``auto``: by the type.
         attention: transformers' ``attn_implementation``; None: transformers' default.
         seed: Seed of the weights.
-
-    Returns:
-        The model, in training mode.
 
     Raises:
         ModelError: The type or an option is unknown (the message names the nearest one), a value is invalid, the type
@@ -180,16 +177,13 @@ def load_model(
     model_class: ModelClass = "auto",
     attention: str | None = None,
 ) -> PreTrainedModel:
-    """Load a model from a local Hugging Face directory, on the CPU in fp32, without the network; any rank, alone.
+    """Load a model, in training mode, on the CPU in fp32, without the network; any rank, alone.
 
     Args:
-        path: The directory, with ``config.json`` and weights.
+        path: A local Hugging Face directory, with ``config.json`` and weights.
         tokenizer: The tokenizer the model is used with.
         model_class: ``seq2seq``, ``causal``, or ``auto``: by the config.
         attention: transformers' ``attn_implementation``; None: transformers' default.
-
-    Returns:
-        The model, in training mode.
 
     Raises:
         ModelError: There is no such directory, config or weights, weights are missing or have another shape (they would
@@ -246,17 +240,10 @@ def build_skeleton(
 def converted_names(model: PreTrainedModel, names: Iterable[str]) -> list[str]:
     """Return the names of stored tensors that transformers would rename or convert when it loads them into ``model``.
 
-    Args:
-        model: On any device; it is not changed.
-        names: Names of the stored tensors.
+    The model, on any device, is not changed.
     """
     transforms = get_model_conversion_mapping(model)
-
-    def is_converted(name: str) -> bool:
-        renamings = (transform.rename_source_key(name) for transform in transforms)
-        return any(pattern is not None for _, pattern in renamings)
-
-    return [name for name in names if is_converted(name)]
+    return [name for name in names if any(one.rename_source_key(name)[1] is not None for one in transforms)]
 
 
 def is_causal(model: PreTrainedModel) -> bool:

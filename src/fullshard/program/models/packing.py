@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,7 +11,6 @@ from torch import Tensor, nn
 
 from fullshard.core.transformers_private import attention_of
 from fullshard.errors import ModelError
-from fullshard.program.models.decoder_inputs import decoder_inputs
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -70,8 +70,8 @@ def enable_packing(model: PreTrainedModel, longest: int) -> None:
             "these, or set packing: false."
         )
     if config.is_encoder_decoder:
-        model.get_encoder().register_forward_pre_hook(_take_encoder_mask, with_kwargs=True)
-        model.get_decoder().register_forward_pre_hook(_take_cross_mask, with_kwargs=True)
+        model.get_encoder().register_forward_pre_hook(partial(_take_mask, "attention_mask"), with_kwargs=True)
+        model.get_decoder().register_forward_pre_hook(partial(_take_mask, "encoder_attention_mask"), with_kwargs=True)
 
 
 def _sliding_window(config: PreTrainedConfig) -> int | None:
@@ -125,21 +125,40 @@ def _additive(allowed: Tensor, dtype: torch.dtype) -> Tensor:
     return mask.masked_fill_(~allowed, float("-inf"))[:, None]
 
 
-def _take_encoder_mask(
-    _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+def _take_mask(
+    name: str, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Take the encoder's mask, the square upper part of the joint mask."""
-    mask = kwargs.get("attention_mask")
+    """Take a stack's part of the joint mask: the encoder its own, the square upper one, cross-attention the lower."""
+    mask = kwargs.get(name)
     if mask is None or mask.dim() != 4:
         return None
-    return args, {**kwargs, "attention_mask": mask[:, :, : mask.shape[3]]}
+    length = mask.shape[3]
+    return args, {**kwargs, name: mask[:, :, length:] if name.startswith("encoder") else mask[:, :, :length]}
 
 
-def _take_cross_mask(
-    _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Take the mask of cross-attention, the lower part of the joint mask."""
-    mask = kwargs.get("encoder_attention_mask")
-    if mask is None or mask.dim() != 4:
-        return None
-    return args, {**kwargs, "encoder_attention_mask": mask[:, :, mask.shape[3] :]}
+def decoder_inputs(model: PreTrainedModel, labels_BT: Tensor) -> Tensor:
+    """Return the inputs that transformers makes of labels, int64 of their shape; any rank.
+
+    Some models, such as M2M100 (NLLB) and Blenderbot, have no method for it and shift labels inside their forward,
+    which would compute a loss of its own as well.
+
+    Args:
+        model: An encoder-decoder, sharded or not, with an adapter or without.
+        labels_BT: int64, -100 where there is no target.
+
+    Raises:
+        ModelError: The model's configuration names no token that the decoder starts with, or no padding.
+    """
+    own: Any = getattr(model, "prepare_decoder_input_ids_from_labels", None)
+    if own is not None:
+        return own(labels=labels_BT.clone())  # FSMT replaces -100 in the labels that it is given
+    config: Any = model.config
+    start, padding = config.decoder_start_token_id, config.pad_token_id
+    if start is None or padding is None:
+        raise ModelError(
+            f"The decoder of a {config.model_type} model starts with decoder_start_token_id and is padded with "
+            f"pad_token_id; its config has {start} and {padding}. Set both in config.json."
+        )
+    shifted = labels_BT.new_full(labels_BT.shape, start)
+    shifted[:, 1:] = labels_BT[:, :-1]
+    return shifted.masked_fill(shifted == -100, padding)

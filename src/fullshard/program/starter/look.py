@@ -9,7 +9,7 @@ from pathlib import Path
 
 from fullshard.errors import DataError
 from fullshard.program.data.examples import SourceSpec
-from fullshard.program.data.reading.bad_rows import UnusableRowError
+from fullshard.program.data.reading.cells import cell_of, nested_names
 from fullshard.program.data.reading.columns import (
     KNOWN_SHAPES,
     choose,
@@ -19,11 +19,11 @@ from fullshard.program.data.reading.columns import (
     left_out_note,
 )
 from fullshard.program.data.reading.conversations import find_conversations
-from fullshard.program.data.reading.delimiter import find_delimiter
-from fullshard.program.data.reading.encoding import Encoding, find_encoding
-from fullshard.program.data.reading.nested import cell_of, nested_names
+from fullshard.program.data.reading.csv_file import find_delimiter
+from fullshard.program.data.reading.kind import Encoding, find_encoding
+from fullshard.program.data.reading.row import Row, UnusableRowError
 from fullshard.program.data.reading.split import format_of, open_file
-from fullshard.program.data.reading.tables import Row, open_lines
+from fullshard.program.data.reading.text_file import open_lines
 
 MOST_DISTINCT = 1_000
 """Distinct texts are counted up to this number in each column."""

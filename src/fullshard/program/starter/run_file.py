@@ -16,7 +16,7 @@ from fullshard.errors import DataError
 from fullshard.program.config.training import NEW_MODEL_LEARNING_RATE, auto_precision
 from fullshard.program.data import Example, SourceSpec, read_split
 from fullshard.program.data.examples import turn_text
-from fullshard.program.data.reading.split import FORMATS, open_table
+from fullshard.program.data.reading.split import FORMATS, open_rows
 from fullshard.program.starter.look import FEW, Look
 from fullshard.program.train.setup.devices import Devices, precision_of
 from fullshard.sizes import format_bytes
@@ -162,8 +162,8 @@ def read_rows(look: Look, choice: Choice) -> Rows:
         delimiter=look.delimiter,
         max_bad_rows=look.rows,
     )
-    table = open_table(spec, "train")
-    examples = list(table.usable())
+    table = open_rows(spec, "train")
+    examples = [example for _, example in table.usable()]
     table.notes()  # raises if no row is usable
     for fraction in _FRACTIONS:
         try:

@@ -19,7 +19,7 @@ from fullshard.planner.ranks import Ledger
 from fullshard.program.config import RunConfig
 from fullshard.program.data import padding_share
 from fullshard.program.models import require_fp16_fit
-from fullshard.program.models.kind import known_kind
+from fullshard.program.models.hub import known_kind
 from fullshard.program.train.auto import gpu_sheet, precision_before, simulated_settings
 from fullshard.program.train.fit import Load, plan_chosen
 from fullshard.program.train.plan import ACCUMULATE, BLOCKS, try_step

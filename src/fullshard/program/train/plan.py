@@ -53,7 +53,7 @@ from fullshard.program.data import (
     steps,
 )
 from fullshard.program.models import AdaptedWeights, Objective, blocks_of, load_tokenizer, resolve_model
-from fullshard.program.models.kind import reads_one_sequence
+from fullshard.program.models.hub import reads_one_sequence
 from fullshard.program.train.around_steps import AT_ONCE, AroundSteps, HeldOutBatches, assumed
 from fullshard.program.train.run.step import StepSpec, issue_step
 from fullshard.program.train.setup.activation_offload import ActivationOffload

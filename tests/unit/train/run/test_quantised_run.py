@@ -15,7 +15,7 @@ from fullshard.core.testing import run_ranks
 from fullshard.errors import CheckpointError, ConfigError, ModelError
 from fullshard.program.cli import main as cli
 from fullshard.program.config import recorded_run
-from fullshard.program.data.reading.inputs import InputRow
+from fullshard.program.data.examples import InputRow
 from fullshard.program.report.files import read_run as read_run_files
 from fullshard.program.report.page import make_page
 from fullshard.program.train.evaluation.predict import predict

@@ -16,7 +16,7 @@ from fullshard.program.config import RunConfig
 from fullshard.program.data import Example
 from fullshard.program.launch.programs import evaluate as evaluate_program
 from fullshard.program.launch.programs.evaluate import with_rows
-from fullshard.program.models import kind
+from fullshard.program.models import hub
 from fullshard.program.train.run.assemble import make_evaluation
 from fullshard.program.train.setup import prepare as prepare_module
 from fullshard.program.train.setup.prepare import prepare, prepare_tokenizer
@@ -161,7 +161,7 @@ def test_a_missing_prefix_is_pointed_out(tmp_path):
     ],
 )
 def test_causal_is_what_the_configuration_says(source, model_class, causal):
-    assert kind.reads_one_sequence(source, model_class) is causal
+    assert hub.reads_one_sequence(source, model_class) is causal
 
 
 def test_causal_is_read_from_a_directory(tmp_path):
@@ -171,7 +171,7 @@ def test_causal_is_read_from_a_directory(tmp_path):
 def test_a_configuration_of_wrong_types_is_an_error_in_words(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "hidden_size": "two"}))
     with pytest.raises(ModelError, match=r"(?s)config\.json cannot be read.*hidden_size"):
-        kind.reads_one_sequence(tmp_path)
+        hub.reads_one_sequence(tmp_path)
 
 
 def test_a_template_that_writes_the_date_is_made_anew_each_day(tmp_path, monkeypatch):
@@ -246,10 +246,10 @@ def test_evaluate_measures_the_file_that_it_is_given(tmp_path, monkeypatch):
 
 def test_a_models_type_is_told_without_a_network(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "mt5"}))
-    assert kind.known_kind(str(tmp_path)) == kind.known_kind({"model_type": "mt5"}) == "mt5"
+    assert hub.known_kind(str(tmp_path)) == hub.known_kind({"model_type": "mt5"}) == "mt5"
     (tmp_path / "config.json").write_text("[]")
-    assert kind.known_kind(str(tmp_path)) is None
-    assert kind.known_kind("nobody/has-this") is None
+    assert hub.known_kind(str(tmp_path)) is None
+    assert hub.known_kind("nobody/has-this") is None
 
 
 @pytest.mark.parametrize("allowed", [0, 9])

@@ -83,7 +83,7 @@ class TokenPlan:
 
     @property
     def num_steps(self) -> int:
-        """Optimizer steps of the epoch; the same in every epoch."""
+        """See :class:`~fullshard.program.data.batching.stream.BatchPlan`."""
         return len(self._sorted.costs)
 
     def for_epoch(self, epoch: int) -> TokenPlan:
@@ -93,11 +93,7 @@ class TokenPlan:
         return plan
 
     def step_places(self, step: int, rank: int) -> list[Places]:
-        """Return the rows of each micro-batch of one rank in one step, both numbered from 0.
-
-        Raises:
-            DataError: There is no such rank.
-        """
+        """See :class:`~fullshard.program.data.batching.stream.BatchPlan`."""
         require_rank(rank, self.world_size)
         order, runs = self._shuffled
         run = int(runs[step])
@@ -154,10 +150,9 @@ def _rounded_up(lengths: NDArray[np.int64]) -> NDArray[np.int64]:
 def _runs(
     sources: NDArray[np.int64], targets: NDArray[np.int64], classes: NDArray[np.int64], cells: int, tokens: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Cut sorted rows into runs that fit into ``cells`` micro-batches of ``tokens`` positions.
+    """Return the runs of sorted rows that fit into ``cells`` micro-batches of ``tokens`` positions.
 
-    Returns:
-        The start of each run and the end of the last; and the maximum positions of a row in each.
+    They are the start of each run and the end of the last, and the maximum positions of a row in each.
     """
     bounds, costs, start, total = [0], [], 0, len(sources)
     while start < total:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -12,11 +13,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fullshard.core.comm import device_of
-from fullshard.program.data.batching.pack import share_sequences
 from fullshard.program.data.tokenizing.tokenize import TokenizedSet
 
 IGNORED_LABEL = -100
 """Label of positions that are not targets, ignored by torch's and Hugging Face's cross-entropy."""
+
+MOST_PADDING = 0.02
+"""Maximum share of padding in a packed batch. Fewer, longer sequences have less padding, but cost more attention,
+since its masked part is computed too."""
 
 
 @dataclass(frozen=True)
@@ -157,7 +161,7 @@ def _padded(inputs: Rows, labels: Rows, weights: WeightRows | None, sources: Row
         "labels_BT": _pad(labels, IGNORED_LABEL)[0],
         "prompt_ids_BP": prompt_ids,
         "prompt_mask_BP": prompt_mask,
-        "weights_BT": _pad_weights(weights),
+        "weights_BT": None if weights is None else _pad(weights, 1, np.float32)[0],
     }
 
 
@@ -182,18 +186,8 @@ def _packed(inputs: Rows, labels: Rows, weights: WeightRows | None, spec: Collat
         "prompt_ids_BP": input_ids,
         "prompt_mask_BP": attention_mask,
         "packing": Packing(segments, target_segments, positions),
-        "weights_BT": None if weights is None else _pad_weights(_concatenated(weights, sequences)),
+        "weights_BT": None if weights is None else _pad(_concatenated(weights, sequences), 1, np.float32)[0],
     }
-
-
-def _pad_weights(rows: WeightRows | None) -> Tensor | None:
-    """Return the weights of labels as one float32 tensor, (rows, longest row), 1 on padding."""
-    if rows is None:
-        return None
-    padded = np.ones((len(rows), max(map(len, rows))), np.float32)
-    for position, row in enumerate(rows):
-        padded[position, : len(row)] = row
-    return torch.from_numpy(padded)
 
 
 def _concatenated(rows: Sequence[NDArray[T]], sequences: Sequence[Sequence[int]]) -> list[NDArray[T]]:
@@ -211,15 +205,13 @@ def _counted(labels_BT: Tensor, *, causal: bool) -> Tensor:
     return (labels_BT[:, 1:] if causal else labels_BT) != IGNORED_LABEL
 
 
-def _pad(rows: Rows, value: int, *, left: bool = False) -> tuple[Tensor, Tensor]:
-    """Return rows as one int64 tensor (rows, longest row), and its mask of the same shape."""
-    longest = max(len(row) for row in rows)
-    padded = np.full((len(rows), longest), value, np.int64)
-    mask = np.zeros((len(rows), longest), np.int64)
+def _pad(rows: Rows | WeightRows, value: int, dtype: type = np.int64, *, left: bool = False) -> tuple[Tensor, Tensor]:
+    """Return rows as one tensor (rows, longest row), int64 or float32, and its int64 mask of the same shape."""
+    longest = max(map(len, rows))
+    padded, mask = np.full((len(rows), longest), value, dtype), np.zeros((len(rows), longest), np.int64)
     for position, row in enumerate(rows):
         span = slice(longest - len(row), longest) if left else slice(0, len(row))
-        padded[position, span] = row
-        mask[position, span] = 1
+        padded[position, span], mask[position, span] = row, 1
     return torch.from_numpy(padded), torch.from_numpy(mask)
 
 
@@ -228,3 +220,31 @@ def _moved(holder: Any, names: Sequence[str], device: torch.device | str) -> Any
     on_device = device_of(torch.device(device))
     moved = {id(tensor): on_device.from_host(tensor) for tensor in (getattr(holder, name) for name in names)}
     return replace(holder, **{name: moved[id(getattr(holder, name))] for name in names})
+
+
+def share_sequences(lengths: Sequence[Sequence[int]]) -> list[list[int]]:
+    """Distribute rows over as many sequences as possible with hardly any padding; the same on every rank.
+
+    The number of sequences is halved until padding is at most :data:`MOST_PADDING` of all positions; one sequence has
+    none. Rows are assigned longest first, each to the shortest sequence so far.
+
+    ``lengths`` are the tokens of each row on each side: source and target, or both joined for a causal model. Returns
+    the row numbers of each sequence, in order; no sequence is empty.
+    """
+    tokens, sides, count = sum(map(sum, lengths)), range(len(lengths[0])), len(lengths)
+    while True:
+        sequences = _deal(lengths, count)
+        longest = [max(sum(lengths[row][side] for row in rows) for rows in sequences) for side in sides]
+        if count == 1 or 1 - tokens / (len(sequences) * sum(longest)) <= MOST_PADDING:
+            return sequences
+        count = (count + 1) // 2
+
+
+def _deal(lengths: Sequence[Sequence[int]], count: int) -> list[list[int]]:
+    sequences: list[list[int]] = [[] for _ in range(count)]
+    shortest = [(0, number) for number in range(count)]
+    for row in sorted(range(len(lengths)), key=lambda row: -sum(lengths[row])):
+        tokens, number = heapq.heappop(shortest)
+        sequences[number].append(row)
+        heapq.heappush(shortest, (tokens + sum(lengths[row]), number))
+    return [sorted(rows) for rows in sequences if rows]

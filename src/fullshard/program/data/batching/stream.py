@@ -3,24 +3,30 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import islice
 from math import ceil
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from fullshard.errors import DataError
-from fullshard.program.data.batching.ahead import read_ahead
 from fullshard.program.data.batching.collate import Batch, CollateSpec, RowRef, collate
-from fullshard.program.data.mixing.mixture import Mixture
+from fullshard.program.data.batching.mixture import Mixture
 from fullshard.program.data.tokenizing.tokenize import TokenizedSet
 
 WINDOW_GROUPS = 50
 """Groups whose rows are sorted by length together; a larger number makes the order less random."""
+
+STEPS_AHEAD = 2
+"""Steps read ahead if ids are made on demand. Two, because one may be slow; each holds only its rows' ids."""
+
+T = TypeVar("T")
 
 Places = tuple[NDArray[np.int64], NDArray[np.bool_]]
 """Indices of rows, and which of them are fillers."""
@@ -45,7 +51,11 @@ class BatchPlan(Protocol):
         ...
 
     def step_places(self, step: int, rank: int) -> list[Places]:
-        """Return the rows of each micro-batch of one rank in one step, from 0."""
+        """Return the rows of each micro-batch of one rank in one step, both numbered from 0.
+
+        Raises:
+            DataError: There is no such rank.
+        """
         ...
 
     def for_epoch(self, epoch: int) -> BatchPlan:
@@ -110,51 +120,25 @@ class EpochPlan:
 
     @property
     def num_steps(self) -> int:
-        """Optimizer steps of the epoch."""
+        """See :class:`BatchPlan`."""
         return ceil(self.num_batches / self.accumulation)
 
     def for_epoch(self, epoch: int) -> EpochPlan:
-        """Return the same plan for another epoch."""
+        """See :class:`BatchPlan`."""
         return replace(self, epoch=epoch)
-
-    def rank_rows(self, rank: int) -> list[RowRef]:
-        """Return the ``rows_per_rank`` rows of one rank, in order.
-
-        Raises:
-            DataError: There is no such rank.
-        """
-        require_rank(rank, self.world_size)
-        return row_refs(self._of_rank(rank, 0, None))
-
-    def micro_batches(self, rank: int) -> list[list[RowRef]]:
-        """Return the rows of one rank by micro-batch, ``num_batches`` lists.
-
-        Raises:
-            DataError: There is no such rank.
-        """
-        require_rank(rank, self.world_size)
-        return [row_refs(self.micro_batch(number, rank)) for number in range(self.num_batches)]
 
     def micro_batch(self, number: int, rank: int) -> Places:
         """Return the rows of one micro-batch of one rank, both numbered from 0."""
-        return self._of_rank(rank, number * self.batch_size, (number + 1) * self.batch_size)
+        size = self.batch_size * self.world_size
+        mine = slice(number * size + rank, (number + 1) * size, self.world_size)
+        indices, fillers = self._places
+        return indices[mine], fillers[mine]
 
     def step_places(self, step: int, rank: int) -> list[Places]:
-        """Return the rows of each micro-batch of one rank in one step, both numbered from 0.
-
-        Raises:
-            DataError: There is no such rank.
-        """
+        """See :class:`BatchPlan`."""
         require_rank(rank, self.world_size)
         first = step * self.accumulation
         return [self.micro_batch(n, rank) for n in range(first, min(first + self.accumulation, self.num_batches))]
-
-    def _of_rank(self, rank: int, start: int, end: int | None) -> Places:
-        """Return a rank's rows from one place to another."""
-        stop = None if end is None else end * self.world_size
-        mine = slice(start * self.world_size + rank, stop, self.world_size)
-        indices, fillers = self._places
-        return indices[mine], fillers[mine]
 
     @cached_property
     def _places(self) -> Places:
@@ -196,21 +180,7 @@ class EpochPlan:
 def batches(
     tokenized: TokenizedSet, plan: EpochPlan, rank: int, spec: CollateSpec, *, start: int = 0
 ) -> Iterator[Batch]:
-    """Yield the batches of one rank for one epoch, on the CPU. Each rank calls it with its own rank and the same plan.
-
-    Args:
-        tokenized: The set, the same on all ranks.
-        plan: The epoch.
-        rank: The calling rank.
-        spec: Padding and the kind of model.
-        start: Micro-batches to skip without making them.
-
-    Yields:
-        ``plan.num_batches - start`` batches.
-
-    Raises:
-        DataError: The plan was made for another number of rows.
-    """
+    """Yield the ``plan.num_batches - start`` micro-batches of one rank for one epoch; otherwise as :func:`steps`."""
     require_rows(plan, tokenized)
     require_rank(rank, plan.world_size)
     for number in range(start, plan.num_batches):
@@ -247,6 +217,33 @@ def steps(
         return [collate(row_refs(places), rows, spec) for places in coming.popleft()]
 
     yield from read_ahead(tokenized, rows_of_steps(), collated)
+
+
+def read_ahead(
+    tokenized: TokenizedSet, wanted: Iterator[Sequence[int]], use: Callable[[TokenizedSet], T]
+) -> Iterator[T]:
+    """Yield ``use`` of each step's rows, which are read ahead into memory if the set makes ids on demand.
+
+    ``wanted`` are the rows of each step, ascending. ``use`` is called in the order of the steps, in the caller's
+    thread. A row that cannot be read raises DataError when its step is due.
+    """
+    if tokenized.source is None:
+        for _ in wanted:
+            yield use(tokenized)
+        return
+    with ThreadPoolExecutor(1, "tokenize-ahead") as worker:
+        waiting: deque[Future[TokenizedSet]] = deque()
+        try:
+            for rows in islice(wanted, STEPS_AHEAD):
+                waiting.append(worker.submit(tokenized.taken, rows))
+            while waiting:
+                made = use(waiting.popleft().result())
+                # Started only here: the thread competes for the GIL with ``use``, which then took 3 ms instead of 1.
+                waiting += [worker.submit(tokenized.taken, rows) for rows in islice(wanted, 1)]
+                yield made
+        finally:
+            for left in waiting:
+                left.cancel()
 
 
 def require_rank(rank: int, world_size: int) -> None:

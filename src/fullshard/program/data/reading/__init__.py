@@ -1,1 +1,1 @@
-"""Reading: tables of many formats, choice of columns, and rows held out for validation."""
+"""Reading: rows of many formats, choice of columns, and rows held out for validation."""

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from fullshard.errors import DataError
-from fullshard.program.data.reading.tables import Row, is_parquet, require_no_other_kind, unreadable
+from fullshard.program.data.reading.row import Row, RowReader
+from fullshard.program.data.reading.text_file import is_parquet, require_no_other_kind, unreadable
 
 _SAVED_MARKS = ("state.json", "dataset_dict.json")
 """Files that save_to_disk writes for one split and for several splits."""
@@ -19,14 +20,11 @@ _Names = list[str] | Mapping[str, Any]
 """Names of the classes of a column, or of the columns inside of it."""
 
 
-class ParquetFile:
+class ParquetFile(RowReader):
     """A Parquet file."""
 
-    notes: tuple[str, ...] = ()
-
     def __init__(self, path: Path) -> None:
-        """Prepare to read ``path``; nothing is read yet."""
-        self.where = str(path)
+        super().__init__(str(path))
         self._path = path
 
     def columns(self) -> list[str]:
@@ -35,7 +33,9 @@ class ParquetFile:
 
     def rows(self, wanted: Sequence[str]) -> Iterator[Row]:
         """Yield rows with only the wanted columns, numbered from 1."""
-        names = _parquet_class_names(self._file.schema_arrow.metadata or {})
+        # What ``datasets`` recorded when it wrote the file.
+        recorded = json.loads((self._file.schema_arrow.metadata or {}).get(b"huggingface", b"{}"))
+        names = _class_names(recorded.get("info", {}).get("features", {}))
         number = 0
         try:
             for batch in self._file.iter_batches(columns=list(wanted)):
@@ -56,14 +56,11 @@ class ParquetFile:
             raise unreadable(self._path, error) from error
 
 
-class DatasetRows:
+class DatasetRows(RowReader):
     """One split of a dataset of the ``datasets`` library."""
 
-    notes: tuple[str, ...] = ()
-
     def __init__(self, where: str, dataset: Any) -> None:
-        """Wrap ``dataset``; rows are read lazily."""
-        self.where = where
+        super().__init__(where)
         self._dataset = dataset
 
     def columns(self) -> list[str]:
@@ -78,7 +75,7 @@ class DatasetRows:
     def rows(self, wanted: Sequence[str]) -> Iterator[Row]:
         """Yield rows with only the wanted columns, numbered from 1, with the names of class labels."""
         chosen = self._dataset.with_format(None).select_columns(list(wanted))
-        names = {name: found for name in wanted if (found := _class_names(chosen.features[name]))}
+        names = _class_names(chosen.features.to_dict())
         for number, cells in enumerate(chosen, start=1):
             yield Row(number, _named(cells, names))
 
@@ -139,29 +136,17 @@ def _from_disk(library: Any, directory: Path, split: str) -> Any:
     return splits[split]
 
 
-def _class_names(feature: Any) -> _Names | None:
-    """Return the names of a column's classes, of an object by key, or None if it has no classes."""
-    inner = getattr(feature, "feature", feature)  # a list of classes
-    if isinstance(inner, Mapping):
-        return {name: found for name, one in inner.items() if (found := _class_names(one))} or None
-    return list(inner.names) if type(inner).__name__ == "ClassLabel" else None
-
-
-def _parquet_class_names(metadata: Mapping[bytes, bytes]) -> Mapping[str, _Names]:
-    """Return the class names that ``datasets`` recorded in a Parquet file, by column."""
-    features = json.loads(metadata.get(b"huggingface", b"{}")).get("info", {}).get("features", {})
-    return {name: found for name, feature in features.items() if (found := _recorded_names(feature))}
-
-
-def _recorded_names(feature: Any) -> _Names | None:
-    """Return the names of a recorded column's classes, as :func:`_class_names` does."""
-    if not isinstance(feature, dict):
-        return None
-    if feature.get("_type") == "ClassLabel":
-        return feature["names"]
-    if isinstance(feature.get("_type"), str):
-        return _recorded_names(feature.get("feature"))
-    return {name: found for name, one in feature.items() if (found := _recorded_names(one))} or None
+def _class_names(features: Mapping[str, Any]) -> dict[str, _Names]:
+    """Return the names of the classes of columns, or of keys of objects, from features as ``datasets`` writes them."""
+    found: dict[str, _Names] = {}
+    for name, feature in features.items():
+        while isinstance(feature, dict) and isinstance(feature.get("_type"), str) and "feature" in feature:
+            feature = feature["feature"]  # a list of classes
+        if isinstance(feature, dict) and feature.get("_type") == "ClassLabel":
+            found[name] = feature["names"]
+        elif isinstance(feature, dict) and (inner := _class_names(feature)):
+            found[name] = inner
+    return found
 
 
 def _named(cells: Mapping[str, object], names: Mapping[str, _Names]) -> dict[str, object]:

@@ -1,21 +1,29 @@
-"""Conversion of cells to text, for every kind of table."""
+"""Cells of rows of any format as text, and values inside of them, by names with dots such as translation.en."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from decimal import Decimal
+from itertools import islice
+from typing import Any
 
-from fullshard.program.data.reading.bad_rows import UnusableRowError
-from fullshard.program.data.reading.tables import Number, encoding_problem
+from fullshard.errors import DataError
+from fullshard.program.data.reading.json_file import Number, parse_json
+from fullshard.program.data.reading.row import Row, RowReader, UnusableRowError
+from fullshard.program.data.reading.text_file import encoding_problem
+
+_LOOKED_AT = 100
+"""Number of rows in which names inside of cells are looked for."""
 
 
 def cell_text(name: str, cell: object) -> str:
-    """Return the text of a cell unchanged; the items of a list are joined with spaces. Errors name the column.
+    """Return the text of a cell unchanged; the items of a list are joined with spaces.
 
     Raises:
-        UnusableRowError: The cell is missing, or is not text, a number or a list of them.
+        UnusableRowError: The cell, whose column it names, is missing, or is not text, a number or a list of them.
     """
     if isinstance(cell, (list, tuple)):
         return " ".join(text for item in cell if (text := _scalar_text(name, item, "a list with ")).strip())
@@ -42,8 +50,7 @@ def cell_json(cell: object) -> str:
 def cell_references(name: str, cell: object, *, join: bool) -> tuple[str, ...]:
     """Return the texts of a target cell: one, or the distinct non-empty items of a list; with ``join`` a list is one.
 
-    Raises:
-        UnusableRowError: As for :func:`cell_text`, or all texts are blank.
+    Raises UnusableRowError as :func:`cell_text`, and if all texts are blank.
     """
     if isinstance(cell, (list, tuple)) and not join:
         texts = [_scalar_text(name, item, "a list with ") for item in cell]
@@ -56,11 +63,7 @@ def cell_references(name: str, cell: object, *, join: bool) -> tuple[str, ...]:
 
 
 def cell_weight(name: str, cell: object) -> float:
-    """Return a row's weight; the cell is a number or its text.
-
-    Raises:
-        UnusableRowError: It is missing, not a number, or not positive and finite.
-    """
+    """Return a row's weight; raises UnusableRowError unless the cell is a positive finite number or its text."""
     text = _scalar_text(name, cell).strip() if not isinstance(cell, float) else str(cell)
     try:
         weight = float(text)
@@ -91,3 +94,87 @@ def _scalar_text(name: str, cell: object, inside: str = "") -> str:
     if not math.isfinite(cell):  # type: ignore[reportArgumentType]
         raise UnusableRowError(f"column {name!r} holds {inside}{cell}, not text")
     return str(cell)
+
+
+def column_of(name: str, columns: Sequence[str]) -> str | None:
+    """Return the column that a name is of: itself, or the longest part before a dot that is a column; None: neither."""
+    while name not in columns:
+        name, dot, _ = name.rpartition(".")
+        if not dot:
+            return None
+    return name
+
+
+def columns_read(names: Iterable[str], columns: Sequence[str]) -> list[str]:
+    """Return the distinct columns that must be read for names."""
+    return list(dict.fromkeys(column_of(name, columns) or name for name in names))
+
+
+def cell_of(row: Row, name: str) -> object:
+    """Return a row's cell, or with a name such as ``translation.en`` the value inside of it; None: it has none.
+
+    JSON text is read as what it says. Of a list of objects it is the list of their values.
+
+    Raises:
+        UnusableRowError: The cell holds nothing with names, or no such name.
+    """
+    column = column_of(name, list(row.cells))
+    if column is None or column == name:
+        return row.cells.get(name)
+    return _inside(row.cells[column], name.removeprefix(f"{column}."), column)
+
+
+def as_json(cell: object) -> object:
+    """Return the list or object that a cell's text is the JSON of; other cells as they are."""
+    if not isinstance(cell, str) or not cell.lstrip().startswith(("{", "[")):
+        return cell
+    try:
+        return parse_json(cell)
+    except ValueError:
+        return cell
+
+
+def nested_names(reader: RowReader, columns: Sequence[str]) -> list[str]:
+    """Return the columns, those of objects replaced by the names inside of them, from the first 100 rows."""
+    found: dict[str, dict[str, None]] = {name: {} for name in columns}
+    for row in islice(reader.rows(columns), _LOOKED_AT):
+        for name in found:
+            found[name].update(dict.fromkeys(_names(row.cells.get(name), name)))
+    return [inner for name, names in found.items() for inner in names or (name,)]
+
+
+@contextmanager
+def with_inner_names(reader: RowReader, columns: Sequence[str]) -> Iterator[None]:
+    """Add the names inside of cells, if there are any, to an error about columns."""
+    try:
+        yield
+    except DataError as error:
+        inner = [name for name in nested_names(reader, columns) if name not in columns]
+        if not inner:
+            raise
+        listed = ", ".join(map(repr, inner))
+        raise DataError(
+            f"{error}\nInside of its cells are {listed}: columns and templates may name them so."
+        ) from error
+
+
+def _names(cell: object, name: str) -> Iterator[str]:
+    cell = as_json(cell)
+    if isinstance(cell, Mapping):
+        for key, value in cell.items():
+            yield from list(_names(value, f"{name}.{key}")) or [f"{name}.{key}"]
+
+
+def _inside(cell: object, name: str, where: str) -> object:
+    """Return the value that a name is of inside a cell."""
+    cell = as_json(cell)
+    if cell is None:
+        return None
+    if isinstance(cell, list):
+        return [_inside(item, name, where) for item in cell]
+    if not isinstance(cell, Mapping):
+        raise UnusableRowError(f"column {where!r} holds a {type(cell).__name__}, and no object with {name!r}")
+    inner: Any = column_of(name, list(cell))
+    if inner is None:
+        raise UnusableRowError(f"column {where!r} has no {name!r}, but {', '.join(map(repr, cell)) or 'nothing'}")
+    return cell[inner] if inner == name else _inside(cell[inner], name.removeprefix(f"{inner}."), f"{where}.{inner}")

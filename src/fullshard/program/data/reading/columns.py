@@ -10,11 +10,9 @@ from dataclasses import dataclass, replace
 
 from fullshard.errors import ConfigError, DataError
 from fullshard.program.data.examples import Example, InputRow, SourceSpec
-from fullshard.program.data.reading.bad_rows import UnusableRowError
-from fullshard.program.data.reading.cells import cell_references, cell_text
-from fullshard.program.data.reading.delimiter import DELIMITERS, shown
-from fullshard.program.data.reading.nested import cell_of, column_of
-from fullshard.program.data.reading.tables import Row
+from fullshard.program.data.reading.cells import cell_of, cell_references, cell_text, column_of
+from fullshard.program.data.reading.csv_file import DELIMITERS, shown
+from fullshard.program.data.reading.row import Row, UnusableRowError
 
 KNOWN_SHAPES: tuple[tuple[tuple[str, ...], str], ...] = (
     # text and its class
@@ -48,9 +46,10 @@ KNOWN_SHAPES: tuple[tuple[tuple[str, ...], str], ...] = (
     (("question", "context"), "answer"),
     (("question",), "answer"),
 )
-"""Source columns and target column of known tables, by lower-case name. Of the shapes that fit a table, those whose
-columns are a subset of another's do not count, and exactly one must remain."""
+"""Source columns and target column of known data, by lower-case name. Of the shapes that fit, those whose columns are a
+subset of another's do not count, and exactly one must remain."""
 
+_Shape = tuple[tuple[str, ...], str]
 _TARGETS = frozenset(target for _, target in KNOWN_SHAPES)
 _NAMES = _TARGETS | {name for sources, _ in KNOWN_SHAPES for name in sources}
 _SOURCES = frozenset(sources[0] for sources, _ in KNOWN_SHAPES if len(sources) == 1)
@@ -63,51 +62,28 @@ _WIKIHOW_COLUMNS = {"headline", "title", "text"}
 _FURTHER_INPUTS = ("input", "context")
 """Second source columns of known shapes, which may be empty or missing in a row."""
 
-_NO_TARGETS = frozenset(
-    (
-        "chosen",
-        "rejected",
-        "dispreferred",
-        "suggestion",
-        "suggestions",
-        "suggested",
-        "negative",
-        "negatives",
-        "distractor",
-        "distractors",
-        "incorrect",
-        "wrong",
-        "prediction",
-        "predictions",
-        "predicted",
-        "draft",
-        "context",
-        "contexts",
-        "history",
-    )
+_NO_TARGET = re.compile(
+    "chosen|rejected|dispreferred|suggestions?|suggested|negatives?|distractors?|incorrect|wrong|predictions?|predicted|"
+    "draft|contexts?|history"
 )
 """Words in names of columns that speak against a column being the target, or leave open which one is."""
 
 _KNOWN_INPUTS = ("history", "system", "system_prompt", "tools", "context", "input")
-"""Columns that known tables give to the model beside the source."""
-
-_LONGEST_NAME = 60
+"""Columns that known data gives to the model beside the source."""
 
 
 def leaves_open(name: str) -> bool:
     """Return whether a column's name speaks against it being the target and for others like it, as ``rejected``."""
-    words = re.split(r"[\W\d_]+", name.lower())
-    return not _NO_TARGETS.isdisjoint(words)
+    return any(map(_NO_TARGET.fullmatch, re.split(r"[\W\d_]+", name.lower())))
 
 
 def is_no_target(name: str) -> bool:
     """Return whether a column's name speaks against it being the target: of a known source, or :func:`leaves_open`."""
-    sources = {source for sources, _ in KNOWN_SHAPES for source in sources}
-    return leaves_open(name) or name.lower() in sources - _TARGETS
+    return leaves_open(name) or name.lower() in _NAMES - _TARGETS
 
 
 def left_out_note(used: Iterable[str], columns: Sequence[str]) -> str | None:
-    """Return a message about known inputs among a table's columns that are not used; None: there are none."""
+    """Return a message about known inputs among the columns that are not used; None: there are none."""
     names = {name.lower() for name in used}
     left = [name for name in columns if name.lower() in _KNOWN_INPUTS and name.lower() not in names]
     if not left:
@@ -121,7 +97,7 @@ def left_out_note(used: Iterable[str], columns: Sequence[str]) -> str | None:
 
 def header_note(names: Sequence[str]) -> str | None:
     """Return a message about a header whose names look like the cells of a row; None: they do not."""
-    odd = [name for name in names if _is_number(name) or len(name) > _LONGEST_NAME or name.endswith((".", "!", "?"))]
+    odd = [name for name in names if _is_number(name) or len(name) > 60 or name.endswith((".", "!", "?"))]
     if not odd:
         return None
     return (
@@ -156,21 +132,13 @@ class Recipe:
         return list(dict.fromkeys((*self.sources, self.target)))
 
     def example(self, row: Row) -> Example:
-        """Return the example of a row.
-
-        Raises:
-            UnusableRowError: A cell is missing, empty or of the wrong type.
-        """
+        """Return the example of a row; raises as :meth:`source`."""
         source = self.source(row)
         references = cell_references(self.target, cell_of(row, self.target), join=self.join_target)
         return Example(source, references, row.line)
 
     def input_row(self, row: Row) -> InputRow:
-        """Return the source of a row to predict for.
-
-        Raises:
-            UnusableRowError: As for :meth:`source`.
-        """
+        """Return the source of a row to predict for; raises as :meth:`source`."""
         return InputRow(self.source(row), row.line)
 
     def source(self, row: Row) -> str:
@@ -181,48 +149,43 @@ class Recipe:
         """
         if row.problem is not None:
             raise UnusableRowError(row.problem)
-        texts = [self._source_text(name, row) for name in self.sources]
+        texts = []
+        for name in self.sources:
+            cell = cell_of(row, name)
+            texts.append("" if cell is None and name in self.optional else cell_text(name, cell))
         if not any(text.strip() for text in texts):
             listed = " and ".join(repr(name) for name in self.sources)
             raise UnusableRowError(f"column {listed} is empty")
         return self.fill(texts)
 
-    def _source_text(self, name: str, row: Row) -> str:
-        cell = cell_of(row, name)
-        return "" if cell is None and name in self.optional else cell_text(name, cell)
-
 
 def choose(spec: SourceSpec, columns: Sequence[str], where: str) -> Recipe:
-    """Choose the columns of the examples of the table that messages call ``where``.
+    """Choose the columns of the examples of the data that messages call ``where``.
 
     Raises:
         ConfigError: The template is malformed.
         DataError: A column does not exist or exists twice, or no or several choices fit; the message lists the columns.
     """
     spec = _stripped(spec, columns)
-    if spec.template is not None:
-        named, fill = parse_template(spec.template)
-        sources, optional, note = tuple(_without_blanks(name, columns) for name in named), (), ()
-    elif spec.source_column is not None:
-        sources, fill, optional, note = (spec.source_column,), _only, (), ()
-    else:
+    if spec.template is None and spec.source_column is None:
         sources, target, how = _choose_by_name(spec, columns, where)
-        fill, optional = _known_fill(sources), _optional(sources)
         source = f"source is {' and '.join(map(repr, sources))}"
         also = (left_out_note((*sources, target), columns), header_note(columns) if how == _BY_ORDER else None)
         note = (f"{where}: {source}, target is {target!r}, {how}", *(f"{where}: {one}" for one in also if one))
-        return _checked(spec, Recipe(sources, target, fill, optional, notes=note), columns, where)
-    target = spec.target_column
+        return _checked(spec, _known(sources, target, note), columns, where)
+    named, fill = ((), None) if spec.template is None else parse_template(spec.template)
+    sources = tuple(_without_blanks(name, columns) for name in named) or (str(spec.source_column),)
+    target, note = spec.target_column, ()
     if target is None:
-        _require((*sources,), columns, where)
+        _require(sources, columns, where)
         target = _choose_target(spec, sources, columns, where)
         how = "chosen by name." if target.lower() in _TARGETS else "the other column."
         note = (f"{where}: target is {target!r}, {how}",)
-    return _checked(spec, Recipe(sources, target, fill, optional, notes=note), columns, where)
+    return _checked(spec, Recipe(sources, target, fill or _only, notes=note), columns, where)
 
 
 def choose_sources(spec: SourceSpec, columns: Sequence[str], where: str) -> Recipe:
-    """Choose the source columns of a table that may lack targets: those that training would choose.
+    """Choose the source columns of data that may lack targets: those that training would choose.
 
     The recipe makes examples whose references are not meaningful.
 
@@ -236,7 +199,7 @@ def choose_sources(spec: SourceSpec, columns: Sequence[str], where: str) -> Reci
         given = spec.target_column.lower()
         # As in training, an unknown target goes with a single source column.
         fitting = [one for one in fitting if one[1] == given] or [one for one in fitting if len(one[0]) == 1]
-    # If the table has targets, they determine the shape.
+    # If the data has targets, they determine the shape.
     fitting = [one for one in fitting if one[1] in names] or fitting
     found = {sources for sources, _ in fitting}
     largest = [one for one in found if not any({*one} < {*other} for other in found)]
@@ -252,8 +215,7 @@ def choose_sources(spec: SourceSpec, columns: Sequence[str], where: str) -> Reci
         raise DataError(f"{where}: which column is the source? {_its(columns)} {remedy}")
     sources = tuple(names[name] for name in largest[0])
     note = () if len(columns) == 1 else (f"{where}: source is {' and '.join(map(repr, sources))}, {how}",)
-    recipe = Recipe(sources, sources[0], _known_fill(sources), _optional(sources), notes=note)
-    return _checked(spec, recipe, columns, where)
+    return _checked(spec, _known(sources, sources[0], note), columns, where)
 
 
 def parse_template(template: str) -> tuple[tuple[str, ...], Callable[[Sequence[str]], str]]:
@@ -288,23 +250,20 @@ def parse_template(template: str) -> tuple[tuple[str, ...], Callable[[Sequence[s
 
 
 def _stripped(spec: SourceSpec, columns: Sequence[str]) -> SourceSpec:
-    """Return the spec with the names of columns as the table has them."""
-    names = {key: getattr(spec, key) for key in ("source_column", "target_column")}
-    given = {key: _without_blanks(name, columns) for key, name in names.items() if name is not None}
-    return replace(spec, **given)
+    """Return the spec with the names of columns as the data has them."""
+    source, target = (name and _without_blanks(name, columns) for name in (spec.source_column, spec.target_column))
+    return replace(spec, source_column=source, target_column=target)
 
 
 def _without_blanks(name: str, columns: Sequence[str]) -> str:
-    """Return a column's name without blanks around it, unless a table (of JSON) has them in its own."""
+    """Return a column's name without blanks around it, unless the data (of JSON) has them in its own."""
     return name if name in columns else name.strip()
 
 
 def _checked(spec: SourceSpec, recipe: Recipe, columns: Sequence[str], where: str) -> Recipe:
     """Return the recipe with the spec's target_lists, after checking that its columns exist once."""
     _require(recipe.columns, columns, where)
-    return Recipe(
-        recipe.sources, recipe.target, recipe.fill, recipe.optional, spec.target_lists == "join", recipe.notes
-    )
+    return replace(recipe, join_target=spec.target_lists == "join")
 
 
 def _require(wanted: Iterable[str], columns: Sequence[str], where: str) -> None:
@@ -347,7 +306,7 @@ def _choose_by_name(spec: SourceSpec, columns: Sequence[str], where: str) -> tup
         and not all(map(leaves_open, columns))  # two answers, one of them rejected
     ):
         return (columns[0],), columns[1], _BY_ORDER
-    largest = [shape for shape in fitting if not any(_columns_of(shape) < _columns_of(other) for other in fitting)]
+    largest = [(ss, t) for ss, t in fitting if not any({*ss, t} < {*others, other} for others, other in fitting)]
     if len(largest) != 1:
         raise _undecided(spec, columns, where, [(tuple(names[s] for s in ss), names[t]) for ss, t in largest])
     sources, target = largest[0]
@@ -366,10 +325,8 @@ def _choose_target(spec: SourceSpec, sources: tuple[str, ...], columns: Sequence
     return found[0]
 
 
-def _undecided(
-    spec: SourceSpec, columns: Sequence[str], where: str, candidates: Sequence[tuple[tuple[str, ...], str]]
-) -> DataError:
-    """Return the error for a table whose columns fit no known shape, or several, with lines for the run file."""
+def _undecided(spec: SourceSpec, columns: Sequence[str], where: str, candidates: Sequence[_Shape]) -> DataError:
+    """Return the error for columns that fit no known shape, or several, with lines for the run file."""
     pairs = [f"{' and '.join(sources)} -> {target}" for sources, target in candidates]
     found = f"more than one pair fits ({'; '.join(pairs)})" if pairs else "no pair is known by name"
     question = f"{where}: which columns are source and target? {found}. {_its(columns)}"
@@ -401,30 +358,24 @@ def _as_yaml(name: str) -> str:
     return name if plain else json.dumps(name, ensure_ascii=False)
 
 
-def _columns_of(shape: tuple[tuple[str, ...], str]) -> set[str]:
-    return {*shape[0], shape[1]}
-
-
 def _its(columns: Sequence[str]) -> str:
-    """Return a sentence with a table's columns, and one on the delimiter if they may be several in one."""
+    """Return a sentence with the columns, and one on the delimiter if they may be several in one."""
     listed = ", ".join(repr(name) for name in columns) or "none"
     inside = [one for one in DELIMITERS if len(columns) == 1 and one in columns[0]]
     hint = f" If {shown(inside[0])} separates its cells, set data.delimiter." if inside else ""
     return f"Its columns: {listed}.{hint}"
 
 
-def _known_fill(sources: Sequence[str]) -> Callable[[Sequence[str]], str]:
-    """Return the function that joins a known shape's source columns."""
-    if len(sources) == 1:
-        return _only
-    if sources[0].lower() == "question":
-        return lambda texts: f"question: {texts[0]} context: {texts[1]}" if texts[1].strip() else texts[0]
-    return lambda texts: "\n\n".join(text for text in texts if text.strip())
+def _known(sources: tuple[str, ...], target: str, notes: tuple[str, ...]) -> Recipe:
+    """Return the recipe of a known shape, whose further source columns may be missing in a row."""
 
+    def fill(texts: Sequence[str]) -> str:
+        if sources[0].lower() == "question":
+            return f"question: {texts[0]} context: {texts[1]}" if texts[1].strip() else texts[0]
+        return "\n\n".join(text for text in texts if text.strip())
 
-def _optional(sources: Sequence[str]) -> tuple[str, ...]:
-    """Return the source columns of a known shape that may be missing in a row."""
-    return tuple(name for name in sources[1:] if name.lower() in _FURTHER_INPUTS)
+    optional = tuple(name for name in sources[1:] if name.lower() in _FURTHER_INPUTS)
+    return Recipe(sources, target, _only if len(sources) == 1 else fill, optional, notes=notes)
 
 
 def _only(texts: Sequence[str]) -> str:

@@ -11,14 +11,28 @@ from typing import Any, Literal
 
 from fullshard.errors import DataError
 from fullshard.program.data.examples import Conversation, Example, InputRow, SourceSpec, Turn, turn_text
-from fullshard.program.data.reading.bad_rows import UnusableRowError
-from fullshard.program.data.reading.cells import cell_text
+from fullshard.program.data.reading.cells import as_json, cell_of, cell_text, column_of, columns_read
 from fullshard.program.data.reading.columns import left_out_note
-from fullshard.program.data.reading.nested import as_json, cell_of, column_of, columns_read
-from fullshard.program.data.reading.tables import Number, Row, RowReader, encoding_problem
+from fullshard.program.data.reading.json_file import Number
+from fullshard.program.data.reading.row import Row, RowReader, UnusableRowError
+from fullshard.program.data.reading.text_file import encoding_problem
 
-COLUMNS = ("messages", "conversations", "conversation")
-"""Columns whose cells may be conversations, by lower-case name; the first one in a table is used."""
+
+@dataclass(frozen=True)
+class MessageFormat:
+    """A convention of chat data. To have another one recognised, add it to :data:`FORMATS`, and its roles."""
+
+    columns: tuple[str, ...]  # columns with lists of turns, by lower-case name
+    role: str  # key of a turn's role
+    content: str  # key of a turn's text
+
+
+FORMATS = (
+    MessageFormat(("messages",), "role", "content"),  # OpenAI
+    MessageFormat(("conversations", "conversation"), "from", "value"),  # ShareGPT
+)
+"""The message formats that are known. The first of their columns that the data has is used, and in each turn the first
+role that it has, so that a column may have turns of any format."""
 
 ROLES = {
     "assistant": ("assistant", "gpt", "chatgpt", "bing", "bard", "model", "bot", "function_call"),
@@ -27,10 +41,10 @@ ROLES = {
     "developer": ("developer",),
     "tool": ("tool", "function", "observation", "function_response", "tool_response"),
 }
-"""Each role with the names used for it in data."""
+"""Each role with the names used for it in data of any format."""
 
 _ROLE_OF = {name: role for role, names in ROLES.items() for name in names}
-_KEYS = (("role", "content"), ("from", "value"))
+_COLUMNS = tuple(name for one in FORMATS for name in one.columns)
 _MAY_BE_BLANK = ("system", "developer", "tool")
 _COMMON = 0.95
 """Share of the conversations that must begin with the same system turns for these to be recorded."""
@@ -130,14 +144,14 @@ def find_conversations(
     from_text: bool = True,
     asks_turns: bool = False,
 ) -> ConversationRecipe | None:
-    """Return how a table's rows become conversations; None if they are not.
+    """Return how rows become conversations; None if they are not.
 
-    A column named by ``spec.source_column`` or one of :data:`COLUMNS`, or a ``prompt`` with its ``completion``, has
+    A column named by ``spec.source_column`` or by one of :data:`FORMATS`, or a ``prompt`` with its ``completion``, has
     conversations if one of the first 100 rows has a list of objects there, or the JSON text of a list of turns.
 
     Args:
-        reader: The table.
-        columns: The names of its columns.
+        reader: The rows.
+        columns: The names of their columns.
         spec: Columns; with a template, or a target column besides the source, rows are not conversations.
         completed: Whether rows have answers; else a prompt needs no completion.
         from_text: Whether JSON text may be turns.
@@ -151,7 +165,7 @@ def find_conversations(
     if spec.source_column is not None:
         candidates = [[spec.source_column]] if column_of(spec.source_column, columns) else []
     else:
-        candidates = [[names[name]] for name in COLUMNS if name in names]
+        candidates = [[names[name]] for name in _COLUMNS if name in names]
         candidates += [pair] if "prompt" in names and (len(pair) == 2 or not completed) else []
     for chosen in candidates:
         # A prompt without its completion may be text of any kind, also JSON.
@@ -232,15 +246,11 @@ def conversation_note(recipe: ConversationRecipe, counts: TurnCounts, where: str
 
 
 def require_conversations(spec: SourceSpec, where: str) -> None:
-    """Raise if an option for conversations is set for a table that has none.
-
-    Raises:
-        DataError: ``data.train_on`` is last.
-    """
+    """Raise DataError if an option for conversations, ``data.train_on: last``, is set for rows that are none."""
     if spec.train_on != "assistant":
         raise DataError(
             f"{where}: data.train_on: {spec.train_on} applies to conversations, and its rows are none: no column "
-            f"{', '.join(COLUMNS[:-1])} or {COLUMNS[-1]} has lists of turns. Leave it out, or name the column in "
+            f"{', '.join(_COLUMNS[:-1])} or {_COLUMNS[-1]} has lists of turns. Leave it out, or name the column in "
             "data.source_column."
         )
 
@@ -289,7 +299,7 @@ def _has_turns(row: Row, name: str, *, is_plain: bool) -> bool:
     if not isinstance(cell, str):
         return isinstance(cell, list) and any(isinstance(turn, Mapping) for turn in cell)
     turns = None if is_plain else as_json(cell)
-    keys = {key for key, _ in _KEYS}
+    keys = {one.role for one in FORMATS}
     return isinstance(turns, list) and any(isinstance(turn, Mapping) and keys & turn.keys() for turn in turns)
 
 
@@ -309,16 +319,17 @@ def _turn(where: str, turn: object) -> dict[str, Any]:
     """Return one turn with role and content."""
     if not isinstance(turn, Mapping):
         raise UnusableRowError(f"{where} is a {type(turn).__name__}, not an object with role and content")
-    keys = next((keys for keys in _KEYS if turn.get(keys[0]) is not None), None)
-    if keys is None:
-        raise UnusableRowError(f"{where} has neither role nor from, but {', '.join(map(repr, turn)) or 'nothing'}")
-    named = turn[keys[0]]
+    format = next((one for one in FORMATS if turn.get(one.role) is not None), None)
+    if format is None:
+        roles, found = " nor ".join(one.role for one in FORMATS), ", ".join(map(repr, turn)) or "nothing"
+        raise UnusableRowError(f"{where} has neither {roles}, but {found}")
+    named = turn[format.role]
     role = _ROLE_OF.get(named.strip().lower()) if isinstance(named, str) else None
     if role is None:
         raise UnusableRowError(f"{where} has the unknown role {named!r}; known are {', '.join(_ROLE_OF)}")
-    known = {name for pair in _KEYS for name in pair}
+    known = {key for one in FORMATS for key in (one.role, one.content)}
     more = {key: _plain(value) for key, value in turn.items() if key not in known and value is not None}
-    content = _content(f"{where} ({named})", turn.get(keys[1]), may_lack=bool(more.get("tool_calls")))
+    content = _content(f"{where} ({named})", turn.get(format.content), may_lack=bool(more.get("tool_calls")))
     if not content.strip() and role not in _MAY_BE_BLANK and not more.get("tool_calls"):
         raise UnusableRowError(f"{where} ({named}) is empty")
     return {"role": role, "content": content, **more}

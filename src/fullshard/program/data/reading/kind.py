@@ -1,17 +1,21 @@
-"""What a file is by its content, where its name says something else."""
+"""What a file is by its content: its format, where its name says something else, and its encoding."""
 
 from __future__ import annotations
 
+import codecs
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
 from fullshard.errors import DataError
-from fullshard.program.data.reading.delimiter import find_delimiter, named_delimiter, possible_delimiters
-from fullshard.program.data.reading.nested import column_of
-from fullshard.program.data.reading.tables import is_parquet, open_lines, parse_json
+from fullshard.program.data.examples import SourceSpec
+from fullshard.program.data.reading.cells import column_of
+from fullshard.program.data.reading.csv_file import find_delimiter, named_delimiter, possible_delimiters
+from fullshard.program.data.reading.json_file import parse_json
+from fullshard.program.data.reading.text_file import encoding_problem, is_parquet, open_lines
 
 _LOOKED_AT = 20
 """Number of lines that are looked at."""
@@ -23,17 +27,14 @@ _CUT = 12
 """Characters of an escape or a word of JSON that may be incomplete where a text is cut."""
 
 _FEWEST_ROWS = 3
-"""Rows with as many delimiters as the header that make a table named .tsv one with this delimiter."""
+"""Rows with as many delimiters as the header that make a file named .tsv one with this delimiter."""
 
 
 def kind_of(path: Path, named: str, encoding: str, wanted: Sequence[str] = ()) -> str:
-    """Return a file's format by its content, if that is plain, else the one that its name says.
+    """Return a file's format by its content, if that is plain, else the one that its name says; any process, alone.
 
-    Args:
-        path: The file; any process, alone.
-        named: The format by its suffix: csv, tsv, jsonl, json or parquet.
-        encoding: The encoding of a text file.
-        wanted: Names of columns that the run file gives.
+    ``named`` is the format by its suffix: csv, tsv, jsonl, json or parquet. ``wanted`` are the columns that the run
+    file names.
 
     Raises:
         DataError: It cannot be read, or has text of another kind where JSON is expected.
@@ -46,8 +47,9 @@ def kind_of(path: Path, named: str, encoding: str, wanted: Sequence[str] = ()) -
     objects = [line.lstrip("\ufeff \t").startswith("{") and isinstance(_parsed(line), dict) for line in lines]
     if not first.startswith(("{", "[")):
         # A first line that is no JSON may be a bad row.
-        is_table = named in ("csv", "tsv") or not any(objects)
-        return _of_text(path, named, lines, wanted) if is_table else "jsonl"
+        if named not in ("csv", "tsv") and any(objects):
+            return "jsonl"
+        return _of_text(path, named, lines, wanted)
     # A second object tells JSON Lines from one object; broken lines may be between.
     if objects[0] and (named != "json" or objects.count(True) > 1):
         return "jsonl"
@@ -57,12 +59,6 @@ def kind_of(path: Path, named: str, encoding: str, wanted: Sequence[str] = ()) -
     if named == "json":
         return named
     return "json" if _is_one_value(path, encoding, first) else named
-
-
-def kind_note(path: Path, named: str, kind: str) -> Iterator[str]:
-    """Yield the message about a file that is read as another format than its name says, if it is."""
-    if kind != named:
-        yield f"{path} is named as {named}, and its content is {kind}: it is read as that (data.format)."
 
 
 def _of_text(path: Path, named: str, lines: list[str], wanted: Sequence[str]) -> str:
@@ -101,20 +97,14 @@ def _is_one_value(path: Path, encoding: str, first: str) -> bool:
         head = text.read(_CHARACTERS)
     is_cut = len(head) == _CHARACTERS
     head = head.lstrip("\ufeff").lstrip()
-    if not _begins_as_json(head, is_cut=is_cut):
-        return False
-    return bool(re.match(r"\[\s*\{", head)) or (head.startswith("{") and _parsed(first) is None)
-
-
-def _begins_as_json(head: str, *, is_cut: bool) -> bool:
-    """Return whether a text is JSON, or if it ``is_cut``, the beginning of one."""
     try:
         parse_json(head)
     except json.JSONDecodeError as error:
-        return is_cut and (error.msg.startswith("Unterminated string") or error.pos >= len(head) - _CUT)
+        if not (is_cut and (error.msg.startswith("Unterminated string") or error.pos >= len(head) - _CUT)):
+            return False
     except ValueError:
         return False
-    return True
+    return bool(re.match(r"\[\s*\{", head)) or (head.startswith("{") and _parsed(first) is None)
 
 
 def _parsed(text: str) -> object:
@@ -123,3 +113,76 @@ def _parsed(text: str) -> object:
         return parse_json(text)
     except ValueError:
         return None
+
+
+@dataclass(frozen=True)
+class Encoding:
+    """The encoding of a file."""
+
+    name: str  # a value of ``data.encoding``
+    example: str | None = None  # a line that needs it; None for UTF-8
+    # how many lines are in neither of the two encodings, and the first of them; None: there is none
+    problem: str | None = None
+
+
+def find_encoding(path: Path, remedy: str) -> Encoding:
+    """Return UTF-8, or windows-1252 if no line with other than ASCII characters is UTF-8 and all are valid in it.
+
+    Any process, alone. ``remedy`` is what a user can do with a file in UTF-16 instead of converting it.
+
+    Raises:
+        DataError: The file is UTF-16, whose zero bytes are valid in both.
+    """
+    broken, other, total, first, example = 0, 0, 0, "", None
+    with open_lines(path, "utf-8") as lines:
+        for total, line in enumerate(lines, start=1):
+            if total == 1 and "\0" in line:
+                raise DataError(
+                    f"{path}: its first line has zero bytes, as text in UTF-16 has. Save the file as UTF-8 (in a "
+                    f"shell: iconv -f utf-16 -t utf-8), or {remedy}."
+                )
+            problem = encoding_problem(line, "utf-8")
+            if problem is None:
+                other += not line.isascii()
+                continue
+            broken += 1
+            first = first or f"line {total}: {problem.partition(':')[0]}"
+            try:
+                text = line.encode("utf-8", "surrogateescape").decode("windows-1252")
+            except UnicodeDecodeError:
+                other += 1
+            else:
+                example = example or text.strip()
+    if not broken:
+        return Encoding("utf-8")
+    if example is not None and not other and not _has_mark(path):
+        return Encoding("windows-1252", example)
+    return Encoding("utf-8", problem=f"{broken:,} of {total:,} lines cannot be read, the first of them {first}")
+
+
+def encoding_of_rows(path: Path, spec: SourceSpec, given: str | None) -> tuple[str, tuple[str, ...]]:
+    """Return the encoding of a file of rows for a trained model, and notes that say which; any process, alone.
+
+    It is the one given by the user, else the run's, if that is not UTF-8, else the one found by :func:`find_encoding`.
+    Lines that are not in it are unusable rows.
+
+    Raises:
+        DataError: See :func:`find_encoding`.
+    """
+    if given is not None:
+        return given, ()
+    if path.suffix.lower() == ".parquet" or spec.format == "parquet" or is_parquet(path):
+        return spec.encoding, ()
+    if codecs.lookup(spec.encoding).name != "utf-8":
+        return spec.encoding, (f"the rows are read as {spec.encoding}, the run's data.encoding (--encoding)",)
+    found = find_encoding(path, "give --encoding utf-16")
+    if found.example is None:
+        return found.name, ()
+    example = found.example[:60]
+    return found.name, (f"not UTF-8: read as {found.name} (--encoding), with lines such as {example!r}",)
+
+
+def _has_mark(path: Path) -> bool:
+    """Return True if the file begins with the byte-order mark of UTF-8."""
+    with open_lines(path, "windows-1252") as lines:
+        return lines.read(3).encode("windows-1252", "surrogateescape") == codecs.BOM_UTF8

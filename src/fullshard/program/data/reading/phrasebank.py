@@ -7,23 +7,21 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from fullshard.program.data.reading.tables import JsonLinesFile, Row, RowReader, empty, encoding_problem, open_lines
+from fullshard.program.data.reading.json_file import JsonLinesFile
+from fullshard.program.data.reading.row import Row, RowReader, TextRows
+from fullshard.program.data.reading.text_file import empty, encoding_problem, open_lines
 
 LABELS = ("negative", "neutral", "positive")
 """In the order of the numbers that the JSON form may use instead."""
 
 
 def open_phrasebank(path: Path, encoding: str) -> RowReader:
-    """Open sentences and labels; ``.jsonl`` and ``.json`` are JSON Lines, all other files the authors' form.
-
-    Raises:
-        DataError: The file cannot be read.
-    """
+    """Open sentences and labels; ``.jsonl`` and ``.json`` are JSON Lines, all other files the authors' form."""
     suffixes = [suffix.lower() for suffix in path.suffixes if suffix.lower() != ".gz"]
     actual = _actual_encoding(path, encoding)
     opened = _JsonForm(path, actual) if suffixes and suffixes[-1] in (".jsonl", ".json") else _TextForm(path, actual)
     if actual != encoding:
-        opened.notes = (f"{path} is not {encoding.upper()} and was read as {actual.upper()}.",)
+        opened.named = (f"{path} is not {encoding.upper()} and was read as {actual.upper()}.",)
     return opened
 
 
@@ -36,15 +34,8 @@ class _JsonForm(JsonLinesFile):
             yield row if row.problem else _labelled(row, row.cells.get("label"))
 
 
-class _TextForm:
+class _TextForm(TextRows):
     """Lines of ``sentence@label``."""
-
-    notes: tuple[str, ...] = ()
-
-    def __init__(self, path: Path, encoding: str) -> None:
-        """Prepare to read ``path``; nothing is read yet."""
-        self.where = str(path)
-        self._path, self._encoding = path, encoding
 
     def columns(self) -> list[str]:
         """Return the columns of the JSON form."""
@@ -54,7 +45,7 @@ class _TextForm:
         """Yield the lines that are not blank, split at the last ``@``."""
         del wanted
         blank = True
-        with open_lines(self._path, self._encoding) as lines:
+        with self._lines() as lines:
             for line, raw in enumerate(lines, start=1):
                 if not raw.strip():
                     continue

@@ -1,26 +1,35 @@
-"""The rows of a split, read from files and datasets of every supported format."""
+"""The rows of a split or to predict for, read from files and datasets of every supported format."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import replace
-from hashlib import blake2b
+from hashlib import blake2b, file_digest
 from itertools import islice
 from pathlib import Path
 
 from fullshard.errors import DataError
-from fullshard.program.data.examples import InputRow, InputTable, SourceSpec, Split, Table
+from fullshard.program.data.examples import Example, InputRow, InputTable, SourceSpec, Split, Table
 from fullshard.program.data.reading.arrow import DatasetRows, ParquetFile, open_dataset
-from fullshard.program.data.reading.bad_rows import UnusableRowError
-from fullshard.program.data.reading.columns import Recipe, choose, choose_sources
-from fullshard.program.data.reading.conversations import LOOKED_AT, ConversationRecipe, find_conversations
-from fullshard.program.data.reading.holdout import Sides
-from fullshard.program.data.reading.kind import kind_note, kind_of
-from fullshard.program.data.reading.nested import with_inner_names
-from fullshard.program.data.reading.opened import OpenedTable, texts_of
+from fullshard.program.data.reading.cells import cell_of, cell_weight, column_of, columns_read, with_inner_names
+from fullshard.program.data.reading.columns import Recipe, choose, choose_sources, parse_template
+from fullshard.program.data.reading.conversations import (
+    LOOKED_AT,
+    ConversationRecipe,
+    TurnCounts,
+    conversation_note,
+    find_conversations,
+    require_conversations,
+)
+from fullshard.program.data.reading.csv_file import CsvFile
+from fullshard.program.data.reading.json_file import JsonFile, JsonLinesFile
+from fullshard.program.data.reading.kind import kind_of
 from fullshard.program.data.reading.phrasebank import open_phrasebank
-from fullshard.program.data.reading.tables import CsvFile, JsonFile, JsonLinesFile, RowReader, distinct, unreadable
-from fullshard.program.data.reading.wikihow import list_files, read_wikihow
+from fullshard.program.data.reading.row import BadRows, Row, RowReader, UnusableRowError, distinct
+from fullshard.program.data.reading.sample import Sides
+from fullshard.program.data.reading.text_file import empty, encoding_problem, open_lines, unreadable
+from fullshard.program.data.reading.wikihow import cleaned_article, list_files, read_wikihow
 
 FORMATS = {".csv": "csv", ".tsv": "tsv", ".jsonl": "jsonl", ".json": "json", ".parquet": "parquet"}
 """Formats by suffix; all but Parquet may be gzipped, with .gz appended."""
@@ -28,7 +37,8 @@ FORMATS = {".csv": "csv", ".tsv": "tsv", ".jsonl": "jsonl", ".json": "json", ".p
 _RULES = 2
 """Increased when the same file and options give different rows than before, to invalidate caches."""
 
-_CHUNK_BYTES = 2**20
+_SOURCES = {"wikihow": "text", "phrasebank": "sentence"}
+"""Source columns of formats that have their own reader for rows with targets."""
 
 
 def read_split(spec: SourceSpec, split: Split) -> Table:
@@ -48,51 +58,195 @@ def read_split(spec: SourceSpec, split: Split) -> Table:
             rows are unusable (the message has their number and the first ones with their lines).
         ConfigError: The template is malformed.
     """
-    by_hash = _split_by_hash(spec)
     if spec.format == "wikihow" and spec.dataset_name is None:
-        return read_wikihow(_file(spec, split), spec, split if by_hash else None)
-    opened = open_table(spec, split)
+        return read_wikihow(_file(spec, split), spec, split if _split_by_hash(spec) else None)
+    opened = open_rows(spec, split)
     sides = sides_of(spec, opened.reader.where)
-    rows = [row for row in opened.usable() if sides is None or sides.side(row) == split]
-    table = Table(rows, opened.notes(), opened.bad.beyond_shown)
+    rows = [row for _, row in opened.usable() if sides is None or sides.side(row) == split]
+    notes, skipped = opened.notes(), opened.bad.beyond_shown
     if sides is None:
-        return table
+        return Table(rows, notes, skipped)
     # The unusable rows are those of one file, whichever side is read: listed with the training rows, once.
-    return Table(table.examples, (*table.notes, sides.note()), table.skipped if split == "train" else ())
+    return Table(rows, (*notes, sides.note()), skipped if split == "train" else ())
 
 
 def sides_of(spec: SourceSpec, where: str) -> Sides | None:
-    """Return which rows of the table ``where`` are held out by a hash; None: the splits are separate tables."""
+    """Return which rows of ``where`` are held out by a hash; None: the splits are separate files or datasets."""
     return Sides(spec.validation_fraction, where) if _split_by_hash(spec) else None
 
 
-def open_table(spec: SourceSpec, split: Split, columns: list[str] | None = None) -> OpenedTable:
-    """Open the table of a split, of any format with columns, and choose its columns. Any process can call it.
+class OpenedRows:
+    """The rows of a file or dataset, the recipe for their examples, and the unusable ones found so far.
+
+    Attributes:
+        reader: The rows' reader.
+        known: Their columns.
+        recipe: How a row becomes an example.
+        bad: Unusable rows so far.
+    """
+
+    def __init__(self, reader: RowReader, spec: SourceSpec, weights: str | None, known: list[str]) -> None:
+        """Choose the columns; ``weights`` names the column of the rows' weights, None gives all weight 1."""
+        self.reader, self.known = reader, known
+        self.bad = BadRows(reader.where)
+        self.recipe = _recipe(reader, known, spec)
+        self._num_usable, self._turns = 0, TurnCounts()
+        self._limit, self._weights = spec.max_bad_rows, weights
+        if weights is not None and known.count(column_of(weights, known) or weights) != 1:
+            raise DataError(
+                f"{reader.where} has {known.count(weights)} columns {weights!r} (data.weight_column); one is "
+                f"needed. Its columns: {', '.join(map(repr, known))}."
+            )
+
+    @property
+    def wanted(self) -> list[str]:
+        """The columns that are read."""
+        return columns_read([*self.recipe.columns, *([] if self._weights is None else [self._weights])], self.known)
+
+    def example(self, row: Row) -> Example:
+        """Return the example of a row.
+
+        Raises:
+            UnusableRowError: It cannot be used.
+        """
+        example = self.recipe.example(row)
+        if self._weights is None:
+            return example
+        return replace(example, weight=cell_weight(self._weights, cell_of(row, self._weights)))
+
+    def usable(self) -> Iterator[tuple[Row, Example]]:
+        """Yield every usable row with its example, and count the others."""
+        for row in self.reader.rows(self.wanted):
+            try:
+                example = self.example(row)
+            except UnusableRowError as problem:
+                self.bad.add(row.line, str(problem))
+                continue
+            self._num_usable += 1
+            self._turns.add(example)
+            yield row, example
+
+    def notes(self) -> tuple[str, ...]:
+        """Return messages for the user; called after all rows were read.
+
+        Raises:
+            DataError: Too many rows are unusable, or none is usable.
+        """
+        count = self.bad.count
+        notes = (*self.reader.notes, *self.recipe.notes, *self.bad.settle(self._num_usable + count, self._limit))
+        if not self._num_usable:
+            found = f"{count} rows, none of which can be used" if count else "a header but no rows"
+            raise DataError("\n".join([f"{self.reader.where} has {found}: at least one row is needed.", *notes]))
+        if isinstance(self.recipe, ConversationRecipe):
+            notes = (conversation_note(self.recipe, self._turns, self.reader.where), *notes)
+        return notes
+
+
+def open_rows(spec: SourceSpec, split: Split, columns: list[str] | None = None) -> OpenedRows:
+    """Open the rows of a split, of any format with columns, and choose their columns. Any process can call it.
 
     Args:
         spec: Where the rows come from.
         split: The split.
-        columns: The table's columns, if they are known, so that a file is not read for them.
+        columns: The columns, if they are known, so that a file is not read for them.
 
     Raises:
-        DataError, ConfigError: See :func:`read_split`.
-    """
-    return OpenedTable(_open(spec, split), spec, spec.weight_column if split == "train" else None, columns)
-
-
-def read_sources(spec: SourceSpec, split: Split, *, from_text: bool = True, asks_turns: bool = False) -> InputTable:
-    """Read the source of every row of a split, in columns given by the spec or chosen by name. Any process can call it.
-
-    ``from_text``: whether JSON text may be a conversation. ``asks_turns``: whether the model was trained on them.
-
-    Returns:
-        The rows in order with all their cells, also those that cannot be used.
-
-    Raises:
-        DataError: The table cannot be read or is empty, or the source columns are ambiguous.
+        DataError: See :func:`read_split`. If no row could be read, it lists the rows' problems.
         ConfigError: The template is malformed.
     """
     reader = _open(spec, split)
+    columns = reader.columns() if columns is None else columns
+    bad, total = BadRows(reader.where), 0
+    for row in () if columns else reader.rows(()):
+        total += 1
+        if row.problem is not None:
+            bad.add(row.line, row.problem)
+    bad.settle(total, limit=0)
+    return OpenedRows(reader, spec, spec.weight_column if split == "train" else None, columns)
+
+
+def _recipe(reader: RowReader, columns: list[str], spec: SourceSpec) -> Recipe | ConversationRecipe:
+    """Choose how rows with targets become examples."""
+    found = find_conversations(reader, columns, spec, completed=True)
+    if found is not None:
+        return found
+    require_conversations(spec, reader.where)
+    with with_inner_names(reader, columns):
+        return choose(spec, _texts_of(columns, spec), reader.where)
+
+
+def _texts_of(columns: list[str], spec: SourceSpec) -> list[str]:
+    """Return the columns that may be source or target: all but the weights' column."""
+    return [name for name in columns if name != spec.weight_column]
+
+
+def read_inputs(path: Path, spec: SourceSpec, *, asks_turns: bool = False) -> InputTable:
+    """Read the source of each row of a file; any process.
+
+    In a ``.txt`` file each line is a row. In other files the source is the spec's ``template`` or ``source_column``,
+    the only column, or the columns known by name, joined as in training; blank lines are skipped.
+
+    Args:
+        path: The file; its suffix gives the format.
+        spec: Encoding and columns; the files it names are not read.
+        asks_turns: Whether the rows are for a model trained on conversations: then the JSON text of a list of turns in
+            a ``prompt`` without its completion is a conversation.
+
+    Returns:
+        All rows in order, each with the reason if it cannot be used.
+
+    Raises:
+        DataError: The file cannot be read or is empty, no row can be used, or the source column is ambiguous.
+        ConfigError: The template is malformed.
+    """
+    lines = path.suffix.lower() == ".txt"
+    table = InputTable(_lines(path, spec.encoding)) if lines else _table(path, spec, asks_turns=asks_turns)
+    first = table.rows[0]
+    if all(row.problem is not None for row in table.rows):
+        raise DataError(
+            f"{path}: none of its {len(table.rows):,} rows can be used. The first is line {first.line}: "
+            f"{first.problem}."
+        )
+    return table
+
+
+def _table(path: Path, spec: SourceSpec, *, asks_turns: bool) -> InputTable:
+    column = spec.source_column or _SOURCES.get(spec.format)
+    # Where columns are given, the source also stands in for the target, which may not exist.
+    target = spec.target_column
+    if spec.template is not None:
+        column, target = None, parse_template(spec.template)[0][0]
+    elif column is not None:
+        target = column
+    here = replace(spec, dataset_name=None, format="auto", source_column=column, target_column=target)
+    # Text with a target of its own was trained on as text, even if it is JSON.
+    from_text = spec.target_column in (None, spec.source_column)
+    own = with_rows_of(path, here, here.encoding)
+    table = _read_sources(own, from_text=from_text, asks_turns=asks_turns)
+    if spec.format != "wikihow":
+        return table
+    return replace(table, rows=[replace(row, source=cleaned_article(row.source)) for row in table.rows])
+
+
+def _lines(path: Path, encoding: str) -> list[InputRow]:
+    with open_lines(path, encoding) as lines:
+        texts = [line.rstrip("\r\n") for line in lines]
+    if not texts:
+        raise empty(path)
+    rows = []
+    for line, text in enumerate(texts, start=1):
+        # Undecodable text could not be written to the predictions either.
+        problem = encoding_problem(text, encoding)
+        rows.append(InputRow("" if problem else text, line, problem or (None if text.strip() else "it is empty")))
+    return rows
+
+
+def _read_sources(spec: SourceSpec, *, from_text: bool, asks_turns: bool) -> InputTable:
+    """Read the sources of all rows of the validation file with all their cells, also of those that cannot be used.
+
+    ``from_text``: whether JSON text may be a conversation. ``asks_turns``: whether the model was trained on them.
+    """
+    reader = _open(spec, "validation")
     columns = reader.columns()
     unread = [] if columns else [row for row in reader.rows(()) if row.problem is not None]
     if unread:
@@ -102,7 +256,7 @@ def read_sources(spec: SourceSpec, split: Split, *, from_text: bool = True, asks
     if recipe is None:
         by_name = spec.template is None and spec.source_column is None
         with with_inner_names(reader, columns):
-            recipe = (choose_sources if by_name else choose)(spec, texts_of(columns, spec), reader.where)
+            recipe = (choose_sources if by_name else choose)(spec, _texts_of(columns, spec), reader.where)
     rows: list[InputRow] = []
     for row in reader.rows(columns):
         try:
@@ -129,15 +283,10 @@ def fingerprint(spec: SourceSpec, split: Split) -> str:
     Raises:
         DataError: The data cannot be read.
     """
-    by_hash = _split_by_hash(spec)
     digest = blake2b(digest_size=16)
     options: list[object] = [_RULES, spec.encoding, spec.source_column, spec.target_column, spec.target_lists]
-    options += [
-        spec.delimiter,
-        spec.template,
-        spec.max_bad_rows,
-        [split, spec.validation_fraction] if by_hash else None,
-    ]
+    options += [spec.delimiter, spec.template, spec.max_bad_rows]
+    options += [[split, spec.validation_fraction] if _split_by_hash(spec) else None]
     # Hashed only if it is not the default, so that runs of versions without the option still resume.
     options += [spec.train_on] if spec.train_on != "assistant" else []
     options += [["weights", spec.weight_column]] if spec.weight_column is not None and split == "train" else []
@@ -156,7 +305,12 @@ def fingerprint(spec: SourceSpec, split: Split) -> str:
     options += [_format(path, spec), path.suffix.lower(), [file.name for file in files[1:]]]
     digest.update(json.dumps(options).encode())
     for file in files:
-        _hash_file(file, digest)
+        try:
+            digest.update(file.stat().st_size.to_bytes(8, "big"))
+            with file.open("rb") as content:
+                file_digest(content, lambda: digest)
+        except OSError as error:
+            raise unreadable(file, error) from error
     return digest.hexdigest()
 
 
@@ -175,12 +329,13 @@ def with_rows_of(path: Path, spec: SourceSpec, encoding: str) -> SourceSpec:
     """Return a run's ``spec`` with another file for its held-out rows, such as one to predict for. Any process.
 
     Columns and format stay. A CSV file whose header does not have the delimiter of ``spec`` gets its own. What the
-    run file says of quotes holds for files of the format of the run's own.
+    run file says of quotes holds for files of the format of the run's own, by their suffixes.
 
     Raises:
         DataError: The file cannot be read.
     """
-    quoting = spec.quoting if _is_like_own(path, spec) else "auto"
+    suffixes = {Path(one.name.lower().removesuffix(".gz")).suffix for one in (path, spec.train_file) if one is not None}
+    quoting = spec.quoting if len(suffixes) == 1 else "auto"
     other = replace(spec, validation_file=path, validation_fraction=0.0, encoding=encoding, quoting=quoting)
     if spec.delimiter is None or format_of(path, other) != "csv":
         return other
@@ -206,12 +361,6 @@ def _split_by_title(spec: SourceSpec) -> bool:
 def _of_dataset(spec: SourceSpec, split: Split) -> bool:
     """Return whether a split is read from a dataset; a file of held-out rows overrides the dataset's split."""
     return spec.dataset_name is not None and (split == "train" or spec.validation_file is None)
-
-
-def _is_like_own(path: Path, spec: SourceSpec) -> bool:
-    """Return whether a file has the format of the run's training file, by their suffixes."""
-    kinds = {Path(file.name.lower().removesuffix(".gz")).suffix for file in (path, spec.train_file) if file is not None}
-    return len(kinds) == 1
 
 
 def _file(spec: SourceSpec, split: Split) -> Path:
@@ -250,31 +399,30 @@ def format_of(path: Path, spec: SourceSpec) -> str:
 
 
 def _open(spec: SourceSpec, split: Split) -> RowReader:
-    """Open the table with the rows of a split."""
+    """Open the rows of a split."""
     if _of_dataset(spec, split):
         return _open_dataset(spec, split)
     return open_file(_file(spec, split), spec)
 
 
 def open_file(path: Path, spec: SourceSpec) -> RowReader:
-    """Open a table in a file, of any format but WikiHow's; the files that the spec names are not read.
+    """Open the rows of a file, of any format but WikiHow's; the files that the spec names are not read.
 
     Raises:
         DataError: See :func:`format_of`.
     """
     kind = format_of(path, spec)
-    notes = tuple(kind_note(path, _format(path, spec), kind))
-    if kind in ("csv", "tsv"):
-        cells = CsvFile(path, spec.encoding, "\t" if kind == "tsv" else spec.delimiter, spec.quoting)
-        cells.named = notes
-        return cells
     if kind == "phrasebank":
         return open_phrasebank(path, spec.encoding)
-    if kind == "parquet":
+    if kind in ("csv", "tsv"):
+        reader = CsvFile(path, spec.encoding, "\t" if kind == "tsv" else spec.delimiter, spec.quoting)
+    elif kind == "parquet":
         reader = ParquetFile(path)
     else:
         reader = (JsonLinesFile if kind == "jsonl" else JsonFile)(path, spec.encoding)
-    reader.notes = notes
+    named = _format(path, spec)
+    if kind != named:
+        reader.named = (f"{path} is named as {named}, and its content is {kind}: it is read as that (data.format).",)
     return reader
 
 
@@ -285,14 +433,3 @@ def _open_dataset(spec: SourceSpec, split: Split) -> DatasetRows:
     if name is None:
         raise DataError("There are no rows for validation: set data.validation_split or data.validation_fraction.")
     return open_dataset(spec.dataset_name, spec.dataset_config_name, name)
-
-
-def _hash_file(path: Path, digest: blake2b) -> None:
-    """Add a file's size and bytes to a hash."""
-    try:
-        digest.update(path.stat().st_size.to_bytes(8, "big"))
-        with path.open("rb") as file:
-            while chunk := file.read(_CHUNK_BYTES):
-                digest.update(chunk)
-    except OSError as error:
-        raise unreadable(path, error) from error

@@ -10,9 +10,10 @@ from pathlib import Path
 
 from fullshard.errors import DataError
 from fullshard.program.data.examples import Example, SourceSpec, Split, Table
-from fullshard.program.data.reading.bad_rows import BadRows
-from fullshard.program.data.reading.holdout import is_held_out, require_both_sides
-from fullshard.program.data.reading.tables import csv_records, empty, encoding_problem, open_lines
+from fullshard.program.data.reading.csv_file import csv_records
+from fullshard.program.data.reading.row import BadRows
+from fullshard.program.data.reading.sample import is_held_out, require_both_sides
+from fullshard.program.data.reading.text_file import empty, encoding_problem, open_lines
 
 COLUMNS = ("headline", "text", "title")
 LISTS: dict[Split, str] = {"train": "all_train.txt", "validation": "all_val.txt"}
@@ -23,10 +24,6 @@ DEFAULT_FRACTION = 0.05
 _COMMAS_AFTER_LINES = re.compile(r"[.]+[\n]+[,]")
 _LONGEST_SUMMARY = 0.75
 """Summaries of at least this share of their article's characters are left out."""
-
-_WRONG_COUNT = "with a wrong number of cells"
-_EMPTY = "without headline, text or title"
-_LONG_SUMMARY = "whose summary is not shorter than 3/4 of the article"
 
 
 def read_wikihow(path: Path, spec: SourceSpec, split: Split | None) -> Table:
@@ -43,7 +40,9 @@ def read_wikihow(path: Path, spec: SourceSpec, split: Split | None) -> Table:
     Raises:
         DataError: The file has other columns, too many undecodable rows, or no rows for this split.
     """
-    side_of, how = (_everything, "all rows are used") if split is None else title_split(path, spec)
+    side_of, how = (lambda _: "used"), "all rows are used"
+    if split is not None:
+        side_of, how = title_split(path, spec)
     kept: list[Example] = []
     sides: Counter[str] = Counter()
     dropped: Counter[str] = Counter()
@@ -65,7 +64,8 @@ def read_wikihow(path: Path, spec: SourceSpec, split: Split | None) -> Table:
             kept.append(example)
     notes = bad.settle(total, spec.max_bad_rows)
     if split is not None and _title_lists(path) is None:
-        require_both_sides(sides["train"], sides["validation"], _fraction(spec), str(path))
+        fraction = spec.validation_fraction or DEFAULT_FRACTION
+        require_both_sides(sides["train"], sides["validation"], fraction, str(path))
     counts = [f"{sides[side]} {side}" for side in sides] + [f"{count} left out {why}" for why, count in dropped.items()]
     notes += (f"{path}: {how}. Of {total} rows: {', '.join(counts)}.",)
     if not kept:
@@ -97,22 +97,13 @@ def title_split(path: Path, spec: SourceSpec) -> tuple[Callable[[str], str], str
     """
     lists = _title_lists(path)
     if lists is None:
-        fraction = _fraction(spec)
+        fraction = spec.validation_fraction or DEFAULT_FRACTION
         how = (
             f"no {LISTS['train']} and {LISTS['validation']} next to it: {fraction:g} of the titles are held out by hash"
         )
         return lambda key: "validation" if is_held_out(key, fraction) else "train", how
     idle = ", data.validation_fraction is not used" if spec.validation_fraction else ""
     return lambda key: lists.get(key, "in none of the lists"), f"split by the authors' title lists{idle}"
-
-
-def _everything(key: str) -> str:
-    del key
-    return "used"
-
-
-def _fraction(spec: SourceSpec) -> float:
-    return spec.validation_fraction or DEFAULT_FRACTION
 
 
 def _title_lists(path: Path) -> dict[str, str] | None:
@@ -160,10 +151,10 @@ def _records(path: Path, encoding: str) -> Iterator[tuple[int, list[str] | None]
 def _example(line: int, cells: list[str] | None) -> Example | str:
     """Return a row's example, or the reason why it is left out."""
     if cells is None:
-        return _WRONG_COUNT
+        return "with a wrong number of cells"
     headline, text, title = cells
     if not (headline.strip() and text.strip() and title.strip()):
-        return _EMPTY
+        return "without headline, text or title"
     if not len(headline) < _LONGEST_SUMMARY * len(text):
-        return _LONG_SUMMARY
+        return "whose summary is not shorter than 3/4 of the article"
     return Example(cleaned_article(text), (headline.replace(".,", "."),), line)

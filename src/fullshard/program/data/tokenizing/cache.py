@@ -9,7 +9,6 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +16,7 @@ import numpy as np
 
 from fullshard.errors import DataError
 from fullshard.program.data.examples import Example
-from fullshard.program.data.tokenizing.ragged import ID_DTYPE, OFFSET_DTYPE, Ragged
+from fullshard.program.data.tokenizing.ragged import ID_DTYPE, OFFSET_DTYPE, Ragged, offsets_of
 from fullshard.program.data.tokenizing.tokenize import (
     Counters,
     LengthStats,
@@ -89,39 +88,27 @@ def tokenize_to(
 ) -> dict[str, Any]:
     """Write the ids of examples to files, a few thousand rows at a time; for ``build`` of :func:`cached`.
 
-    Args:
-        directory: Directory of the files.
-        examples: At least one row.
-        tokenizer: Any Hugging Face tokenizer.
-        spec: How text becomes ids.
-        progress: Called with rows done and in total.
-
-    Returns:
-        The length statistics, as JSON values for :func:`open_tokens`.
-
-    Raises:
-        DataError: See :func:`~fullshard.program.data.tokenizing.tokenize.tokenize`.
+    Arguments and errors as for :func:`~fullshard.program.data.tokenizing.tokenize.tokenize`. Returns the length
+    statistics as JSON values for :func:`open_tokens`.
     """
     counters = Counters(spec)
+    files: dict[str, Any] = {}
     lengths: dict[str, list[Any]] = {}
     with ExitStack() as stack:
-        files = {name: stack.enter_context((directory / f"{name}.ids").open("wb")) for name in ("source", "target")}
         for rows in encode_chunks(examples, tokenizer, spec, progress):
             counters.add(rows)
-            parts = {"source": rows.source.ids, "target": rows.target.ids}
-            if rows.spans is not None:
-                parts["spans"] = rows.spans
-                if "spans" not in files:
-                    files["spans"] = stack.enter_context((directory / "spans.ids").open("wb"))
-            for name, part in parts.items():
+            for name, part in (("source", rows.source.ids), ("target", rows.target.ids), ("spans", rows.spans)):
+                if part is None:
+                    continue
+                if name not in files:
+                    files[name] = stack.enter_context((directory / f"{name}.ids").open("wb"))
                 part.ids.tofile(files[name])
                 lengths.setdefault(name, []).append(part.lengths)
     for name, parts in lengths.items():
-        offsets = np.concatenate([np.zeros(1, OFFSET_DTYPE), np.cumsum(np.concatenate(parts), dtype=OFFSET_DTYPE)])
-        offsets.tofile(directory / f"{name}.offsets")
+        offsets_of(np.concatenate(parts)).tofile(directory / f"{name}.offsets")
     if (weights := weights_of(examples)) is not None:
         weights.tofile(directory / _WEIGHTS_NAME)
-    return {"source": asdict(counters.source.stats()), "target": asdict(counters.target.stats())}
+    return counters.kept()
 
 
 def open_tokens(directory: Path, stats: dict[str, Any]) -> TokenizedSet:
@@ -182,7 +169,9 @@ def _locked(path: Path, waiting: Callable[[], None]) -> Iterator[None]:
     The holder writes its run's identity into the file: ``waiting`` is not called for another rank of the same run.
     """
     with path.open("a+") as file:
-        run = _run_of_rank()
+        # The rendezvous address, which only the ranks of one run share.
+        address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        run = address if "RANK" in os.environ else None
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -195,10 +184,3 @@ def _locked(path: Path, waiting: Callable[[], None]) -> Iterator[None]:
         file.flush()
         yield
         file.truncate(0)
-
-
-def _run_of_rank() -> str | None:
-    """Return the rendezvous address, which only the ranks of one run share; None if this process is not a rank."""
-    if "RANK" not in os.environ:
-        return None
-    return f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"

@@ -5,24 +5,34 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import TYPE_CHECKING, Any
 
 from fullshard.errors import DataError
-from fullshard.program.data.examples import Conversation, Example, asked
-from fullshard.program.data.tokenizing.history import without_oldest
+from fullshard.program.data.examples import Conversation
+from fullshard.program.data.tokenizing.ragged import Encoded, EncodedRows, Ragged
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-Side = tuple[list[list[int]], list[int]]
-"""Ids of each row, and their lengths before truncation."""
 
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _REMEDY = (
     "Set data.train_on: last, or mark the assistant's turns in the template with {% generation %}. If the rows are "
     "not conversations, set data.chat_template: false."
 )
+
+_PLAIN_TOOLS = "{% if tools %}tools: {{ tools | tojson }}\n{% endif %}"
+
+_PLAIN_TURN = (
+    "{{ message.role }}: {{ message.content }}{% if message.tool_calls %}{{ message.tool_calls | tojson }}{% endif %}"
+)
+
+_PLAIN_TURNS = (
+    "{% for message in messages %}{% if not loop.first %}{{ '\\n' }}{% endif %}"
+    f"{_PLAIN_TURN}{{% if message.role == 'assistant' %}}{{{{ eos_token }}}}{{% endif %}}{{% endfor %}}"
+)
+
+_PLAIN_ANSWER = "{% if add_generation_prompt %}{{ '\\n' }}assistant:{% endif %}"
 
 
 class UnrenderedRowError(DataError):
@@ -31,15 +41,6 @@ class UnrenderedRowError(DataError):
     def __init__(self, message: str, place: int) -> None:
         super().__init__(message)
         self.place = place
-
-
-@dataclass(frozen=True)
-class EncodedChats:
-    """The ids of some conversations; prompt and completion together are the template of the complete conversation."""
-
-    prompts: Side  # up to the start of the last answer
-    completions: Side  # the last answer and the end of its turn; empty for a history to be answered
-    spans: list[list[int]]  # start and end of each run of learned tokens, in prompt and completion joined
 
 
 @dataclass(frozen=True)
@@ -62,22 +63,13 @@ class _Chat:
     spans: list[int]
 
 
-def as_conversation(example: Example) -> Conversation:
-    """Return a row's conversation; a source and its target are the turns of user and assistant."""
-    if example.conversation is not None:
-        return example.conversation
-    return asked(example.source, answer=example.target)
-
-
-def marks_answers(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Return True if the chat template marks what the assistant writes and the tokenizer can locate it."""
-    return bool(tokenizer.is_fast) and _GENERATION.search(str(tokenizer.chat_template)) is not None
-
-
 def encode_chats(
     rows: Sequence[Conversation], tokenizer: PreTrainedTokenizerBase, prefix: str, limits: tuple[int, int]
-) -> EncodedChats:
-    """Encode conversations in the chat template.
+) -> EncodedRows:
+    """Encode conversations in the chat template: source and target together are that of the complete conversation.
+
+    The source, the prompt, goes up to the start of the last answer. The target is that answer and the end of its turn,
+    empty for a history to be answered.
 
     The learned tokens are those that the template marks with ``{% generation %}``; where it has no marks, each answer
     begins where the template of the turns before it ends (with the beginning of the assistant's turn), and ends where
@@ -105,35 +97,34 @@ def encode_chats(
                 chats[place] = _shortened(rows[place], tokenizer, limits)
             except UnrenderedRowError as error:
                 raise UnrenderedRowError(str(error), place) from error
-    return EncodedChats(
-        ([chat.prompt for chat in chats], [prompt for prompt, _ in lengths]),
-        ([chat.completion for chat in chats], [completion for _, completion in lengths]),
-        [chat.spans for chat in chats],
+    return EncodedRows(
+        Encoded.of([chat.prompt for chat in chats], [prompt for prompt, _ in lengths]),
+        Encoded.of([chat.completion for chat in chats], [completion for _, completion in lengths]),
+        Ragged.from_rows([chat.spans for chat in chats]),
     )
 
 
 def _prefixed(row: Conversation, prefix: str) -> Conversation:
-    """Put the prefix before the user's first turn."""
     first = next((place for place, turn in enumerate(row.messages) if turn["role"] == "user"), None)
     return row if first is None or not prefix else _with_text(row, first, prefix + row.messages[first]["content"])
 
 
 def _with_text(row: Conversation, place: int, text: str) -> Conversation:
-    """Return a conversation with another text in one turn."""
     turn = {**row.messages[place], "content": text}
     return replace(row, messages=(*row.messages[:place], turn, *row.messages[place + 1 :]))
 
 
 def _encode_rows(rows: Sequence[Conversation], tokenizer: PreTrainedTokenizerBase) -> list[_Chat]:
     """Encode conversations without adding special tokens, which the template contains."""
-    by_marks = marks_answers(tokenizer)
+    # Whether the template marks what the assistant writes and the tokenizer can locate it.
+    by_marks = bool(tokenizer.is_fast) and _GENERATION.search(str(tokenizer.chat_template)) is not None
     rendered = []
     for place, row in enumerate(rows):
         try:
             rendered.append(_render(row, tokenizer, by_marks=by_marks))
         except DataError as error:
             raise UnrenderedRowError(str(error), place) from error
-    texts = list(dict.fromkeys(text for one in rendered for text in _texts(one)))
+    texts = list(dict.fromkeys(text for one in rendered for text in (one.prompt, one.full, *chain(*one.turns))))
     encode: Any = tokenizer
     ids = dict(zip(texts, encode(text=texts, add_special_tokens=False, verbose=False)["input_ids"], strict=True))
     chats = []
@@ -142,13 +133,9 @@ def _encode_rows(rows: Sequence[Conversation], tokenizer: PreTrainedTokenizerBas
         border = _common(ids[one.prompt], full)
         spans = one.spans
         if spans is None:
-            spans = [_common(ids[text], full) for turn in one.turns for text in turn]
+            spans = [_common(ids[text], full) for text in chain(*one.turns)]
         chats.append(_Chat(full[:border], full[border:], spans))
     return chats
-
-
-def _texts(one: _Rendered) -> list[str]:
-    return [one.prompt, one.full, *(text for turn in one.turns for text in turn)]
 
 
 def _common(first: Sequence[int], second: Sequence[int]) -> int:
@@ -224,11 +211,11 @@ def _marked(row: Conversation, tokenizer: PreTrainedTokenizerBase) -> list[int]:
 def _shortened(row: Conversation, tokenizer: PreTrainedTokenizerBase, limits: tuple[int, int]) -> _Chat:
     """Encode one conversation with its oldest turns dropped and its texts truncated to both limits."""
     chat = _encode_rows([row], tokenizer)[0]
-    while len(chat.prompt) > limits[0] and (shorter := without_oldest(row)) is not None:
+    while len(chat.prompt) > limits[0] and (shorter := row.without_oldest()) is not None:
         row, chat = shorter, _encode_rows([shorter], tokenizer)[0]
     encode: Any = tokenizer
-    history = range(len(row.history))
-    question = max(history, key=lambda place: (row.messages[place]["role"] != "system", _size(row, place)))
+    sizes = [(turn["role"] != "system", len(turn["content"])) for turn in row.history]
+    question = sizes.index(max(sizes))
     places = {"source": question, "target": len(row.messages) - 1}
     ids = {
         name: encode(text=row.messages[place]["content"], add_special_tokens=False, verbose=False)["input_ids"]
@@ -252,5 +239,21 @@ def _shortened(row: Conversation, tokenizer: PreTrainedTokenizerBase, limits: tu
         chat = _encode_rows([row], tokenizer)[0]
 
 
-def _size(row: Conversation, place: int) -> int:
-    return len(row.messages[place]["content"])
+def add_plain_template(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Give a tokenizer the plain chat template; return a note for the user; any process.
+
+    Each turn is a line, ``role: content``, and the assistant's ends with the end-of-sequence token. The text begins
+    with the special tokens that the tokenizer puts before a text. The template is saved with the model.
+    """
+    encode: Any = tokenizer
+    bare = encode(text="a", add_special_tokens=False)["input_ids"]
+    full = encode(text="a", add_special_tokens=True)["input_ids"]
+    head = "".join(tokenizer.convert_ids_to_tokens(full[: full.index(bare[0])] if bare and bare[0] in full else []))
+    start = f"{{{{ {head!r} }}}}" if head else ""
+    tokenizer.chat_template = f"{start}{_PLAIN_TOOLS}{_PLAIN_TURNS}{_PLAIN_ANSWER}"
+    turns = [{"role": "user", "content": "…"}, {"role": "assistant", "content": "…"}]
+    shown = str(tokenizer.apply_chat_template(turns, tokenize=False))
+    return (
+        f"the tokenizer has no chat template: conversations are rendered as {shown!r}. This template is saved with "
+        "the model (data.chat_template)"
+    )

@@ -1,27 +1,41 @@
-"""Tokenization of examples, with statistics of lengths and truncation."""
+"""Tokenization of examples, with statistics of lengths, what separates source and target, and one row as it is read."""
 
 from __future__ import annotations
 
+import string
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fullshard.errors import DataError
-from fullshard.program.data.examples import Example
-from fullshard.program.data.tokenizing.chat import UnrenderedRowError, as_conversation, encode_chats
-from fullshard.program.data.tokenizing.history import fitting_history
-from fullshard.program.data.tokenizing.on_demand import Picked, RowSource
-from fullshard.program.data.tokenizing.ragged import Encoded, EncodedRows, Ragged
-from fullshard.program.data.tokenizing.separator import separator_ids, special_tail
+from fullshard.program.data.examples import Conversation, Example
+from fullshard.program.data.tokenizing.chat import UnrenderedRowError, encode_chats
+from fullshard.program.data.tokenizing.ragged import (
+    Chained,
+    ChainedSource,
+    Encoded,
+    EncodedRows,
+    Picked,
+    Ragged,
+    RowSource,
+    joined_rows,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 CHUNK_ROWS = 8192
 """Rows per call of the tokenizer: enough for all its threads, few enough for a progress bar."""
+
+ONE_ROW = "one training row as the model sees it"
+"""Beginning of the note that shows one row."""
+
+MOST_CHARACTERS = 400
+"""Maximum characters of a row to show; longer rows are cut in the middle of their longest parts."""
 
 
 @dataclass(frozen=True)
@@ -99,45 +113,32 @@ class TokenizedSet:
         )
 
 
-@dataclass
-class LengthCounter:
-    """Accumulates the statistics of one side over chunks."""
-
-    limit: int
-    rows: int = 0
-    tokens: int = 0
-    longest: int = 0
-    truncated: int = 0
-
-    def add(self, part: Encoded) -> None:
-        """Count some rows."""
-        self.rows += len(part.ids)
-        self.tokens += len(part.ids.ids)
-        self.longest = max(self.longest, int(part.full_lengths.max()))
-        self.truncated += int((part.full_lengths > self.limit).sum())
-
-    def stats(self) -> LengthStats:
-        """Return the statistics."""
-        return LengthStats(self.tokens / self.rows, self.longest, self.truncated, self.limit)
-
-
-@dataclass
 class Counters:
-    """Accumulates the statistics of both sides of a set."""
+    """Accumulates the statistics of both sides of a set over chunks of its rows."""
 
-    spec: TokenizeSpec
-    source: LengthCounter = field(init=False)
-    target: LengthCounter = field(init=False)
-
-    def __post_init__(self) -> None:
-        """Create empty counters."""
-        self.source = LengthCounter(self.spec.max_source_length)
-        self.target = LengthCounter(self.spec.max_target_length)
+    def __init__(self, spec: TokenizeSpec) -> None:
+        self._limits = {"source": spec.max_source_length, "target": spec.max_target_length}
+        self._rows = 0
+        self._found = {name: np.zeros(3, np.int64) for name in self._limits}  # tokens, longest, truncated
 
     def add(self, rows: EncodedRows) -> None:
         """Count some rows."""
-        self.source.add(rows.source)
-        self.target.add(rows.target)
+        self._rows += len(rows.source.ids)
+        for name, side in (("source", rows.source), ("target", rows.target)):
+            tokens, longest, truncated = self._found[name]
+            over = (side.full_lengths > self._limits[name]).sum()
+            self._found[name][:] = tokens + side.ids.num_ids, max(longest, side.full_lengths.max()), truncated + over
+
+    def stats(self) -> dict[str, LengthStats]:
+        """Return the statistics of source and target."""
+        return {
+            name: LengthStats(int(tokens) / self._rows, int(longest), int(truncated), self._limits[name])
+            for name, (tokens, longest, truncated) in self._found.items()
+        }
+
+    def kept(self) -> dict[str, dict[str, Any]]:
+        """Return the statistics as JSON values."""
+        return {name: asdict(stats) for name, stats in self.stats().items()}
 
 
 def tokenize(
@@ -168,19 +169,17 @@ def tokenize(
         DataError: There are no examples, a limit leaves no room for a token of text, the tokenizer drops the
             separator, or the chat template is missing or cannot be used.
     """
-    counters, parts, cut = Counters(spec), [], []
-    for rows in encode_chunks(examples, tokenizer, spec, progress):
+    counters, parts = Counters(spec), list(encode_chunks(examples, tokenizer, spec, progress))
+    for rows in parts:
         counters.add(rows)
-        parts.append(rows)
-        cut += (rows.source.full_lengths > spec.max_source_length).tolist()
-    spans = [rows.spans for rows in parts if rows.spans is not None]
+    found, stats = joined_rows(parts), counters.stats()
     return TokenizedSet(
-        source_ids=Ragged.joined([rows.source.ids for rows in parts]),
-        target_ids=Ragged.joined([rows.target.ids for rows in parts]),
-        source_stats=counters.source.stats(),
-        target_stats=counters.target.stats(),
-        cut=tuple(cut),
-        spans=Ragged.joined(spans) if spans else None,
+        source_ids=found.source.ids,
+        target_ids=found.target.ids,
+        source_stats=stats["source"],
+        target_stats=stats["target"],
+        cut=tuple((found.source.full_lengths > spec.max_source_length).tolist()),
+        spans=found.spans,
         weights=weights_of(examples),
     )
 
@@ -197,11 +196,7 @@ def encode_chunks(
     spec: TokenizeSpec,
     progress: Callable[[int, int], None],
 ) -> Iterator[EncodedRows]:
-    """Yield the ids of a few thousand rows at a time; see :func:`tokenize`.
-
-    Raises:
-        DataError: See :func:`tokenize`.
-    """
+    """Yield the ids of a few thousand rows at a time; arguments and errors as for :func:`tokenize`."""
     if not examples:
         raise DataError("There are no rows to tokenize: at least one is needed.")
     chats = uses_chat_template(tokenizer, spec)
@@ -211,18 +206,52 @@ def encode_chunks(
         if chats:
             limits = (spec.max_source_length, spec.max_target_length)
             try:
-                found = encode_chats([as_conversation(row) for row in rows], tokenizer, spec.source_prefix, limits)
+                yield encode_chats([row.as_conversation for row in rows], tokenizer, spec.source_prefix, limits)
             except UnrenderedRowError as error:
                 raise DataError(f"Line {rows[error.place].line} of the data: {error}") from error
-            yield EncodedRows(_encoded(*found.prompts), _encoded(*found.completions), Ragged.from_rows(found.spans))
         elif spec.causal:
             sources = _encode_prompts([spec.source_prefix + row.source for row in rows], tokenizer, spec)
             yield EncodedRows(sources, _encode_completions([row.target for row in rows], tokenizer, spec))
         else:
             sources = _encode_sources(rows, tokenizer, spec)
             targets = _encode([row.target for row in rows], tokenizer, spec.max_target_length, "target")
-            yield EncodedRows(sources, _encoded(*targets))
+            yield EncodedRows(sources, Encoded.of(*targets))
         progress(min(start + CHUNK_ROWS, len(examples)), len(examples))
+
+
+def chained(sets: Sequence[TokenizedSet]) -> TokenizedSet:
+    """Return the concatenated rows of all sets; a single set is returned unchanged.
+
+    The sets share one tokenizer and kind of model, so either all or none have spans. They belong to one run, so either
+    all or none are tokenized on demand.
+    """
+    if len(sets) == 1:
+        return sets[0]
+    spans = [one.spans for one in sets if one.spans is not None]
+    sources = [one.source for one in sets if one.source is not None] or None
+    weights = [np.ones(len(one)) if one.weights is None else one.weights for one in sets]
+    rows = list(map(len, sets))
+    return TokenizedSet(
+        source_ids=Chained([one.source_ids for one in sets]),
+        target_ids=Chained([one.target_ids for one in sets]),
+        source_stats=_joined([one.source_stats for one in sets], rows),
+        target_stats=_joined([one.target_stats for one in sets], rows),
+        spans=Chained(spans) if spans else None,
+        weights=np.concatenate(weights) if any(one.weights is not None for one in sets) else None,
+        set_rows=tuple(rows),
+        source=None if sources is None else ChainedSource(sources, rows),
+        estimated=any(one.estimated for one in sets),
+    )
+
+
+def _joined(stats: Sequence[LengthStats], rows: Sequence[int]) -> LengthStats:
+    tokens = sum(one.mean * count for one, count in zip(stats, rows, strict=True))
+    return LengthStats(
+        mean=tokens / sum(rows),
+        longest=max(one.longest for one in stats),
+        truncated=sum(one.truncated for one in stats),
+        limit=stats[0].limit,
+    )
 
 
 def uses_chat_template(tokenizer: PreTrainedTokenizerBase, spec: TokenizeSpec) -> bool:
@@ -246,14 +275,9 @@ def uses_chat_template(tokenizer: PreTrainedTokenizerBase, spec: TokenizeSpec) -
 def writes_date(tokenizer: PreTrainedTokenizerBase, spec: TokenizeSpec) -> bool:
     """Return True if ids depend on the current date, because the chat template contains it.
 
-    Raises:
-        DataError: As for :func:`uses_chat_template`.
+    Raises DataError as :func:`uses_chat_template`.
     """
     return uses_chat_template(tokenizer, spec) and "strftime_now" in str(tokenizer.chat_template)
-
-
-def _encoded(rows: Sequence[Sequence[int]], full_lengths: Sequence[int]) -> Encoded:
-    return Encoded(Ragged.from_rows(rows), np.asarray(full_lengths, np.int64))
 
 
 def _encode_sources(rows: Sequence[Example], tokenizer: PreTrainedTokenizerBase, spec: TokenizeSpec) -> Encoded:
@@ -267,7 +291,7 @@ def _encode_sources(rows: Sequence[Example], tokenizer: PreTrainedTokenizerBase,
             full[place] = length
             texts[place] = fitting_history(conversation, tokenizer, spec.source_prefix, limit)
     ids, found = _encode(texts, tokenizer, limit, "source")
-    return _encoded(ids, [full.get(place, length) for place, length in enumerate(found)])
+    return Encoded.of(ids, [full.get(place, length) for place, length in enumerate(found)])
 
 
 def _encode_prompts(sources: list[str], tokenizer: PreTrainedTokenizerBase, spec: TokenizeSpec) -> Encoded:
@@ -277,7 +301,7 @@ def _encode_prompts(sources: list[str], tokenizer: PreTrainedTokenizerBase, spec
     if between:
         tail = special_tail(tokenizer)
         rows = [[*row[: len(row) - tail], *between, *row[len(row) - tail :]] for row in rows]
-    return _encoded(rows, [length + len(between) for length in lengths])
+    return Encoded.of(rows, [length + len(between) for length in lengths])
 
 
 def _encode(
@@ -305,11 +329,10 @@ def _encode_completions(texts: list[str], tokenizer: PreTrainedTokenizerBase, sp
     _require_room(limit, 1, "target")
     bare = _call(tokenizer, "text", texts, add_special_tokens=False, verbose=False)
     ids = [[*row[: limit - 1], tokenizer.eos_token_id] for row in bare]
-    return _encoded(ids, [len(row) + 1 for row in bare])
+    return Encoded.of(ids, [len(row) + 1 for row in bare])
 
 
 def _call(tokenizer: PreTrainedTokenizerBase, keyword: str, texts: list[str], **options: Any) -> list[list[int]]:
-    """Encode texts that are passed to the tokenizer under a keyword."""
     encode: Any = tokenizer
     return encode(**{keyword: texts}, **options)["input_ids"]
 
@@ -323,3 +346,126 @@ def _require_room(limit: int, num_special: int, side: str, separator: int = 0) -
             f"A max_{side}_length of {limit} leaves no room for text: the tokenizer adds {num_special} special tokens"
             f"{also}. Use at least {taken + 1}."
         )
+
+
+def fitting_history(conversation: Conversation, tokenizer: PreTrainedTokenizerBase, prefix: str, limit: int) -> str:
+    """Return prefix and history within ``limit`` tokens including special ones, if dropping turns suffices."""
+    while True:
+        text = prefix + conversation.history_text
+        shorter = conversation.without_oldest()
+        if shorter is None or len(_ids(tokenizer, text, special=True)) <= limit:
+            return text
+        conversation = shorter
+
+
+def _ids(tokenizer: PreTrainedTokenizerBase, text: str, *, special: bool = False) -> list[int]:
+    encode: Any = tokenizer
+    return encode(text=text, add_special_tokens=special, verbose=False)["input_ids"]
+
+
+def choose_separator(given: str | None, template: str | None, tokenizer: PreTrainedTokenizerBase) -> str:
+    """Choose the separator for a causal model without a chat template; any process.
+
+    Args:
+        given: ``data.separator``; None chooses a line break, unless the source already ends with a separator: a
+            special token, or text of the template after its last column.
+        template: ``data.template``.
+        tokenizer: The model's tokenizer.
+    """
+    if given is not None:
+        return given
+    if special_tail(tokenizer):
+        return ""
+    last = [name for _, name, _, _ in string.Formatter().parse(template or "{}")][-1]
+    return "\n" if last is not None else ""  # None: the template has text after its last column
+
+
+def describe_separator(separator: str, tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return a note for the user."""
+    full = _ids(tokenizer, "a", special=True)
+    tail = tokenizer.convert_ids_to_tokens(full[len(full) - special_tail(tokenizer) :])
+    shown = separator + "".join(tail)
+    if shown:
+        return f"source and target are separated by {shown!r} (data.separator)"
+    return "nothing is put between source and target (data.separator)"
+
+
+def special_tail(tokenizer: PreTrainedTokenizerBase) -> int:
+    """Return the number of special tokens that the tokenizer puts after a text."""
+    bare, full = _ids(tokenizer, "a"), _ids(tokenizer, "a", special=True)
+    starts = range(len(full) - len(bare) + 1)
+    start = next((start for start in starts if full[start : start + len(bare)] == bare), 0)
+    return len(full) - start - len(bare)
+
+
+def separator_ids(tokenizer: PreTrainedTokenizerBase, separator: str) -> list[int]:
+    """Return the ids of the separator after a text.
+
+    Raises:
+        DataError: The tokenizer drops it.
+    """
+    if not separator:
+        return []
+    before, both = _ids(tokenizer, "a"), _ids(tokenizer, f"a{separator}")
+    ids = both[len(before) :] if both[: len(before)] == before else _ids(tokenizer, separator)
+    if not ids:
+        raise DataError(
+            f"The tokenizer drops the separator {separator!r} between source and target. Set data.separator to a text "
+            "that it keeps, such as ' ->', or to '' for none."
+        )
+    return ids
+
+
+def show_row(tokenized: TokenizedSet, row: int, tokenizer: PreTrainedTokenizerBase, *, causal: bool) -> str:
+    """Format one row of a set as lines, by :func:`row_parts`; any process."""
+    parts = row_parts(tokenized, row, tokenizer, causal=causal, most=MOST_CHARACTERS)
+    lines = [f"  {name:6} | {text!r}" for name, text in parts]
+    read = "masked: read, not learned" if causal else "source: read by the encoder"
+    return "\n".join([f"{ONE_ROW} ({read}; target: learned):", *lines])
+
+
+def row_parts(
+    tokenized: TokenizedSet, row: int, tokenizer: PreTrainedTokenizerBase, *, causal: bool, most: int
+) -> list[tuple[str, str]]:
+    """Return the parts of one row of a set, decoded from its ids with special tokens; any process.
+
+    Args:
+        tokenized: The set.
+        row: The row's index in it.
+        tokenizer: The tokenizer that made the ids.
+        causal: Whether source and target are one sequence.
+        most: Maximum characters; longer rows are cut in the middle of their longest parts.
+
+    Returns:
+        The kind of each part (``source``, ``masked``, ``prompt`` or ``target``) and its text, in order.
+    """
+    decode: Any = tokenizer.decode
+    parts = [
+        (name, decode(ids, clean_up_tokenization_spaces=False)) for name, ids in _parts(tokenized, row, causal=causal)
+    ]
+    room = most // max(1, len(parts))
+    spare = sum(max(0, room - len(text)) for _, text in parts)
+    room += spare // max(1, sum(len(text) > room for _, text in parts))
+    return [(name, _cut(text, room)) for name, text in parts]
+
+
+def _parts(tokenized: TokenizedSet, row: int, *, causal: bool) -> Iterator[tuple[str, list[int]]]:
+    """Yield the parts of a row in order, each with its kind."""
+    source, target = tokenized.source_ids[row].tolist(), tokenized.target_ids[row].tolist()
+    if not causal:
+        yield from (("source", source), ("target", target))
+        return
+    ids = source + target
+    spans = [len(source), len(ids)] if tokenized.spans is None else tokenized.spans[row].tolist()
+    borders = [0, *spans, len(ids)]
+    for place, (start, end) in enumerate(pairwise(borders)):
+        if start < end:
+            # The last masked part before the last target ends the prompt of generation.
+            yield ("target" if place % 2 else "prompt" if end == len(source) else "masked"), ids[start:end]
+
+
+def _cut(text: str, room: int) -> str:
+    if len(text) <= room:
+        return text
+    kept = max(8, room // 2)
+    return f"{text[:kept]} ... {len(text) - 2 * kept:,} characters ... {text[-kept:]}"

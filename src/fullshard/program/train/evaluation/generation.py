@@ -16,7 +16,7 @@ from fullshard.errors import ConfigError
 from fullshard.program.config import RunConfig
 from fullshard.program.data import Batch
 from fullshard.program.models import base_of
-from fullshard.program.models.own_loss import GATE
+from fullshard.program.models.model_types import GATE
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase

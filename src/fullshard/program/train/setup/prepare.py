@@ -56,7 +56,7 @@ from fullshard.program.data import (
     writes_date,
 )
 from fullshard.program.models import load_tokenizer, resolve_model, train_tokenizer
-from fullshard.program.models.kind import reads_one_sequence, task_prefixes
+from fullshard.program.models.hub import reads_one_sequence, task_prefixes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

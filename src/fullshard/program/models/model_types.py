@@ -1,7 +1,7 @@
-"""A model's own terms of the loss, which ``model(..., labels=...)`` adds to the cross-entropy: trained, or refused.
+"""What only some types of models have, and what is trained or refused because of it.
 
-Mixtures of experts add their routers' loss if ``output_router_logits`` is set. Other types that add a term are
-refused, because they would silently be trained with a different loss.
+Mixtures of experts add their routers' loss if ``output_router_logits`` is set. Other types that add a term of their own
+to the loss are refused, because they would silently be trained with a different loss.
 """
 
 from __future__ import annotations
@@ -11,42 +11,34 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from fullshard.errors import ConfigError
+from fullshard.errors import ConfigError, ModelError
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 GATE = "output_router_logits"
 """Name of transformers' option, in configurations and forwards."""
 
 MIXTURES = frozenset(
     (
-        "doge",
-        "ernie4_5_moe",
-        "flex_olmo",
-        "gpt_oss",
-        "granitemoe",
-        "granitemoehybrid",
-        "granitemoeshared",
-        "jamba",
-        "jetmoe",
-        "laguna",
-        "mellum",
-        "minimax",
-        "minimax_m2",
-        "mixtral",
-        "olmoe",
-        "phimoe",
-        "qwen2_moe",
-        "qwen3_5_moe_text",
-        "qwen3_moe",
-        "qwen3_next",
-        "switch_transformers",
+        *(
+            "doge",
+            "ernie4_5_moe",
+            "flex_olmo",
+            "gpt_oss",
+            "granitemoe",
+            "granitemoehybrid",
+            "granitemoeshared",
+            "jamba",
+        ),
+        *("jetmoe", "laguna", "mellum", "minimax", "minimax_m2", "mixtral", "olmoe", "phimoe", "qwen2_moe"),
+        *("qwen3_5_moe_text", "qwen3_moe", "qwen3_next", "switch_transformers"),
     )
 )
 """Model types whose routers' loss a test compares with transformers'."""
 
 _BALANCE = ("router_aux_loss_coef", ("aux_loss",))
+
 _TERMS = {
     "jetmoe": (("aux_loss_coef", ("aux_loss",)),),
     "switch_transformers": (
@@ -58,24 +50,14 @@ _TERMS = {
 
 _BOTH_WAYS = frozenset(
     (
-        "bert",
-        "bert-generation",
-        "big_bird",
-        "camembert",
-        "data2vec-text",
-        "electra",
-        "ernie",
-        "megatron-bert",
-        "rembert",
-        "roberta",
-        "roberta-prelayernorm",
-        "roformer",
-        "xlm-roberta",
-        "xlm-roberta-xl",
-        "xmod",
+        *("bert", "bert-generation", "big_bird", "camembert", "data2vec-text", "electra", "ernie", "megatron-bert"),
+        *("rembert", "roberta", "roberta-prelayernorm", "roformer", "xlm-roberta", "xlm-roberta-xl", "xmod"),
     )
 )
 """Model types that read their input in both directions unless ``is_decoder`` is set; a test looks at every type."""
+
+T5_FAMILY = frozenset({"t5", "mt5", "umt5", "longt5", "switch_transformers"})
+"""Model types with T5's layers."""
 
 
 @dataclass(frozen=True)
@@ -187,3 +169,44 @@ def require_left_to_right(config: PreTrainedConfig) -> None:
         f"A {kind} model with this configuration reads its input in both directions: it would see the tokens that it "
         f"is to predict, and write nothing useful. {remedy}"
     )
+
+
+def set_attention_dropout(model: PreTrainedModel, probability: float) -> None:
+    """Set the dropout of T5's attention weights, in place, without changing its other dropout; any rank.
+
+    T5's configuration has one rate for all dropout. The dropout masks of attention weights grow with the square of the
+    length and are a large part of the activations in training.
+
+    Args:
+        model: On any device; not sharded.
+        probability: At least 0, less than 1.
+
+    Raises:
+        ModelError: The model is not of T5's family.
+    """
+    kind = model.config.model_type
+    if kind not in T5_FAMILY:
+        own = [name for name in ("attention_dropout", "attn_pdrop") if hasattr(model.config, name)]
+        raise ModelError(
+            f"model.attention_dropout is for models of T5's family ({', '.join(sorted(T5_FAMILY))}); this is {kind}. "
+            + (f"Its own option is {own[0]}, in model.config or the model's config.json." if own else "Remove it.")
+        )
+    for module in model.modules():
+        # Other layers have an ``nn.Dropout`` under the same name.
+        if "Attention" in type(module).__name__ and isinstance(getattr(module, "dropout", None), float):
+            module.dropout = probability  # type: ignore[assignment]
+
+
+def require_fp16_fit(kind: str) -> None:
+    """Refuse a type of model that is known to overflow in float16; any process.
+
+    Raises:
+        ModelError: The model is of T5's family.
+    """
+    if kind in T5_FAMILY:
+        raise ModelError(
+            f"precision: fp16 is not supported for {kind}: T5 was trained in bfloat16, and its activations exceed "
+            "float16's maximum of 65,504, mostly in the feed-forward layers. Keeping their output layer (wo) in "
+            "float32 helps for some checkpoints only. Use precision: bf16 (or fp32), or set training.allow_fp16 to "
+            "try fp16."
+        )

@@ -1,1 +1,0 @@
-"""Mixtures of several data sets: the share of each in an epoch, and their concatenated rows."""

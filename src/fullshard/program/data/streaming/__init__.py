@@ -1,1 +1,0 @@
-"""Streaming: rows are indexed once, then read and tokenized when a step needs them."""
