@@ -154,7 +154,7 @@ class RowsOptimizer(Optimizer):
         """
         for param in self._params():
             marks = {key: value for key, value in vars(param).items() if key in ("shard_meta", "shard_comm", "cut")}
-            copy.deepcopy(param, memo).__dict__.update(marks)
+            vars(copy.deepcopy(param, memo)).update(marks)
         made = type(self).__new__(type(self))
         memo[id(self)] = made
         made.__setstate__(copy.deepcopy(self.__getstate__(), memo))
