@@ -11,7 +11,7 @@ from enum import Enum, auto
 
 from torch import nn
 from torch.distributed.fsdp import OptimStateKeyType as OptimStateKeyType, api as _theirs
-from torch.distributed.fsdp.api import *  # noqa: F403 (the enums and settings of its __all__)
+from torch.distributed.fsdp.api import *  # noqa: F403  # pyright: ignore[reportWildcardImportFromLibrary]
 from torch.distributed.fsdp.api import (
     FullOptimStateDictConfig,
     FullStateDictConfig,
