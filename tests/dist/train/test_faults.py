@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.dist, pytest.mark.slow, pytest.mark.timeout(1200)]
 
 
 def test_a_short_form_of_the_benchmark(tmp_path):
-    counts = {"kill": 10, "machine": 1, "term": 2, "stop": 1}
+    counts = {"kill": 10, "machine": 1, "term": 2, "stop": 1, "server": 2}
     out = tmp_path / "faults.json"
     asked = [text for kind, count in counts.items() for text in (f"--{kind}s", str(count))]
     subprocess.run(
