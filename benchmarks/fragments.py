@@ -27,8 +27,8 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, T5Config, T5ForConditionalGeneration
 
 from fullshard import MixedPrecision, fully_shard
-from fullshard.planner import rehearsal
-from fullshard.planner.meter import Meter
+from fullshard.planner import simulation
+from fullshard.planner.memory_tracker import MemoryTracker
 from fullshard.program.models.adapters import base_of
 from fullshard.program.models.loss import fuse_head, model_loss
 
@@ -221,7 +221,7 @@ class Allocator:
         return sum(pool.reserved for pool in self.pools)
 
 
-class Recording(Meter):
+class Recording(MemoryTracker):
     """A plan's meter that also lists what is allocated and freed, as ``(key, bytes)``, 0 bytes to free.
 
     Attributes:
@@ -237,7 +237,7 @@ class Recording(Meter):
         self._keys: dict[int, int] = {}
         self._count = 0
 
-    def see(self, tensor: torch.Tensor, *, hollow: bool = False) -> None:
+    def see(self, tensor: torch.Tensor, *, fake: bool = False) -> None:
         """Note a storage that is new."""
         if tensor.layout is torch.strided and not tensor.is_meta:
             storage = tensor.untyped_storage()
@@ -245,7 +245,7 @@ class Recording(Meter):
                 self._count += 1
                 self._keys[storage._cdata] = self._count
                 self._note(self._count, 0, storage.nbytes())
-        super().see(tensor, hollow=hollow)
+        super().see(tensor, fake=fake)
 
     def resized(self, storage: torch.UntypedStorage, nbytes: int) -> None:
         """Note a storage that loses or gets its memory."""
@@ -254,12 +254,12 @@ class Recording(Meter):
             self._note(self._keys[storage._cdata], held.nbytes, nbytes)
         super().resized(storage, nbytes)
 
-    def pulse(self, nbytes: int) -> None:
+    def touch(self, nbytes: int) -> None:
         """Note what an operator allocates and frees."""
         self._count += 1
         self._note(self._count, 0, nbytes)
         self._note(self._count, nbytes, 0)
-        super().pulse(nbytes)
+        super().touch(nbytes)
 
     def _gone(self, key: int, ref: Any) -> None:
         held = self._held.get(key)
@@ -274,11 +274,11 @@ class Recording(Meter):
 
 def recorded(name: str, world: int) -> list[list[tuple[int, int]]]:
     """Return the allocations of building, of a first step, and of one step for each length."""
-    rehearsal.Meter = Recording
+    simulation.MemoryTracker = Recording
     shape = SHAPES[name]
     lengths = iter([shape.lengths[0], *shape.lengths])
 
-    def build(comm: Any) -> rehearsal.Rehearsed:
+    def build(comm: Any) -> simulation.PlannedStep:
         model: Any = shape.make()
         if shape.fuses:
             fuse_head(base_of(model))
@@ -296,9 +296,9 @@ def recorded(name: str, world: int) -> list[list[tuple[int, int]]]:
             optimizer.step()
             optimizer.zero_grad()
 
-        return rehearsal.Rehearsed(model, optimizer, step, steps=1 + len(shape.lengths))
+        return simulation.PlannedStep(model, optimizer, step, steps=1 + len(shape.lengths))
 
-    rehearsal.rehearse(build, 0, world, reduces_behind=1, timed=False)
+    simulation.simulate(build, 0, world, reduces_behind=1, timed=False)
     return Recording.logs
 
 

@@ -54,7 +54,7 @@ import fullshard
 from fullshard import MixedPrecision, ShardingStrategy, optim
 from fullshard.core.comm import Comm, MemoryMeter, RecordingComm
 from fullshard.core.comm.mesh import axes_of
-from fullshard.planner import Rates, Rehearsed, Timing, measure_rates, rehearse, time_step
+from fullshard.planner import PlannedStep, Rates, Timing, measure_rates, simulate, time_step
 from fullshard.planner.plan import MARGIN
 from fullshard.program.models import fuse_head, model_loss
 
@@ -210,20 +210,20 @@ class Configuration:
 
     def timing(self, rates: Rates) -> Timing:
         """Plan the time of its step."""
-        return time_step(rehearse(self.rehearsed, 0, self.ranks).work, rates)
+        return time_step(simulate(self.planned_step, 0, self.ranks).work, rates)
 
     def rates(self, comm: Comm, progress: Progress) -> Rates:
         """Measure the machine with its steps; every rank."""
-        return measure_rates(self.rehearsed, comm, comm.size, progress)
+        return measure_rates(self.planned_step, comm, comm.size, progress)
 
     def mean_step(self, comm: Comm) -> Callable[[], None]:
         """Return its step; every rank."""
-        return self.rehearsed(comm).step
+        return self.planned_step(comm).step
 
-    def rehearsed(self, comm: Comm) -> Rehearsed:
+    def planned_step(self, comm: Comm) -> PlannedStep:
         """Return it over one axis."""
         model, optimizer, steps = self._made([comm])
-        return Rehearsed(model, optimizer, partial(steps[0], lambda phase: None))
+        return PlannedStep(model, optimizer, partial(steps[0], lambda phase: None))
 
     def build(self, axes: Sequence[Comm]) -> tuple[Any, list[Callable[[Mark], None]]]:
         """Return the sharded model and its steps."""
@@ -342,13 +342,13 @@ def _measured(comm: Comm, one: Configuration | Run) -> dict[str, Any]:
             step(mark)
             if marks[-1][0] != EVALUATION:
                 entries = [entry for axis in recorded if axis.size > 1 for entry in axis.entries]
-    account = model._fullshard_runtime.account
+    tracker = model._fullshard_runtime.tracker
     kinds = sorted({entry.collective for entry in entries})
     peaks = _peaks(meter, marks)
     return {
         "peak_bytes": max(peak for phase, peak in peaks.items() if phase not in ("before_first_step", EVALUATION)),
         "phase_peaks": peaks,
-        "account": {**account.peak, "total": account.peak_total},
+        "account": {**tracker.peak, "total": tracker.peak_total},
         "collectives": {kind: sum(e.collective == kind for e in entries) for kind in kinds},
         "sent_bytes": {kind: sum(e.sent_bytes for e in entries if e.collective == kind) for kind in kinds},
     }

@@ -18,9 +18,9 @@ from fullshard.program.config import RunConfig, load_run
 from fullshard.program.data import Batch, steps
 from fullshard.program.models import Objective, train_tokenizer
 from fullshard.program.train.evaluation.evaluate import evaluate
-from fullshard.program.train.plan import largest_steps, measure_rates, middle_step, plan_prepared
 from fullshard.program.train.run.assemble import Assembly, assemble
 from fullshard.program.train.run.step import StepSpec, issue_step
+from fullshard.program.train.run_plan import largest_steps, measure_rates, middle_step, plan_prepared
 from fullshard.program.train.setup.prepare import prepare
 
 Mark = Callable[[str], None]

@@ -34,7 +34,7 @@ from fullshard.core.engine.setup.weights import CHUNK
 from fullshard.core.quantized import QuantizedLinear, format_of
 from fullshard.core.quantized.formats import bitsandbytes
 from fullshard.core.shards import rows_of
-from fullshard.program.models import AdaptedWeights, AdapterSpec, add_adapter, enable_activation_checkpointing
+from fullshard.program.models import AdapterSpec, AdapterWeights, add_adapter, enable_activation_checkpointing
 from fullshard.state.saving import Pretrained
 
 RESULT = Path(__file__).parent / "results" / "qlora.json"
@@ -68,7 +68,7 @@ def sharded(comm: Comm, path: str, quantize: fullshard.Quantize | None) -> Any:
     model.tie_weights()
     adapted = add_adapter(model, AdapterSpec("lora", path), seed=0)
     enable_activation_checkpointing(adapted.model)
-    weights = AdaptedWeights(Pretrained(path, quantize=quantize), adapted.values)
+    weights = AdapterWeights(Pretrained(path, quantize=quantize), adapted.values)
     return fullshard.fully_shard(adapted.model, comm, weights=weights)
 
 

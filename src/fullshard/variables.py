@@ -5,11 +5,11 @@ from __future__ import annotations
 ATTEMPT_VARIABLE = "FULLSHARD_ATTEMPT"
 """Number of times that the ranks were started before: 0, 1, …"""
 
-KEEP_VARIABLE = "FULLSHARD_KEEP_DIR"
+SCRATCH_VARIABLE = "FULLSHARD_KEEP_DIR"
 """Directory for this machine's ranks that outlives an attempt, in memory if the system has such a file system; the
 launcher creates it, and removes it at the end."""
 
-KEEP_LOCK_NAME = "lock"
+SCRATCH_LOCK_NAME = "lock"
 """File in that directory which the launcher creates at its start and keeps locked as long as it lives."""
 
 RESTARTS_VARIABLE = "FULLSHARD_MAX_RESTARTS"

@@ -9,7 +9,7 @@ import torch
 
 from fullshard.planner import hardware, read_rates
 from fullshard.program.config import load_run
-from fullshard.program.train.plan import plan_prepared
+from fullshard.program.train.run_plan import plan_prepared
 from fullshard.program.train.setup.prepare import prepare
 from support.processes import environment
 from support.tiny_run import settings

@@ -7,8 +7,8 @@ import yaml
 from transformers import T5Config, T5ForConditionalGeneration
 
 from fullshard import MixedPrecision, ShardingStrategy, fully_shard
-from fullshard.planner import Rehearsed
-from fullshard.program.train.plan import plan_prepared
+from fullshard.planner import PlannedStep
+from fullshard.program.train.run_plan import plan_prepared
 from fullshard.program.train.setup.prepare import prepare
 from support.t5_directory import write_t5
 from support.tiny_run import MODEL, WORDS, settings
@@ -42,7 +42,7 @@ def batch(rows=4, tokens=32):
 
 
 def build(comm, **options):
-    """The small T5 sharded with ``options``, and its step; to rehearse, or to take on ranks."""
+    """The small T5 sharded with ``options``, and its step; to simulate, or to take on ranks."""
     model = fully_shard(make_model(), comm, **options)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     inputs = batch()
@@ -52,7 +52,7 @@ def build(comm, **options):
         model(**inputs).loss.backward()
         optimizer.step()
 
-    return Rehearsed(model, optimizer, step)
+    return PlannedStep(model, optimizer, step)
 
 
 def write_run(directory, **changes):

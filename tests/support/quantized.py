@@ -14,7 +14,7 @@ from transformers import T5ForConditionalGeneration
 from fullshard import Pretrained, Quantize, fully_shard, unsharded
 from fullshard.core.quantized import QuantizedLinear
 from fullshard.core.quantized.formats import bitsandbytes
-from fullshard.program.models import AdaptedWeights, AdapterSpec, add_adapter
+from fullshard.program.models import AdapterSpec, AdapterWeights, add_adapter
 from support import models
 
 SKIP = ("lm_head", "wo")
@@ -119,7 +119,7 @@ def sharded_from_files(make, path, comm, quantize, *, targets=None, **options):
     names = [name.rpartition(".")[2] for name, _ in model.named_modules()]
     quantize = replace(quantize, skip=tuple(one for one in quantize.skip if one in names))  # wo is T5's alone
     adapted = add_adapter(model, AdapterSpec("lora", str(path), r=4, lora_alpha=8, target_modules=targets), seed=0)
-    weights = AdaptedWeights(Pretrained(path, quantize=quantize), lora_values(adapted.model))
+    weights = AdapterWeights(Pretrained(path, quantize=quantize), lora_values(adapted.model))
     return fully_shard(adapted.model, comm, weights=weights, **options)
 
 

@@ -19,8 +19,8 @@ import torch
 from torch.overrides import get_testing_overrides
 
 from fullshard.core.layout import ShardMeta
-from fullshard.core.layout.plan import LaneLayout, Placement
-from fullshard.core.shards import Cut, Shard, as_shard, cut_of, elementwise
+from fullshard.core.layout.unit_layout import LaneLayout, Placement
+from fullshard.core.shards import RowSplit, Shard, as_shard, elementwise, row_split_of
 from fullshard.core.shards.elementwise import about, refused
 from fullshard.core.shards.rules import find_rule, plain_name
 from fullshard.core.testing import run_ranks
@@ -181,7 +181,7 @@ def flat(value):
 def sharded(subject, comm):
     """Return what makes a shard of this rank of a full tensor."""
     meta = subject.meta(comm.rank)
-    cut = cut_of(meta, comm)
+    cut = row_split_of(meta, comm)
     start, stop = meta.element_range
 
     def wrap(full):
@@ -194,7 +194,7 @@ class Part(NamedTuple):
     """A shard taken apart, so that ranks' results can be put together afterwards."""
 
     rows: torch.Tensor
-    cut: Cut
+    cut: RowSplit
 
 
 def frozen(values):

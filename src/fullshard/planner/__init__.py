@@ -1,9 +1,9 @@
 """Planner: runs the real model, engine and optimizer as one rank of many, without memory, and counts the bytes."""
 
 from fullshard.planner.bench import measure_rates as measure_rates
-from fullshard.planner.hollow import UnplannedStepError as UnplannedStepError, real_tensors as real_tensors
-from fullshard.planner.meter import (
-    Meter as Meter,
+from fullshard.planner.fake_tensors import UnplannedStepError as UnplannedStepError, real_tensors as real_tensors
+from fullshard.planner.memory_tracker import (
+    MemoryTracker as MemoryTracker,
     TooMuchWorkError as TooMuchWorkError,
     spend as spend,
     work_limit as work_limit,
@@ -16,7 +16,7 @@ from fullshard.planner.plan import (
     candidates as candidates,
     highest as highest,
     plan as plan,
-    rehearse_on as rehearse_on,
+    simulate_on as simulate_on,
     speed_of as speed_of,
 )
 from fullshard.planner.rates import (
@@ -25,13 +25,13 @@ from fullshard.planner.rates import (
     read_rates as read_rates,
     write_rates as write_rates,
 )
-from fullshard.planner.rehearsal import (
+from fullshard.planner.simulation import (
     STEPS as STEPS,
-    Course as Course,
-    Rehearsed as Rehearsed,
+    MemoryTimeline as MemoryTimeline,
+    PlannedStep as PlannedStep,
     Span as Span,
     host_of_gpu as host_of_gpu,
-    rehearse as rehearse,
+    simulate as simulate,
 )
 from fullshard.planner.timing import (
     Hardware as Hardware,

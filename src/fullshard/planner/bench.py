@@ -19,7 +19,7 @@ from fullshard.core.torch_private import dispatch_mode, plain_functions, without
 from fullshard.errors import ConfigError
 from fullshard.planner.ranks import Ledger, PlannedComm
 from fullshard.planner.rates import Rates
-from fullshard.planner.rehearsal import Rehearsed
+from fullshard.planner.simulation import PlannedStep
 from fullshard.planner.work import Awaited, Computed, Issued, Operator, Work
 
 KINDS = ("all_gather", "reduce_scatter", "all_reduce")
@@ -163,7 +163,7 @@ class Trial:
 
 
 def try_steps(
-    build: Callable[[Comm], Rehearsed],
+    build: Callable[[Comm], PlannedStep],
     rank: int,
     size: int,
     device: torch.device,
@@ -177,7 +177,7 @@ def try_steps(
     operators.
 
     Args:
-        build: As for ``rehearse``, except that its ``step`` may be called any number of times.
+        build: As for ``simulate``, except that its ``step`` may be called any number of times.
         rank: The rank to simulate.
         size: Number of ranks.
         device: The device to run on.
@@ -353,7 +353,7 @@ _ROUNDS = (3, 15)
 
 
 def measure_rates(
-    build: Callable[[Comm], Rehearsed],
+    build: Callable[[Comm], PlannedStep],
     comm: Comm,
     world_size: int,
     progress: Callable[[int, int], None] = lambda done, total: None,

@@ -17,11 +17,11 @@ from fullshard.core.comm.mesh import axes_of
 from fullshard.core.engine import fully_shard
 from fullshard.core.engine.registry import runtime_of
 from fullshard.errors import ConfigError
-from fullshard.planner.hollow import HollowMode
-from fullshard.planner.meter import Meter
+from fullshard.planner.fake_tensors import FakeMode
+from fullshard.planner.memory_tracker import MemoryTracker
 from fullshard.planner.ranks import Ledger
 from fullshard.planner.rates import Rates, read_rates
-from fullshard.planner.rehearsal import OUTSIDE, PARTS, REST, Rehearsal, Rehearsed, rehearse
+from fullshard.planner.simulation import OUTSIDE, PARTS, REST, PlannedStep, Simulation, simulate
 from fullshard.planner.timing import Hardware, SheetSpeed, Timing, hardware, time_step
 from fullshard.sizes import format_bytes
 
@@ -278,7 +278,7 @@ def plan(  # noqa: PLR0913 (what is trained, on how many ranks, on what)
     def sharded(comm: Comm) -> nn.Module:
         return fully_shard(model_fn(), comm if ranks_each is None else axes_of(comm, ranks_each), **options)
 
-    def build(comm: Comm) -> Rehearsed:
+    def build(comm: Comm) -> PlannedStep:
         model = sharded(comm)
         optimizer = optimizer_fn(model) if optimizer_fn else torch.optim.AdamW(model.parameters(), fused=True)
         batch = batch_fn()
@@ -288,7 +288,7 @@ def plan(  # noqa: PLR0913 (what is trained, on how many ranks, on what)
             (model(**batch).loss if loss_fn is None else loss_fn(model, batch)).backward()
             optimizer.step()
 
-        return Rehearsed(model, optimizer, step)
+        return PlannedStep(model, optimizer, step)
 
     ranks = candidates(sharded, world_size) if rank is None else [rank]
     device = hardware(gpu) if isinstance(gpu, str) else gpu
@@ -296,7 +296,7 @@ def plan(  # noqa: PLR0913 (what is trained, on how many ranks, on what)
 
 
 def highest(
-    build: Callable[[Comm], Rehearsed],
+    build: Callable[[Comm], PlannedStep],
     ranks: Sequence[int],
     world_size: int,
     device: Hardware | None = None,
@@ -306,10 +306,10 @@ def highest(
 ) -> Plan:
     """Return the plan of the fullest of ``ranks`` in any phase; of equal ones, of the fullest in a step.
 
-    See :func:`rehearse`; without a time unless ``timed``.
+    See :func:`simulate`; without a time unless ``timed``.
     """
     speed = speed_of(device, rates) if timed else None
-    runs = ((rank, rehearse_on(build, rank, world_size, device, rates, timed=speed is not None)) for rank in ranks)
+    runs = ((rank, simulate_on(build, rank, world_size, device, rates, timed=speed is not None)) for rank in ranks)
     found = (planned(run, rank, world_size, device, speed) for rank, run in runs)
     return max(found, key=lambda plan: (plan.highest_bytes, plan.peak_bytes))
 
@@ -331,8 +331,8 @@ def speed_of(device: Hardware | None, rates: Rates | None) -> SheetSpeed | Rates
     return None if device is None else SheetSpeed(device)
 
 
-def rehearse_on(
-    build: Callable[[Comm], Rehearsed],
+def simulate_on(
+    build: Callable[[Comm], PlannedStep],
     rank: int,
     world_size: int,
     device: Hardware | None,
@@ -340,25 +340,25 @@ def rehearse_on(
     *,
     draws: bool = False,
     timed: bool = True,
-) -> Rehearsal:
-    """Return the rehearsal of ``rank`` by the rules of CUDA's streams, without a GPU by those of the CPU.
+) -> Simulation:
+    """Return the simulation of ``rank`` by the rules of CUDA's streams, without a GPU by those of the CPU.
 
     CPU ranks are on one machine, unless the rates are of ranks whose messages travel during computation.
     """
     behind = int(rates is not None and rates.travels) if device is None else CudaDevice.reduces_behind
     has_host = device is not None and device.has_host
     with planned_memory(None if device is None else device.memory_bytes):
-        return rehearse(build, rank, world_size, reduces_behind=behind, draws=draws, has_host=has_host, timed=timed)
+        return simulate(build, rank, world_size, reduces_behind=behind, draws=draws, has_host=has_host, timed=timed)
 
 
 def planned(
-    found: Rehearsal,
+    found: Simulation,
     rank: int,
     world_size: int,
     device: Hardware | None = None,
     speed: SheetSpeed | Rates | None = None,
 ) -> Plan:
-    """Return the plan of ``rank`` from its rehearsal; ``speed`` adds the time.
+    """Return the plan of ``rank`` from its simulation; ``speed`` adds the time.
 
     Raises:
         ConfigError: The device has no figure for a dtype of the step.
@@ -392,7 +392,7 @@ def candidates(sharded: Callable[[Comm], nn.Module], world_size: int) -> list[in
     """
     if world_size <= _ALL_RANKS:
         return list(range(world_size))
-    with HollowMode(Meter()):
+    with FakeMode(MemoryTracker()):
         runtime = runtime_of(sharded(Ledger(0, world_size).world))
         lanes = [lane for unit in runtime.units for lane in unit.lanes]
     group = runtime.mesh.shard_group.size

@@ -66,7 +66,7 @@ def fail_at(place, how):
 
     def case(rank):
         model, x = rank.model(200 if place == "large_forward" else 8)
-        rank.report["known"] = sorted(rank.comm._watch.board.neighbours())
+        rank.report["known"] = sorted(rank.comm._watch.store_posts.neighbours())
 
         def last_ends(*_):
             rank.report["ended"] = time.monotonic()

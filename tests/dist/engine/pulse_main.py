@@ -19,7 +19,7 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from fullshard.core.comm import ENDINGS, GlooComm, ProcessComm
-from fullshard.core.comm.process import start_pulse
+from fullshard.core.comm.process import start_heartbeat
 from support.processes import free_port
 
 
@@ -64,7 +64,7 @@ def run(rank, directory, case, backend, pipe):
     comm = GlooComm(group) if backend == "gloo" else ProcessComm(group, torch.device("cpu"))
     if backend == "process":
         ENDINGS.append(end)
-        start_pulse(comm)
+        start_heartbeat(comm)
     comm.announce("a first one")
     for _ in range(60):  # beats, and the other's process id
         comm.all_reduce(torch.ones(2)).wait()

@@ -77,8 +77,8 @@ def memory(comm):
         "shards": sum(lane.shard.nbytes for u in runtime.units for lane in u.lanes),
         "unit": unit,
         "largest_parameter": max(p.numel * 4 for _, p in runtime.all_params()),
-        "gathered_peak": runtime.account.peak["gathered"],
-        "gradients_peak": runtime.account.peak["gradients"],
+        "gathered_peak": runtime.tracker.peak["gathered"],
+        "gradients_peak": runtime.tracker.peak["gradients"],
     }
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from fullshard.core.comm.whereabouts import has_ended
+from fullshard.core.comm.stack_probe import has_ended
 from fullshard.program.cli.main import main
 from fullshard.program.launch import ranks
 

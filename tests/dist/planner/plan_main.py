@@ -18,13 +18,13 @@ from fullshard.core.engine import saved_tensors
 from fullshard.core.engine.registry import runtime_of
 from fullshard.program.config import load_run
 from fullshard.program.train.evaluation.evaluate import evaluate
-from fullshard.program.train.plan import largest_steps
 from fullshard.program.train.run.assemble import assemble
 from fullshard.program.train.run.step import StepSpec, issue_step
+from fullshard.program.train.run_plan import largest_steps
 from fullshard.program.train.setup.prepare import prepare
 from fullshard.state.saving import Checkpoints, load_checkpoint, save
 from fullshard.state.storage.shard_file import BLOCK_BYTES
-from fullshard.variables import KEEP_VARIABLE, RESTARTS_VARIABLE
+from fullshard.variables import RESTARTS_VARIABLE, SCRATCH_VARIABLE
 from support.planned import OPTIONS, RUNS, build
 from support.rank_script import parse, print_result
 
@@ -42,7 +42,7 @@ def measured(comm, build, after=lambda meter: {}):
             ledger.entries.clear()
             step()
         stepped, entries = time.perf_counter(), list(ledger.entries)
-        account = {**runtime_of(model).account.peak, "total": runtime_of(model).account.peak_total}
+        account = {**runtime_of(model).tracker.peak, "total": runtime_of(model).tracker.peak_total}
         around = after(meter)
     sent = {name: [e.sent_bytes for e in entries if e.collective == name] for name in sorted(set(ledger.names))}
     return {
@@ -72,7 +72,7 @@ def around(meter, parts, config, directory):
         if parts.evaluation is not None:
             evaluate(parts.model, parts.tokenizer, parts.evaluation, ranks, step=1, epoch=1.0, at_once=at_once)
         marks.append(time.perf_counter())
-    os.environ |= {KEEP_VARIABLE: str(directory), RESTARTS_VARIABLE: "3"}
+    os.environ |= {SCRATCH_VARIABLE: str(directory), RESTARTS_VARIABLE: "3"}
     with Checkpoints(directory / "checkpoints", ranks=ranks, in_memory=1) as checkpoints:
         path = checkpoints.save(parts.model, parts.optimizer, step=1, base=parts.base)
         save(parts.model, directory / "model")

@@ -8,7 +8,7 @@ import fullshard
 from fullshard.planner import Rates
 from fullshard.planner.plan import highest
 from fullshard.program.config import load_run
-from fullshard.program.train.plan import plan_prepared
+from fullshard.program.train.run_plan import plan_prepared
 from fullshard.program.train.setup.prepare import prepare
 from support.planned import OPTIONS, RUNS, batch, build, make_model, plan_run
 from support.processes import run_processes

@@ -144,7 +144,7 @@ class Skipping(TinyLM):
 
 def test_a_group_whose_last_module_does_not_run_is_closed_by_the_next_unit():
     for model in assert_trains_alike(Skipping, lm_loss, SIZE, steps=4, wrap=PAIRS):
-        assert model._fullshard_runtime.account.live["gathered"] == 0
+        assert model._fullshard_runtime.tracker.live["gathered"] == 0
 
 
 @pytest.mark.parametrize("kind", ["lm", "lm_reentrant_two_forwards", "lm_frozen_parts", "t5"])

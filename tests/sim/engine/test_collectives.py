@@ -85,7 +85,7 @@ def test_units_that_return_no_tensors_stay_gathered_and_say_so():
     def work(comm, model):
         model(x).sum().backward()
         assert all(p.grad is not None for p in model.parameters())
-        assert model._fullshard_runtime.account.live["gathered"] == 0
+        assert model._fullshard_runtime.tracker.live["gathered"] == 0
 
     with pytest.warns(UserWarning, match="finds no tensors"):
         on_ranks(2, Model, work)

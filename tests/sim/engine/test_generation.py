@@ -33,7 +33,7 @@ def test_ranks_that_end_at_different_lengths_write_what_the_unsharded_model_does
         model = fully_shard(models[comm.rank], comm).eval()
         first = written(model, prompts()[[comm.rank]], LENGTHS[comm.rank], num_beams=beams)
         again = written(model, prompts()[[comm.rank]], LENGTHS[comm.rank], num_beams=beams)
-        return first, again, model._fullshard_runtime.account.live["gathered"]
+        return first, again, model._fullshard_runtime.tracker.live["gathered"]
 
     for rank, (first, again, gathered) in enumerate(run_ranks(SIZE, work)):
         assert torch.equal(first, expected[rank])

@@ -62,9 +62,9 @@ def gathered_bytes_in_backward(make):
     """Bytes gathered when each block's backward begins, last block first, and the collectives of the step."""
 
     def work(ledger, model):
-        account, seen = model._fullshard_runtime.account, []
+        tracker, seen = model._fullshard_runtime.tracker, []
         for block in model.blocks:
-            block.register_full_backward_pre_hook(lambda *_: seen.append(account.live["gathered"]))
+            block.register_full_backward_pre_hook(lambda *_: seen.append(tracker.live["gathered"]))
         for tokens in batches(2, 2):
             seen.clear()
             ledger.entries.clear()

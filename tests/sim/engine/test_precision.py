@@ -75,7 +75,7 @@ def test_frozen_lanes_are_kept_in_the_compute_dtype_and_have_no_gradient_buffer(
             assert p.dtype == (torch.float32 if p.requires_grad else torch.bfloat16)
             assert p.requires_grad or p.grad is None
         runtime = model._fullshard_runtime
-        return runtime.account.peak["gradients"], next(u for u in runtime.units if u.name == "blocks.1")
+        return runtime.tracker.peak["gradients"], next(u for u in runtime.units if u.name == "blocks.1")
 
     for peak, unit in on_ranks(2, lm_with_frozen_parts, work, mp_policy=BF16):
         trainable = [lane for lane in unit.lanes if lane.trainable]

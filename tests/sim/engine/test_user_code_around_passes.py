@@ -43,7 +43,7 @@ def compare(make, scenario, *, steps=3, tolerance=1e-5, **options):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         for tokens in data:
             scenario(model, optimizer, rows_for(comm, tokens))
-        assert model._fullshard_runtime.account.live["gathered"] == 0
+        assert model._fullshard_runtime.tracker.live["gathered"] == 0
         return weights_of(model)
 
     for weights in run_ranks(SIZE, work):

@@ -322,21 +322,21 @@ def test_of_the_same_gradients_ranks_make_the_same_bits_in_bfloat16(layout, monk
     draw = torch.Generator().manual_seed(1)
     steps = [{n: torch.randn(p.shape, generator=draw) for n, p in model.named_parameters()} for _ in range(2)]
 
-    def run(model, cut):
+    def run(model, row_split):
         optimizer = Muon(model.parameters(), lr=0.02)
         for gradients in steps:
             for name, param in model.named_parameters():
-                cut(param, gradients[name])
+                row_split(param, gradients[name])
             optimizer.step()
 
-    def cut(param, gradient):
+    def row_split(param, gradient):
         start, stop = param.shard_meta.element_range
         if start < stop:
             param.grad = gradient.reshape(-1)[start:stop].view(param.shape).clone()
 
     def work(comm):
         sharded = fully_shard(models[comm.rank], comm, **LAYOUTS[layout])
-        run(sharded, cut)
+        run(sharded, row_split)
         return whole(sharded)
 
     run(model, lambda param, gradient: setattr(param, "grad", gradient))

@@ -6,7 +6,7 @@ from torch._dynamo.utils import counters
 
 from fullshard import Pretrained, Quantize, fully_shard
 from fullshard.core.testing import run_ranks
-from fullshard.program.models import AdaptedWeights, AdapterSpec, add_adapter, compile_blocks
+from fullshard.program.models import AdapterSpec, AdapterWeights, add_adapter, compile_blocks
 from support import quantized
 from support.models import batches, causal_loss, seq2seq_loss
 from support.parity import ROWS_PER_RANK, train_sharded
@@ -39,7 +39,7 @@ def test_compiled_blocks_of_quantised_layers_train_alike(type, backend, kind):
         if compiled:
             compile_blocks(adapted.model, backend=backend, dynamic=True)
         source = Pretrained(path, quantize=Quantize(type, skip=skip))
-        fully_shard(adapted.model, comm, weights=AdaptedWeights(source, lora_values(adapted.model)))
+        fully_shard(adapted.model, comm, weights=AdapterWeights(source, lora_values(adapted.model)))
         return train_sharded(adapted.model, comm, loss_of, data, sharded=True)
 
     plain = run_ranks(1, lambda comm: train(comm, compiled=False))[0]

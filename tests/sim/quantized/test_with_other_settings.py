@@ -165,7 +165,7 @@ def test_a_rank_holds_and_gives_its_share_of_codes_and_scales(size, quantize, by
         fully_shard(model, ledger, wrap=lambda m: type(m) is Block, weights=Pretrained(tmp_path, quantize=quantize))
         frozen = [param for param in model.parameters() if not param.requires_grad]
         held = sum(rows_of(param).nbytes for param in frozen)
-        shards = model._fullshard_runtime.account.live["shards"]
+        shards = model._fullshard_runtime.tracker.live["shards"]
         ledger.entries.clear()
         model(torch.randn(2, 256, requires_grad=True)).sum().backward()
         gathered = sum(entry.sent_bytes for entry in ledger.entries if entry.collective == "all_gather")

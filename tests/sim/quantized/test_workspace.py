@@ -12,7 +12,7 @@ from fullshard.core.quantized import QuantizedLinear, formats, linear
 from fullshard.core.quantized.formats import format_of
 from fullshard.core.quantized.linear import Held
 from fullshard.core.testing import run_ranks
-from fullshard.planner import Rehearsed, rehearse
+from fullshard.planner import PlannedStep, simulate
 from support import quantized
 from support.models import batches, seq2seq_loss
 from support.quantized import NF4, t5
@@ -163,7 +163,7 @@ def test_only_the_plan_of_a_cpu_rank_has_kept_memory(gpu, monkeypatch):
         model = fully_shard(nn.Sequential(frozen, trained), comm, wrap=None)
         made.append(model)
         optimizer = torch.optim.SGD(trained.parameters(), lr=0.1)
-        return Rehearsed(model, optimizer, lambda: model(torch.zeros(4, 128)).sum().backward())
+        return PlannedStep(model, optimizer, lambda: model(torch.zeros(4, 128)).sum().backward())
 
-    rehearse(build, 0, 2, has_host=gpu)
+    simulate(build, 0, 2, has_host=gpu)
     assert (made[0][0].workspace._kept.memory is None) == gpu

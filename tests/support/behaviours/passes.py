@@ -405,7 +405,7 @@ def peaks(ranks, make, loss_of, **options):
         Those three, gathered bytes after forward and after backward; and bytes of the root and of a block.
     """
     model = shard(ranks, ranks.alike(make), **options)
-    account = runtime(model).account
+    account = runtime(model).tracker
     root, *blocks = (bytes_of(unit) for unit in runtime(model).units)
     expect(len(set(blocks)), 1, "sizes of blocks")
     for tokens in data_for(ranks, 3):
@@ -517,7 +517,7 @@ def b36_exception_then_recovery(ranks):
             fail(model, tokens, lambda _module, _args, output: Breaks.apply(output))
         figures = lm_step(model, optimizer, tokens, number)
         if is_sharded(model):
-            live = runtime(model).account.live
+            live = runtime(model).tracker.live
             expect((live["gathered"], live["gradients"]), (0, 0), f"bytes left after step {number}")
         return figures
 

@@ -236,7 +236,7 @@ def compare(ranks, make, step, *, data=None, reference_step=None, sharded=None, 
                 f"step {number}: {figures} instead of {expected[number]}"
             )
     assert_weights(weights_of(model), reference, tolerance)
-    expect(runtime(model).account.live["gathered"], 0, "gathered bytes after training")
+    expect(runtime(model).tracker.live["gathered"], 0, "gathered bytes after training")
     return model
 
 

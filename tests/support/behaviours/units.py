@@ -251,7 +251,7 @@ def b09_root_kept_gathered_by_default(ranks):
         ledger.clear()
         loss = lm_loss(model, ranks.rows(tokens))
         expect(gathered(model), {"(root)"}, "between forward and backward")
-        expect(runtime(model).account.live["gathered"], sum(lane.full.nbytes for lane in root.lanes), "bytes")
+        expect(runtime(model).tracker.live["gathered"], sum(lane.full.nbytes for lane in root.lanes), "bytes")
         loss.backward()
         expect(gathered(model), set(), "after backward")
         counts = {name: ledger.events.count(f"AG {name}") for name in UNITS}

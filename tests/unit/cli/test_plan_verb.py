@@ -8,7 +8,7 @@ import pytest
 from fullshard.program.cli.main import main
 from fullshard.program.cli.plan import memory
 from fullshard.program.config import load_run
-from fullshard.program.train.plan import longest_batch
+from fullshard.program.train.run_plan import longest_batch
 from fullshard.program.train.setup.prepare import prepare
 from support.planned import write_directory_run, write_run
 

@@ -4,9 +4,9 @@ import platform
 
 import pytest
 
-from fullshard.core.comm import whereabouts
+from fullshard.core.comm import stack_probe
 from fullshard.core.comm.peer_memory import OTHER_MACHINE, PeerMemory
-from fullshard.core.comm.whereabouts import named_machine
+from fullshard.core.comm.stack_probe import named_machine
 
 
 @pytest.fixture(autouse=True)
@@ -85,7 +85,7 @@ def test_machines_of_a_launcher_are_several_even_on_one_host(monkeypatch):
 def test_network_namespaces_are_machines_if_the_environment_says_that_there_are_several(monkeypatch):
     def in_namespace(number, local):
         with monkeypatch.context() as patch:
-            patch.setattr(whereabouts, "_link", lambda path: f"net:[{number}]")
+            patch.setattr(stack_probe, "_link", lambda path: f"net:[{number}]")
             return machines(patch, {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": local})
 
     assert in_namespace(1, "1") != in_namespace(2, "1")

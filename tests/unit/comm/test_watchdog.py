@@ -13,10 +13,10 @@ import torch
 from torch.distributed import HashStore
 
 from fullshard.core.comm import watchdog
-from fullshard.core.comm.board import PATIENCE_S, Board, Line
 from fullshard.core.comm.flight_recorder import HISTORY, FlightRecorder, divergence, divergence_text
+from fullshard.core.comm.stack_probe import Place, is_stopped, main_thread_place
+from fullshard.core.comm.store_posts import PATIENCE_S, StoreConnection, StorePosts
 from fullshard.core.comm.watchdog import ANSWER_S, GRACE_S, TICK_S, WAIT_S, WARN_S, GroupWatch
-from fullshard.core.comm.whereabouts import Place, is_stopped, main_thread_place
 from fullshard.errors import MismatchError, ProcessGroupError
 
 
@@ -25,10 +25,10 @@ class Rank:
 
     def __init__(self, store, number, ranks, line):
         self.recorder = FlightRecorder(number)
-        self.board = Board(store, number, len(ranks), line)
+        self.store_posts = StorePosts(store, number, len(ranks), line)
         self.broken_at = []
         self.now = 0.0
-        self.watch = GroupWatch(self.recorder, self.board, ranks, lambda: self.broken_at.append(self.now))
+        self.watch = GroupWatch(self.recorder, self.store_posts, ranks, lambda: self.broken_at.append(self.now))
 
     def issue(self, kind="all-gather", announced="", numel=8, *, bound=True):
         return self.recorder.issue(kind, numel, torch.float32, announced, bound=bound)
@@ -48,7 +48,7 @@ class Group:
 
     def __init__(self, size, store=None, ranks=None):
         self.store = store or HashStore()
-        self.line = Line()
+        self.line = StoreConnection()
         self.ranks = [Rank(self.store, number, ranks or range(size), self.line) for number in range(size)]
         self.now = 0.0
 
@@ -63,7 +63,7 @@ class Group:
                 rank.watch.check(self.now)
 
     def verdicts(self):
-        return [rank.board.verdict() for rank in self.ranks]
+        return [rank.store_posts.verdict() for rank in self.ranks]
 
 
 def test_ranks_that_parted_are_told_within_seconds_and_with_one_text():
@@ -90,7 +90,7 @@ def test_no_wait_is_broken_before_every_rank_knows_why():
         rank.wait(kind)
     first, second = group.ranks
     told = []
-    first.board.acknowledge = lambda: told.append(1)  # it reads the verdict and does not say so
+    first.store_posts.acknowledge = lambda: told.append(1)  # it reads the verdict and does not say so
     group.run(WAIT_S + 4 * TICK_S)
     assert None not in group.verdicts()
     assert not first.broken_at
@@ -393,7 +393,7 @@ def test_a_stopped_process_of_this_machine_is_named(caplog):
     try:
         os.waitid(os.P_PID, stopped.pid, os.WSTOPPED | os.WNOWAIT)
         group.run(TICK_S)
-        first.board._pids[1] = stopped.pid
+        first.store_posts._pids[1] = stopped.pid
         with caplog.at_level(logging.WARNING, "fullshard"):
             group.run(WAIT_S + ANSWER_S + TICK_S, without=[second])
     finally:

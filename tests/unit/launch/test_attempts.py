@@ -17,7 +17,7 @@ from fullshard.program.launch.attempts import Reached, Restarts, kept_directory
 from fullshard.program.launch.failure import Failure
 from fullshard.program.launch.programs import again
 from fullshard.program.launch.programs.again import ReachedSink, resume_again
-from fullshard.state.resilience import KeepDirectory
+from fullshard.state.resilience import ScratchDirectory
 
 PRELUDE = """
 import json, os, signal, sys
@@ -301,7 +301,7 @@ def test_ranks_keep_no_state_where_nobody_starts_them_again(run, tmp_path, most)
 def test_which_launchers_ranks_keep_their_state(tmp_path, monkeypatch, most):
     monkeypatch.setenv("FULLSHARD_KEEP_DIR", str(tmp_path))
     monkeypatch.setenv("FULLSHARD_MAX_RESTARTS", most)
-    assert (KeepDirectory.of("run") is not None) is (most == "1")
+    assert (ScratchDirectory.of("run") is not None) is (most == "1")
 
 
 def test_a_stop_between_attempts_says_what_was_in_memory_only(run, monkeypatch, capfd):

@@ -13,7 +13,7 @@ import time
 
 import pytest
 
-from fullshard.core.comm.whereabouts import has_ended
+from fullshard.core.comm.stack_probe import has_ended
 from fullshard.program.launch import choose_nproc, launch, launched_elsewhere, local, ranks
 from fullshard.program.launch.streams import UnreadOutputError
 from support.processes import SOURCE

@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from fullshard.core.comm.whereabouts import has_ended
+from fullshard.core.comm.stack_probe import has_ended
 from fullshard.errors import ProcessGroupError
 from fullshard.program.launch import attempts, launch, local, processes
 from support.processes import SOURCE

@@ -6,7 +6,7 @@ from math import prod
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from fullshard.core.layout import LaneLayout, Placement, UnitLayout, plan, plan_unit
+from fullshard.core.layout import LaneLayout, Placement, UnitLayout, plan_unit, unit_layout
 from fullshard.errors import ConfigError, InvariantError, ProcessGroupError, WrapError
 
 shapes_of_units = st.lists(
@@ -268,7 +268,7 @@ def test_the_first_start_is_what_trying_every_start_finds(start, numel, granule,
     # Whether a start keeps the promise depends on its place in its shard, and its residue if shards are no multiple.
     limit = lo + 3 * shard_numel
     expected = next((at for at in range(lo, limit, ALIGNMENT) if keeps(at)), None)
-    assert plan._first_start(lo, plan._Item(0, numel, granule, granule, granule), shard_numel) == expected
+    assert unit_layout._first_start(lo, unit_layout._Item(0, numel, granule, granule, granule), shard_numel) == expected
 
 
 def test_small_models_keep_whole_rows_in_one_lane():
@@ -348,9 +348,9 @@ def test_a_giant_unit_of_500_tensors_is_planned_in_whole_rows(world_size):
 def test_work_on_a_hopeless_unit_is_bounded(monkeypatch):
     """Two hundred matrices without a common granule on 512 ranks: no four lanes hold their rows whole."""
     work = 2000
-    monkeypatch.setattr(plan, "MAX_WORK", work)
+    monkeypatch.setattr(unit_layout, "MAX_WORK", work)
     rounds, placed = 0, 0
-    best_lanes, fill = plan._Search.best_lanes, plan._Search.fill
+    best_lanes, fill = unit_layout._Search.best_lanes, unit_layout._Search.fill
 
     def counting_best_lanes(search, items):
         nonlocal rounds
@@ -362,14 +362,14 @@ def test_work_on_a_hopeless_unit_is_bounded(monkeypatch):
         placed += len(items)
         return fill(search, items, shard_numel)
 
-    monkeypatch.setattr(plan._Search, "best_lanes", counting_best_lanes)
-    monkeypatch.setattr(plan._Search, "fill", counting_fill)
+    monkeypatch.setattr(unit_layout._Search, "best_lanes", counting_best_lanes)
+    monkeypatch.setattr(unit_layout._Search, "fill", counting_fill)
     shapes = tuple((400 + 7 * i % 501, 301 + 11 * i % 997) for i in range(200))
     layout = fresh_plan(shapes, 512)
     assert layout.padding_numel <= 0.031 * layout.numel
     assert not all(placement.full_rows for _, placement in pairs(layout))
     # Two ladders: the patient rounds, then one for each factor of two in the longest row.
-    assert rounds <= 2 * (plan.PATIENT_ROUNDS + (301 + 997).bit_length())
+    assert rounds <= 2 * (unit_layout.PATIENT_ROUNDS + (301 + 997).bit_length())
     # Single lanes are always tried, a few dozen fills in each round at most; only further lanes count against MAX_WORK.
     assert placed < 2 * work + rounds * 24 * len(shapes)
 
@@ -423,28 +423,28 @@ def test_plans_stay_as_they_are(name):
     ],
 )
 def test_boundaries_of_shards_of_20_keep_a_granule(start, numel, granule, kept):
-    assert plan._keeps(start, numel, granule, shard_numel=20) is kept
+    assert unit_layout._keeps(start, numel, granule, shard_numel=20) is kept
 
 
 def test_a_granule_too_coarse_for_any_shard_is_divided_by_the_smallest_prime():
-    item = plan._Item(index=0, numel=12, row_numel=6, preferred=6, granule=6)
-    assert plan._fit_shard(item, 4).granule == 3
+    item = unit_layout._Item(index=0, numel=12, row_numel=6, preferred=6, granule=6)
+    assert unit_layout._fit_shard(item, 4).granule == 3
 
 
 @pytest.mark.parametrize(("value", "factors"), [(2, (2,)), (7, (7,)), (49, (7,)), (4800, (2, 3, 5)), (2 * 97, (2, 97))])
 def test_prime_factors_come_once_each_and_ascend(value, factors):
-    assert plan._prime_factors(value) == factors
+    assert unit_layout._prime_factors(value) == factors
 
 
 def test_parameters_with_a_finer_granule_than_preferred_count_as_split():
     lane = plan_unit(((100, 48), (100,)), 4)
-    assert plan._split_numel(lane, [48, 1]) == 0
-    assert plan._split_numel(lane, [96, 1]) == 4800
+    assert unit_layout._split_numel(lane, [48, 1]) == 0
+    assert unit_layout._split_numel(lane, [96, 1]) == 4800
 
 
 def test_no_shard_size_is_tried_twice():
-    items = [plan._item(index, (600, row), 1) for index, row in enumerate((96, 48, 32))]
-    sizes = list(plan._first_shards(items, 4, 200_000))
+    items = [unit_layout._item(index, (600, row), 1) for index, row in enumerate((96, 48, 32))]
+    sizes = list(unit_layout._first_shards(items, 4, 200_000))
     assert sizes
     assert len(set(sizes)) == len(sizes)
 
@@ -471,5 +471,5 @@ def test_blocks_of_no_rows_are_refused():
 
 @pytest.mark.parametrize(("largest_shard", "too_coarse"), [(4800, False), (4799, True)])
 def test_a_shard_of_one_granule_is_large_enough_for_it(largest_shard, too_coarse):
-    item = plan._Item(index=0, numel=2 * 4800, row_numel=4800, preferred=4800, granule=4800)
-    assert plan._too_coarse(item, largest_shard) is too_coarse
+    item = unit_layout._Item(index=0, numel=2 * 4800, row_numel=4800, preferred=4800, granule=4800)
+    assert unit_layout._too_coarse(item, largest_shard) is too_coarse

@@ -13,13 +13,13 @@ from fullshard.core.optim.lowbit import (
     BLOCK,
     AdamW8bit,
     CodeBook,
-    any_block_is_cut,
+    any_block_is_split,
     block_maxima,
     chunks,
-    cut_blocks,
     dequantise,
     dynamic_codes,
     quantise,
+    split_blocks,
 )
 from fullshard.errors import CheckpointError, ConfigError
 
@@ -106,8 +106,10 @@ def test_cut_blocks_are_those_that_several_ranks_hold():
                         for index, of in held.items()
                         if rank in of and len(of) > 1
                     ]
-                    assert [(cut.index, cut.held, list(cut.owners)) for cut in cut_blocks(meta)] == expected
-                    assert any_block_is_cut(meta) == any(len(of) > 1 for of in held.values())
+                    assert [
+                        (row_split.index, row_split.held, list(row_split.owners)) for row_split in split_blocks(meta)
+                    ] == expected
+                    assert any_block_is_split(meta) == any(len(of) > 1 for of in held.values())
 
 
 def test_the_state_is_a_quarter_of_adamws_and_in_bitsandbytes_format():

@@ -8,7 +8,7 @@ import torch
 from fullshard import fully_shard
 from fullshard.core.testing import run_ranks
 from fullshard.errors import ConfigError
-from fullshard.planner import Rehearsed, bench, measure_rates, rehearse, time_step
+from fullshard.planner import PlannedStep, bench, measure_rates, simulate, time_step
 from fullshard.planner.bench import Trial, rates_of, try_steps
 from fullshard.planner.work import Awaited, Computed, Issued, Operator
 from support.planned import batch, build, make_model
@@ -20,7 +20,7 @@ CPU = torch.device("cpu")
 @pytest.mark.parametrize(("rank", "size"), [(0, 1), (0, 2), (2, 3)])
 def test_a_trial_runs_the_operators_and_collectives_of_the_plan(rank, size):
     trial = try_steps(build, rank, size, CPU, lambda seconds: 1, lambda: None)
-    planned = rehearse(build, rank, size).work
+    planned = simulate(build, rank, size).work
     assert trial.calls == Counter(event.operator for event in planned.events if isinstance(event, Computed))
     assert trial.issued == [event for event in planned.events if isinstance(event, Issued)]
     assert len(trial.steps_s) == 1
@@ -56,7 +56,7 @@ def test_ranks_that_are_all_there_compute_with_each_others_values():
                 model(**batch()).loss.backward()
                 optimizer.step()
 
-            return Rehearsed(model, optimizer, step)
+            return PlannedStep(model, optimizer, step)
 
         seen = []
         real = watched(comm)
@@ -75,10 +75,10 @@ def test_ranks_at_hand_agree_on_rates_that_give_a_time():
     assert found[0] == found[1]
     assert {sent for sent, _, _ in found[0].collectives["all_gather"]} == {
         event.sent_bytes
-        for event in rehearse(build, 0, 4).work.events
+        for event in simulate(build, 0, 4).work.events
         if isinstance(event, Issued) and event.kind == "all_gather"
     }
-    timing = time_step(rehearse(build, 0, 4).work, found[0])
+    timing = time_step(simulate(build, 0, 4).work, found[0])
     assert timing.step_s > timing.compute_s > 0
 
 

@@ -13,7 +13,7 @@ import fullshard
 from fullshard import ShardingStrategy, optim
 from fullshard.core.comm import MemoryMeter
 from fullshard.errors import ConfigError, ModelError
-from fullshard.planner import Plan, Rehearsed, TooMuchWorkError, highest, rehearse
+from fullshard.planner import Plan, PlannedStep, TooMuchWorkError, highest, simulate
 from support.planned import batch, make_model
 
 MIB = 1 << 20
@@ -90,7 +90,7 @@ def test_no_shard_on_one_rank_is_the_unsharded_model():
 
 def test_no_shard_on_one_rank_peaks_where_the_unsharded_model_does():
     plan = plan_wide(1, strategy=ShardingStrategy.NO_SHARD)
-    with MemoryMeter(torch.device("cpu")) as meter:
+    with MemoryMeter(torch.device("cpu")) as tracker:
         model = Wide()
         optimizer = torch.optim.AdamW(model.parameters(), fused=True)
         for _ in range(3):
@@ -98,7 +98,7 @@ def test_no_shard_on_one_rank_peaks_where_the_unsharded_model_does():
             model(torch.zeros(8, 256)).mean().backward()
             optimizer.step()
     assert plan.peak_bytes == pytest.approx(
-        meter.peak_bytes - meter.start_bytes, rel=0.005
+        tracker.peak_bytes - tracker.start_bytes, rel=0.005
     )  # the engine's order differs by one gradient of an activation
 
 
@@ -163,11 +163,11 @@ def test_what_a_step_reads_may_be_assumed_and_what_the_model_reads_may_not():
             assert loss.item() == 3.0
             optimizer.step()
 
-        return Rehearsed(model, optimizer, step, assumed=lambda: 3.0)
+        return PlannedStep(model, optimizer, step, assumed=lambda: 3.0)
 
-    assert rehearse(partial(build, forward_reads=False), 0, 2).peaks["optimizer"] > 0
+    assert simulate(partial(build, forward_reads=False), 0, 2).peaks["optimizer"] > 0
     with pytest.raises(ModelError, match="reads a number"):
-        rehearse(partial(build, forward_reads=True), 0, 2)
+        simulate(partial(build, forward_reads=True), 0, 2)
 
 
 def test_an_evaluation_is_a_phase_of_its_own():
@@ -181,12 +181,12 @@ def test_an_evaluation_is_a_phase_of_its_own():
             optimizer.step()
 
         @torch.no_grad()
-        def evaluate(_meter):
+        def evaluate(_tracker):
             model(torch.zeros(4096, 256))
 
-        return Rehearsed(model, optimizer, step, after={"evaluation": evaluate} if evaluates else {})
+        return PlannedStep(model, optimizer, step, after={"evaluation": evaluate} if evaluates else {})
 
-    without, with_one = rehearse(build, 0, 2), rehearse(partial(build, evaluates=True), 0, 2)
+    without, with_one = simulate(build, 0, 2), simulate(partial(build, evaluates=True), 0, 2)
     assert with_one.peaks["evaluation"] > 4096 * 1024 * 4
     assert "evaluation" not in without.peaks
     assert (with_one.parts, with_one.account, with_one.sent) == (without.parts, without.account, without.sent)
@@ -202,14 +202,14 @@ def test_a_phase_that_is_too_much_work_is_named_and_the_steps_stay():
             model(torch.zeros(8, 256)).mean().backward()
             optimizer.step()
 
-        def too_much(_meter):
+        def too_much(_tracker):
             raise TooMuchWorkError
 
-        return Rehearsed(
-            model, optimizer, step, after={"quick": lambda meter: None, "late": too_much, "last": too_much}
+        return PlannedStep(
+            model, optimizer, step, after={"quick": lambda tracker: None, "late": too_much, "last": too_much}
         )
 
-    found = rehearse(build, 0, 2)
+    found = simulate(build, 0, 2)
     assert found.unplanned == ("late", "last")
     assert found.peaks["quick"] > 0
     assert found.peaks["backward"] > 0
@@ -371,7 +371,7 @@ def test_the_rank_is_chosen_that_is_fullest_in_any_phase():
             model(**batch()).loss.backward()
             optimizer.step()
 
-        return Rehearsed(model, optimizer, step)
+        return PlannedStep(model, optimizer, step)
 
     for ranks in ([0, 1], [1, 0]):
         assert highest(build, ranks, 2).rank == 0

@@ -6,13 +6,13 @@ from torch import nn
 
 import fullshard
 from fullshard import MinNumel, MixedPrecision
-from fullshard.planner import Hardware, Rehearsed, hardware, rehearse
+from fullshard.planner import Hardware, PlannedStep, hardware, simulate
 from fullshard.planner.work import Awaited, Computed, Issued
 
 WIDTH, ROWS, LAYERS = 32, 8, 3
 
 
-def rehearsed(size=2, **options):
+def planned_step(size=2, **options):
     def build(comm):
         blocks = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
         model = fullshard.fully_shard(blocks, comm, wrap=MinNumel(WIDTH), **options)
@@ -24,26 +24,26 @@ def rehearsed(size=2, **options):
             model(x).sum().backward()
             optimizer.step()
 
-        return Rehearsed(model, optimizer, step)
+        return PlannedStep(model, optimizer, step)
 
-    return rehearse(build, 0, size)
+    return simulate(build, 0, size)
 
 
 def test_products_count_twice_their_multiplications_three_times_a_step():
-    work = rehearsed().work
+    work = planned_step().work
     flops = sum(work.operators[event.operator].flops for event in work.events if isinstance(event, Computed))
     assert flops == 2 * ROWS * WIDTH * WIDTH * (3 * LAYERS - 1)  # the first layer's input needs no gradient
 
 
 def test_bytes_of_a_product_are_those_of_its_tensors_and_views_move_none():
-    operators = rehearsed().work.operators.values()
+    operators = planned_step().work.operators.values()
     product = next(one for one in operators if one.key.startswith("aten.addmm.default"))
     assert product.nbytes == 4 * (WIDTH + 2 * ROWS * WIDTH + WIDTH * WIDTH)
     assert all(not one.nbytes for one in operators if one.key.startswith(("aten.t.default", "aten.view")))
 
 
 def test_every_collective_of_the_step_is_issued_and_waited_for():
-    found = rehearsed()
+    found = planned_step()
     issued = [event for event in found.work.events if isinstance(event, Issued)]
     assert {kind: sum(one.kind == kind for one in issued) for kind in found.sent} == {
         kind: count for kind, (count, _) in found.sent.items()
@@ -56,7 +56,7 @@ def test_every_collective_of_the_step_is_issued_and_waited_for():
 
 
 def test_the_next_layer_is_gathered_before_backward_needs_it():
-    events = rehearsed().work.events
+    events = planned_step().work.events
     gathers = [e.number for e in events if isinstance(e, Issued) and e.kind == "all_gather"]
     between = [
         events.index(Awaited(number))
@@ -67,7 +67,7 @@ def test_the_next_layer_is_gathered_before_backward_needs_it():
 
 
 def test_one_rank_sends_nothing():
-    assert not any(isinstance(event, Issued) for event in rehearsed(1).work.events)
+    assert not any(isinstance(event, Issued) for event in planned_step(1).work.events)
 
 
 def wide(world_size=2, gpu="h100", **options):

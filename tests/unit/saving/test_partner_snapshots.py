@@ -7,9 +7,9 @@ import torch
 
 from fullshard import Checkpoints, fully_shard
 from fullshard.core.testing import run_ranks
-from fullshard.state.resilience import partner, slot
-from fullshard.state.resilience.keep import KeepDirectory
-from fullshard.state.resilience.slot import Slot
+from fullshard.state.resilience import peer_replicas, snapshot_buffer
+from fullshard.state.resilience.scratch import ScratchDirectory
+from fullshard.state.resilience.snapshot_buffer import SnapshotBuffer
 from fullshard.state.storage import find_checkpoints
 from support.models import TinyLM, batches, lm_loss
 from support.parity import replicas
@@ -26,7 +26,7 @@ def machines(tmp_path, monkeypatch):
         directory.mkdir()
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(EACH))
     monkeypatch.setenv("FULLSHARD_KEEP_DIR", str(tmp_path))
-    monkeypatch.setattr(partner, "SECONDS", 10.0)
+    monkeypatch.setattr(peer_replicas, "SECONDS", 10.0)
     return directories
 
 
@@ -44,7 +44,7 @@ def attempt(number, machines, directory, steps, fill=None, build=TinyLM):
                     tensor.fill_(fill)
         model = fully_shard(model, comm)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        keep = KeepDirectory(machines[comm.rank // EACH], number)
+        keep = ScratchDirectory(machines[comm.rank // EACH], number)
         with Checkpoints(directory, ranks=comm, in_memory=1) as checkpoints:
             checkpoints.in_memory = type(checkpoints.in_memory)(checkpoints.ranks, keep, 1)
             restored = checkpoints.load(model, optimizer)
@@ -122,7 +122,7 @@ def test_the_same_snapshots_are_on_both_machines(tmp_path, machines):
     attempt(0, machines, tmp_path / "run", 2)
     for rank in range(SIZE):
         for number in range(2):
-            one, other = (Slot(path / f"rank-{rank:05d}" / str(number)).read() for path in machines)
+            one, other = (SnapshotBuffer(path / f"rank-{rank:05d}" / str(number)).read() for path in machines)
             assert one.described == other.described
             assert all(torch.equal(tensor, other.tensors[name]) for name, tensor in one.tensors.items())
 
@@ -131,12 +131,16 @@ def test_a_damaged_copy_is_not_brought_back(tmp_path, machines):
     attempt(0, machines, tmp_path / "run", 3)
     shutil.rmtree(machines[1])
     newest = max(
-        (one for number in range(2) if (one := Slot(machines[0] / "rank-00003" / str(number)).read()) is not None),
+        (
+            one
+            for number in range(2)
+            if (one := SnapshotBuffer(machines[0] / "rank-00003" / str(number)).read()) is not None
+        ),
         key=lambda one: one.described.key,
     )
-    content = bytearray((newest.directory / slot.BYTES_NAME).read_bytes())
+    content = bytearray((newest.directory / snapshot_buffer.BYTES_NAME).read_bytes())
     content[5] ^= 1
-    (newest.directory / slot.BYTES_NAME).write_bytes(content)
+    (newest.directory / snapshot_buffer.BYTES_NAME).write_bytes(content)
     assert attempt(1, machines, tmp_path / "run", 3, fill=-7)[0] == 2
 
 
@@ -149,11 +153,11 @@ def test_both_machines_lost_is_the_start(tmp_path, machines):
 
 def test_a_stranger_stores_nothing(tmp_path, machines):
     def work(comm):
-        one = partner.Partners(comm, machines[comm.rank // EACH])
+        one = peer_replicas.PeerReplicas(comm, machines[comm.rank // EACH])
         if comm.rank == 0:
             host, port, _ = one._addresses[2]
             one._addresses[2] = (host, port, b"x" * 32)
-            Slot(tmp_path / "mine").store(b"{}", 8192, lambda view: None)
+            SnapshotBuffer(tmp_path / "mine").store(b"{}", 8192, lambda view: None)
             with pytest.raises(OSError, match=r"did not store|reset|Broken pipe"):
                 one.send(2, tmp_path / "mine")
         comm.barrier()

@@ -18,12 +18,12 @@ from fullshard.core.optim import AdamW8bit, Muon, step_in_backward
 from fullshard.core.optim.average import ExponentialMovingAverage
 from fullshard.core.testing import run_ranks
 from fullshard.errors import CheckpointError
-from fullshard.state.resilience import checksums, keep as keep_directory, slot, snapshots
-from fullshard.state.resilience.slot import Described, Slot
+from fullshard.state.resilience import checksums, scratch as scratch_directory, snapshot_buffer, snapshots
+from fullshard.state.resilience.snapshot_buffer import SnapshotHeader, SnapshotBuffer
 from fullshard.state.resilience.snapshots import _interval
+from fullshard.state.saving.parameter_state import stepped
 from fullshard.state.saving.pieces import plan_save
 from fullshard.state.saving.snapshot import take
-from fullshard.state.saving.stepped import stepped
 from fullshard.state.storage import find_checkpoints, seal
 from support.models import TinyLM, batches, lm_loss
 from support.parity import replicas
@@ -84,7 +84,7 @@ def attempt(size, directory, steps, *, optimizer_of=adamw, mesh_of=lambda comm: 
 
 def slots(keep, rank):
     """A rank's slots with a snapshot, by the step of it."""
-    found = [Slot(path).read() for path in sorted(keep.glob(f"*/rank-{rank:05d}/*"))]
+    found = [SnapshotBuffer(path).read() for path in sorted(keep.glob(f"*/rank-{rank:05d}/*"))]
     return {one.described.step: one.directory for one in found if one is not None}
 
 
@@ -129,18 +129,18 @@ def test_replicas_keep_their_own(tmp_path, monkeypatch):
 
 
 def break_bytes(directory):
-    content = bytearray((directory / slot.BYTES_NAME).read_bytes())
+    content = bytearray((directory / snapshot_buffer.BYTES_NAME).read_bytes())
     content[100] ^= 4
-    (directory / slot.BYTES_NAME).write_bytes(content)
+    (directory / snapshot_buffer.BYTES_NAME).write_bytes(content)
 
 
 def break_manifest(directory):
-    path = directory / slot.MANIFEST_NAME
+    path = directory / snapshot_buffer.MANIFEST_NAME
     path.write_text(path.read_text().replace('"step":3', '"step":4'))
 
 
 def cut_short(directory):
-    os.truncate(directory / slot.BYTES_NAME, 8192)
+    os.truncate(directory / snapshot_buffer.BYTES_NAME, 8192)
 
 
 @pytest.mark.parametrize("damage", [break_bytes, break_manifest, cut_short])
@@ -156,7 +156,7 @@ def test_a_damaged_snapshot_on_one_rank_sends_all_to_the_one_before(damage, tmp_
 
 def test_a_rank_that_is_killed_in_the_middle_leaves_the_one_before(tmp_path, keep, monkeypatch):
     attempt(2, tmp_path / "run", 3)
-    newest = Slot(slots(keep, 1)[3])
+    newest = SnapshotBuffer(slots(keep, 1)[3])
     newest.write({"x": torch.ones(3)}, lambda pairs: lambda: None)  # what completes it is never called
     assert newest.read() is None
     monkeypatch.setenv("FULLSHARD_ATTEMPT", "1")
@@ -165,11 +165,11 @@ def test_a_rank_that_is_killed_in_the_middle_leaves_the_one_before(tmp_path, kee
 
 def test_snapshots_of_a_given_up_attempt_are_not_mixed_with_later_ones(tmp_path, keep, monkeypatch):
     attempt(2, tmp_path / "run", 3)
-    (slots(keep, 1)[3] / slot.MANIFEST_NAME).unlink()
+    (slots(keep, 1)[3] / snapshot_buffer.MANIFEST_NAME).unlink()
     monkeypatch.setenv("FULLSHARD_ATTEMPT", "1")
     assert attempt(2, tmp_path / "run", 3, fill=-7)[0] == 2
     # Rank 0 has step 3 of both attempts' numbering; rank 1 loses that of the later one.
-    (slots(keep, 1)[3] / slot.MANIFEST_NAME).unlink()
+    (slots(keep, 1)[3] / snapshot_buffer.MANIFEST_NAME).unlink()
     monkeypatch.setenv("FULLSHARD_ATTEMPT", "2")
     assert attempt(2, tmp_path / "run", 3, fill=-7)[0] == 2
 
@@ -186,7 +186,7 @@ def test_the_later_of_memory_and_disk_is_taken(saved, steps, begins, tmp_path, m
 def test_without_snapshots_damaged_checkpoints_are_passed_over(tmp_path, keep, monkeypatch):
     attempt(2, tmp_path / "run", 3, save=(1, 3))
     (find_checkpoints(tmp_path / "run")[-1] / "index.json").write_text("{}")
-    for path in keep.rglob(slot.MANIFEST_NAME):
+    for path in keep.rglob(snapshot_buffer.MANIFEST_NAME):
         path.unlink()
     monkeypatch.setenv("FULLSHARD_ATTEMPT", "1")
     assert attempt(2, tmp_path / "run", 3, fill=-7)[0] == 1
@@ -345,12 +345,12 @@ def test_a_snapshot_of_another_dtype_is_refused(dtype, of_buffer, tmp_path, monk
 def test_a_snapshot_of_another_format_is_none(tmp_path, keep):
     attempt(1, tmp_path / "run", 1)
     (directory,) = slots(keep, 0).values()
-    path = directory / slot.MANIFEST_NAME
+    path = directory / snapshot_buffer.MANIFEST_NAME
     values = json.loads(path.read_text())
     del values["own_sha256"], values["format"]
     path.write_text(seal(json.dumps(values)))
-    assert Slot(directory).read() is None
-    assert Slot(directory).described() is None
+    assert SnapshotBuffer(directory).read() is None
+    assert SnapshotBuffer(directory).described() is None
 
 
 def test_plain_state_in_a_checkpoint_made_from_snapshots_is_that_of_the_rank_that_saves_it():
@@ -441,11 +441,11 @@ def test_the_interval_is_shorter_where_failures_are_frequent_and_never_longer():
 def test_how_long_attempts_last_is_known_from_the_second_on(tmp_path, monkeypatch):
     (tmp_path / "lock").touch()
     now = (tmp_path / "lock").stat().st_mtime + 90
-    monkeypatch.setattr(keep_directory, "time", SimpleNamespace(time=lambda: now))
-    lives = [keep_directory.KeepDirectory(tmp_path / "run", number).mean_life_s() for number in range(3)]
+    monkeypatch.setattr(scratch_directory, "time", SimpleNamespace(time=lambda: now))
+    lives = [scratch_directory.ScratchDirectory(tmp_path / "run", number).mean_life_s() for number in range(3)]
     assert lives == [None, 90.0, 45.0]
     (tmp_path / "lock").unlink()
-    assert keep_directory.KeepDirectory(tmp_path / "run", 1).mean_life_s() is None
+    assert scratch_directory.ScratchDirectory(tmp_path / "run", 1).mean_life_s() is None
 
 
 def kept_by(directory, number, life_s=None):
@@ -457,9 +457,9 @@ def test_a_later_attempt_takes_over_how_long_snapshots_and_steps_took(tmp_path):
     pace, lives = (0.08, 0.1, 1.0), (600.0, 60.0)
 
     def before(comm):
-        one = Slot(tmp_path / f"rank-{comm.rank:05d}" / "0")
+        one = SnapshotBuffer(tmp_path / f"rank-{comm.rank:05d}" / "0")
         seal_it = one.write({"x": torch.zeros(4)}, lambda pairs: [t.copy_(s) for t, s in pairs] and int)
-        seal_it(Described(8, comm.rank, 2, 0, 0, every=8, pace=pace))
+        seal_it(SnapshotHeader(8, comm.rank, 2, 0, 0, every=8, pace=pace))
 
     def after(comm):
         later = snapshots.Snapshots(comm, kept_by(tmp_path, 1, lives[comm.rank]), "auto")
@@ -468,7 +468,7 @@ def test_a_later_attempt_takes_over_how_long_snapshots_and_steps_took(tmp_path):
         assert [later.due(step) for step in (7 + every, 8 + every)] == [False, True]
         later.write(lambda: ({"x": torch.zeros(4)}, {}), 8 + every, {})
         later.wait()
-        return every, Slot(tmp_path / f"rank-{comm.rank:05d}" / "1").read().described.pace
+        return every, SnapshotBuffer(tmp_path / f"rank-{comm.rank:05d}" / "1").read().described.pace
 
     run_ranks(2, before)
     shortest = _interval(*pace, life_s=60.0)
@@ -505,27 +505,27 @@ def test_a_later_attempt_takes_no_fault_for_every_page():
 
     with tempfile.TemporaryDirectory(dir="/dev/shm") as directory:
         for _ in range(2):
-            Slot(Path(directory)).write(tensors, copy)(Described(1, 0, 1, 0, 0, 4))
+            SnapshotBuffer(Path(directory)).write(tensors, copy)(SnapshotHeader(1, 0, 1, 0, 0, 4))
     assert faults[1] < tensors["x"].nbytes / resource.getpagesize() / 4
 
 
 def test_both_sums_notice_what_the_other_does_not():
     words = torch.zeros(3 * 1024, dtype=torch.int64)
     words[0] = 5
-    before = slot.checksum(words.view(torch.uint8))
+    before = snapshot_buffer.checksum(words.view(torch.uint8))
     words[0], words[2000] = 0, 5
-    assert slot.checksum(words.view(torch.uint8))[1] != before[1]
+    assert snapshot_buffer.checksum(words.view(torch.uint8))[1] != before[1]
     words[2000] = 4
-    assert slot.checksum(words.view(torch.uint8))[0] != before[0]
+    assert snapshot_buffer.checksum(words.view(torch.uint8))[0] != before[0]
 
 
 def test_an_empty_slot_has_no_snapshot(tmp_path):
-    assert Slot(tmp_path / "0").read() is None
-    one = Slot(tmp_path / "0")
+    assert SnapshotBuffer(tmp_path / "0").read() is None
+    one = SnapshotBuffer(tmp_path / "0")
     one.write({"x": torch.arange(5.0), "none": torch.empty(0)}, lambda pairs: [t.copy_(s) for t, s in pairs] and int)(
-        Described(1, 0, 1, 0, 0, 4)
+        SnapshotHeader(1, 0, 1, 0, 0, 4)
     )
-    read = Slot(tmp_path / "0").read()
+    read = SnapshotBuffer(tmp_path / "0").read()
     assert read.described.key == (0, 0, 1)
     assert torch.equal(read.tensors["x"], torch.arange(5.0))
     assert read.tensors["none"].numel() == 0
@@ -535,7 +535,7 @@ def test_the_last_attempt_continues_and_takes_none(tmp_path, keep, monkeypatch):
     attempt(2, tmp_path / "run", 3)
     monkeypatch.setenv("FULLSHARD_ATTEMPT", "1")
     monkeypatch.setenv("FULLSHARD_MAX_RESTARTS", "0")
-    before = {path: path.read_bytes() for path in keep.rglob(slot.MANIFEST_NAME)}
+    before = {path: path.read_bytes() for path in keep.rglob(snapshot_buffer.MANIFEST_NAME)}
     _, models = replicas(TinyLM, 2)
 
     def work(comm):
@@ -546,14 +546,14 @@ def test_the_last_attempt_continues_and_takes_none(tmp_path, keep, monkeypatch):
             return restored.step, checkpoints.snapshot(model, optimizer, step=4)
 
     assert run_ranks(2, work) == [(3, False)] * 2
-    assert {path: path.read_bytes() for path in keep.rglob(slot.MANIFEST_NAME)} == before
+    assert {path: path.read_bytes() for path in keep.rglob(snapshot_buffer.MANIFEST_NAME)} == before
 
 
 def test_only_the_newest_is_added_up_unless_a_rank_lacks_it(tmp_path, keep, monkeypatch):
     attempt(1, tmp_path / "run", 3)
     monkeypatch.setenv("FULLSHARD_ATTEMPT", "1")
-    looked, real = [], slot.checksum
-    monkeypatch.setattr(slot, "checksum", lambda buffer: looked.append(1) or real(buffer))
+    looked, real = [], snapshot_buffer.checksum
+    monkeypatch.setattr(snapshot_buffer, "checksum", lambda buffer: looked.append(1) or real(buffer))
     assert attempt(1, tmp_path / "run", 3)[0] == 3
     assert len(looked) == 1
     break_bytes(slots(keep, 0)[3])

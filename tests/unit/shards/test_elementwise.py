@@ -34,7 +34,7 @@ def test_lists_beside_full_tensors_take_the_rows_of_this_rank():
 
     def work(comm):
         weight = fully_shard(models[comm.rank], comm, wrap=None).weight
-        rows = full[weight.cut.first :][: weight.shape[0]]
+        rows = full[weight.row_split.first :][: weight.shape[0]]
         with torch.no_grad():
             (added,) = torch._foreach_add([weight], [full])
             assert torch.equal(rows_of(added), rows_of(weight) + rows)

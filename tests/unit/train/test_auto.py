@@ -14,12 +14,12 @@ from fullshard.program.config import load_run
 from fullshard.program.train import auto
 from fullshard.program.train.auto import chosen_precision, chosen_settings
 from fullshard.program.train.fit import search
-from fullshard.program.train.plan import plan_prepared
+from fullshard.program.train.run_plan import plan_prepared
 from fullshard.program.train.setup import devices as devices_module
 from fullshard.program.train.setup.devices import Devices, usable
 from fullshard.program.train.setup.prepare import prepare
 from fullshard.program.train.setup.resume import checkpoints_directory
-from fullshard.state.resilience import KeepDirectory
+from fullshard.state.resilience import ScratchDirectory
 from support.planned import write_run
 
 
@@ -106,7 +106,7 @@ def test_a_later_attempt_of_a_run_that_began_anew_takes_its_first_choice(run_fil
     monkeypatch.setenv("FULLSHARD_KEEP_DIR", str(tmp_path / "keep"))
     monkeypatch.setenv("FULLSHARD_ATTEMPT", "1")
     changes = [f"output_dir={tmp_path}", "resume=never"]
-    KeepDirectory.of(checkpoints_directory(load_run(run_file, changes))).mark_begun(2)
+    ScratchDirectory.of(checkpoints_directory(load_run(run_file, changes))).mark_begun(2)
     config, said = settings(run_file, 1000, monkeypatch, *changes)
     assert config.sharding.strategy == "no_shard"
     assert "keeps the choice of this run" in said[0]

@@ -10,9 +10,9 @@ import torch
 from fullshard.core.comm import MemoryMeter
 from fullshard.program.config import load_run
 from fullshard.program.models import compile_blocks
-from fullshard.program.train.plan import largest_steps, plan_prepared
 from fullshard.program.train.run.assemble import assemble
 from fullshard.program.train.run.step import StepSpec, issue_step
+from fullshard.program.train.run_plan import largest_steps, plan_prepared
 from fullshard.program.train.setup import model as setup
 from fullshard.program.train.setup.prepare import prepare
 from support.alone import alone

@@ -10,9 +10,9 @@ import pytest
 from fullshard.errors import ConfigError, ModelError, UserError
 from fullshard.planner import Timing, hardware
 from fullshard.program.config import load_run
-from fullshard.program.train import fit, plan
+from fullshard.program.train import fit, run_plan
 from fullshard.program.train.fit import MOST_PLANS, Need, fewest_blocks, find_remedies, plan_chosen
-from fullshard.program.train.plan import RunPlan, plan_prepared
+from fullshard.program.train.run_plan import RunPlan, plan_prepared
 from fullshard.program.train.setup import activation_offload
 from fullshard.program.train.setup.prepare import prepare
 from support.planned import plan_run, write_run
@@ -55,7 +55,7 @@ def run_file(tmp_path):
 
 @pytest.fixture
 def search(run_file, monkeypatch):
-    monkeypatch.setattr(plan, "plan_prepared", of_formula)
+    monkeypatch.setattr(run_plan, "plan_prepared", of_formula)
     monkeypatch.setattr(fit, "prepare", lambda config: SimpleNamespace())
 
     def run(memory, *overrides):
@@ -231,8 +231,8 @@ def test_a_real_plan_recomputes_the_fewest_blocks_that_fit(planned_run):
     three = plan_prepared(load([f"{CHECKPOINTING}=3"]), data, 1, roughly=0)
     assert plain.needed_bytes > three.needed_bytes
     plan, config = plan_chosen(three.needed_bytes, load(), data, 1, roughly=0)
-    assert (plan.recomputed, plan.blocks, config.training.gradient_checkpointing) == (3, 4, 3)
-    assert replace(plan, chosen=()) == replace(three, chosen=())
+    assert (run_plan.recomputed, run_plan.blocks, config.training.gradient_checkpointing) == (3, 4, 3)
+    assert replace(run_plan, chosen=()) == replace(three, chosen=())
     assert str(plan).count("3 of 4 blocks") == 1  # as a choice; without one the plan says it itself
     assert "recomputed in backward: 3 of 4 blocks" in str(three)
 
@@ -284,7 +284,7 @@ def found(tmp_path, monkeypatch):
             data=None,
             world_size=2,
             rank=0,
-            bytes_of=lambda plan: plan.needs,
+            bytes_of=lambda plan: run_plan.needs,
             before=needs(load_run(path, overrides).training),
             limit=limit,
         )

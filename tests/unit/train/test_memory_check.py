@@ -16,7 +16,7 @@ from fullshard.program.config import RUN_NAME, load_run
 from fullshard.program.train import fit, memory_check
 from fullshard.program.train.auto import choices_without_plan
 from fullshard.program.train.memory_check import _Rank, check_memory, least_memory, needed_bytes, shortage
-from fullshard.program.train.plan import plan_prepared
+from fullshard.program.train.run_plan import plan_prepared
 from fullshard.program.train.setup.prepare import prepare
 from fullshard.sizes import format_bytes
 from support.planned import RUNS, plan_run, write_run

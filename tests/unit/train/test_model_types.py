@@ -14,7 +14,7 @@ from fullshard.program.config import RunConfig
 from fullshard.program.data import CollateSpec, RowRef, collate
 from fullshard.program.models import decoder_inputs, require_left_to_right, require_plain_loss, train_tokenizer
 from fullshard.program.train.dry_run import dry_run
-from fullshard.program.train.plan import try_step
+from fullshard.program.train.run_plan import try_step
 from fullshard.program.train.setup.model import losses
 from fullshard.program.train.setup.prepare import prepare
 from fullshard.state.saving import full

@@ -12,8 +12,9 @@ from fullshard.errors import ModelError
 from fullshard.planner import hardware
 from fullshard.program.config import TrainingConfig, load_run
 from fullshard.program.data import steps
-from fullshard.program.train import around_steps, plan as plan_module
-from fullshard.program.train.plan import (
+from fullshard.program.train import around_steps, run_plan as plan_module
+from fullshard.program.train.run.loop import saves_between_steps
+from fullshard.program.train.run_plan import (
     largest_steps,
     longest_batch,
     longest_rows,
@@ -22,7 +23,6 @@ from fullshard.program.train.plan import (
     plan_prepared,
     prepare_length,
 )
-from fullshard.program.train.run.loop import saves_between_steps
 from fullshard.program.train.setup.prepare import collate_spec, prepare
 from fullshard.program.train.setup.steps import make_plan
 from support.planned import plan_run, write_accumulating_run, write_adapter_run, write_directory_run, write_run

@@ -24,9 +24,9 @@ from fullshard.core.optim.shards import comm_of, holds_rows
 from fullshard.core.shards import STATE_ON_ALL_RANKS
 from fullshard.core.torch_private import unflatten
 from fullshard.errors import CheckpointError, InvariantError, ProcessGroupError, ShardingError
-from fullshard.state.saving.optimizer_state import Described, StateDict, StatesOfAll, cut, group_options
+from fullshard.state.saving.optimizer_state import StateDict, StatesOfAll, TensorPlaceholder, cut, group_options
+from fullshard.state.saving.parameter_state import ParameterState, by_parameter, local_of, saved_options
 from fullshard.state.saving.shard_tensor import ShardTensor, state_as_part
-from fullshard.state.saving.stepped import Stepped, by_parameter, local_of, saved_options
 
 
 class Contents:
@@ -150,7 +150,7 @@ class OptimState:
                 one = part.own[name]
                 state[prefix + name] = dict(of_param)
                 for key, value in of_param.items():
-                    if isinstance(value, Described):
+                    if isinstance(value, TensorPlaceholder):
                         state[prefix + name][key] = self._part(one, key, value, as_value)
         return self._with_groups(state)
 
@@ -174,9 +174,9 @@ class OptimState:
 
     def _part(
         self,
-        one: Stepped,
+        one: ParameterState,
         key: str,
-        value: Described,
+        value: TensorPlaceholder,
         as_value: Callable[[StatePart, torch.Tensor, Comm], torch.Tensor],
     ) -> torch.Tensor:
         part = one.part_of_saved(key, value.shape)
@@ -188,7 +188,7 @@ class OptimState:
         return as_value(part, self._copied(held), comm_of(one.param))
 
 
-def _stepped(by_param: Mapping[int, LocalTensor], optim: Optimizer, given: StateDict | None) -> list[Stepped]:
+def _stepped(by_param: Mapping[int, LocalTensor], optim: Optimizer, given: StateDict | None) -> list[ParameterState]:
     """Return the optimizer's parameters in its order, with their state in it, or in ``given``, a state dict of it.
 
     Raises:
@@ -206,7 +206,7 @@ def _stepped(by_param: Mapping[int, LocalTensor], optim: Optimizer, given: State
         keys = group["params"] if given is None else given["param_groups"][number]["params"]
         states = optim.state if given is None else given["state"]
         for param, key in zip(group["params"], keys, strict=True):
-            found.append(Stepped(local_of(by_param, param), param, states.get(key, {}), group, optim))
+            found.append(ParameterState(local_of(by_param, param), param, states.get(key, {}), group, optim))
     return found
 
 
@@ -241,10 +241,10 @@ def state_to_load(
     contents = Contents(model, group)
     mesh, by_param = contents.mesh, contents.by_param
 
-    def own_parameters() -> list[Stepped]:
+    def own_parameters() -> list[ParameterState]:
         states: Mapping[Any, dict[str, Any]] = {} if optim is None else optim.state
         return [
-            Stepped(local_of(by_param, param), param, states.get(param, {}), of_group, optim)
+            ParameterState(local_of(by_param, param), param, states.get(param, {}), of_group, optim)
             for of_group in groups
             for param in of_group["params"]
         ]
@@ -268,7 +268,7 @@ def state_to_load(
     return new
 
 
-def _with_groups(own: Sequence[Stepped], groups: Sequence[dict[str, Any]], saved: StateDict) -> StateDict:
+def _with_groups(own: Sequence[ParameterState], groups: Sequence[dict[str, Any]], saved: StateDict) -> StateDict:
     """Return ``saved`` with the optimizer's own groups if it has none: the options here are kept."""
     if "state" not in saved or "param_groups" in saved:
         return saved
@@ -277,7 +277,9 @@ def _with_groups(own: Sequence[Stepped], groups: Sequence[dict[str, Any]], saved
     return {**saved, "param_groups": now}
 
 
-def _cut(own: Sequence[Stepped], saved: StateDict, *, local: bool) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+def _cut(
+    own: Sequence[ParameterState], saved: StateDict, *, local: bool
+) -> list[tuple[dict[str, Any], dict[str, Any]]]:
     """Return this rank's part of each parameter's state, and the options it was saved with."""
     if not {"state", "param_groups"} <= saved.keys():
         raise CheckpointError(
@@ -305,7 +307,7 @@ def _cut(own: Sequence[Stepped], saved: StateDict, *, local: bool) -> list[tuple
     return cut
 
 
-def _part(one: Stepped, key: str, value: Any) -> Any:
+def _part(one: ParameterState, key: str, value: Any) -> Any:
     """Return this rank's part of one full or sharded value of a parameter's state."""
     if not isinstance(value, torch.Tensor):
         return value
@@ -328,7 +330,7 @@ def _part(one: Stepped, key: str, value: Any) -> Any:
     return (value.detach() if part is None else cut(value, part)).clone()
 
 
-def _local_part(one: Stepped, key: str, value: Any) -> Any:
+def _local_part(one: ParameterState, key: str, value: Any) -> Any:
     """Return a copy of one value of a parameter's state, which must be this rank's part or a number."""
     if not isinstance(value, torch.Tensor):
         return value
@@ -344,7 +346,7 @@ def _local_part(one: Stepped, key: str, value: Any) -> Any:
 class _Scatter:
     """Gives each rank its part of a state dict, one tensor at a time: from rank 0, or from ranks with other parts."""
 
-    def __init__(self, mesh: Mesh, own: Sequence[Stepped]) -> None:
+    def __init__(self, mesh: Mesh, own: Sequence[ParameterState]) -> None:
         """Create it for the ranks of ``mesh``, of which this one holds ``own``."""
         self.mesh = mesh
         self.own = {name: one for one in own for name in (one.local.name, *one.local.aliases)}

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from fullshard.core.comm.board import Post
+from fullshard.core.comm.store_posts import Post
 
 HISTORY = 64
 """Collectives in a post. Ranks are never far apart: only sending, as in a gather, needs no answer of other ranks."""

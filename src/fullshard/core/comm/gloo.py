@@ -18,11 +18,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fullshard.core.comm.board import Board
 from fullshard.core.comm.flight_recorder import Collective, FlightRecorder
+from fullshard.core.comm.heartbeat import HeartbeatMonitor
 from fullshard.core.comm.peer_memory import OTHER_MACHINE, Joined, PeerMemory, PeerMemoryAllReduce, PeerMemoryWork, Poll
 from fullshard.core.comm.protocol import DONE, ReduceOp, Work
-from fullshard.core.comm.pulse import Pulse
+from fullshard.core.comm.store_posts import StorePosts
 from fullshard.core.comm.watchdog import WATCHDOG, GroupWatch
 from fullshard.core.torch_private import timeout_s
 
@@ -320,7 +320,7 @@ class GlooComm:
             if obstacle is None:
                 group.memory = memory
                 # The store may end with a rank, and only a process that is known can be told to have ended.
-                self._watch.board.meet({rank: pid for rank, (_, pid, _) in enumerate(cards)})
+                self._watch.store_posts.meet({rank: pid for rank, (_, pid, _) in enumerate(cards)})
             elif obstacle != OTHER_MACHINE and self.rank == 0:
                 _say_once(
                     f"The ranks of this machine do not read each other's memory: {obstacle}. They communicate through "
@@ -420,13 +420,15 @@ def _watch_of(group: dist.ProcessGroup) -> GroupWatch:
     if watch is None:
         rank, size = dist.get_rank(group), dist.get_world_size(group)
         # A connection of its own: the watchdog's thread must not wait for a blocking use of the store.
-        board = Board(group.get_group_store().clone(), rank, size)  # type: ignore[attr-defined]
+        store_posts = StorePosts(group.get_group_store().clone(), rank, size)  # type: ignore[attr-defined]
         ranks, reference = dist.get_process_group_ranks(group), weakref.ref(group)
-        watch = _WATCHES[group] = GroupWatch(FlightRecorder(rank), board, ranks, lambda: _break_waits(reference()))
+        watch = _WATCHES[group] = GroupWatch(
+            FlightRecorder(rank), store_posts, ranks, lambda: _break_waits(reference())
+        )
         WATCHDOG.add(watch)
         if group is dist.group.WORLD and size > 1:
-            watch.pulse = Pulse(watch.recorder, board, watch.fail)
-            WATCHDOG.add(watch.pulse)
+            watch.monitor = HeartbeatMonitor(watch.recorder, store_posts, watch.fail)
+            WATCHDOG.add(watch.monitor)
     return watch
 
 

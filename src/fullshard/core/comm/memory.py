@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.autograd.profiler import profile
 
-from fullshard.core.comm.placement import SHARED
+from fullshard.core.comm.machine_placement import SHARED
 from fullshard.core.torch_private import is_traceable_wrapper, plain_functions
 
 

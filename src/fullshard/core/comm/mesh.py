@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from fullshard.core.comm.process import TIMEOUT_S, HostSum, comm_of_group
 from fullshard.core.comm.protocol import DONE, Comm, ReduceOp, Work
 from fullshard.core.comm.rounded import RoundedGroup
-from fullshard.core.comm.whereabouts import MACHINE_VARIABLE
+from fullshard.core.comm.stack_probe import MACHINE_VARIABLE
 from fullshard.core.policy import Messages, ShardingStrategy
 from fullshard.errors import ProcessGroupError
 

@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from fullshard.core.comm.whereabouts import named_machine
+from fullshard.core.comm.stack_probe import named_machine
 
 _CHUNK_BYTES = 1 << 20
 """Bytes of a sum's terms read at a time; they stay in the processor's cache until they are added."""

@@ -17,13 +17,13 @@ import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore  # pyright: ignore[reportPrivateImportUsage]
 from torch.distributed.rendezvous import rendezvous
 
-from fullshard.core.comm.board import Board
 from fullshard.core.comm.flight_recorder import FlightRecorder
 from fullshard.core.comm.gloo import GlooComm
-from fullshard.core.comm.placement import SHARED, agree, gpu_of_rank
+from fullshard.core.comm.heartbeat import HeartbeatMonitor, end_process
+from fullshard.core.comm.machine_placement import SHARED, agree, gpu_of_rank
 from fullshard.core.comm.protocol import DONE, Comm, ReduceOp, Work
-from fullshard.core.comm.pulse import Pulse, end_process
 from fullshard.core.comm.staged import CudaStaging, Stage, StagedComm
+from fullshard.core.comm.store_posts import StorePosts
 from fullshard.core.comm.watchdog import WATCHDOG
 from fullshard.errors import ProcessGroupError
 
@@ -232,17 +232,17 @@ class _CopyWork:
         self.work, self.sent, self.received = None, None, ()
 
 
-_PULSES: weakref.WeakKeyDictionary[dist.ProcessGroup, Pulse] = weakref.WeakKeyDictionary()
+_MONITORS: weakref.WeakKeyDictionary[dist.ProcessGroup, HeartbeatMonitor] = weakref.WeakKeyDictionary()
 
 
-def start_pulse(comm: ProcessComm) -> None:
+def start_heartbeat(comm: ProcessComm) -> None:
     """Start this process's beats if ``comm`` has all ranks. Its waits cannot be interrupted: a dead rank ends it."""
     group = comm.group
-    if group is dist.group.WORLD and comm.size > 1 and group not in _PULSES:
+    if group is dist.group.WORLD and comm.size > 1 and group not in _MONITORS:
         # A connection of its own, like the watchdog's for a gloo group.
-        board = Board(group.get_group_store().clone(), comm.rank, comm.size)  # type: ignore[attr-defined]
-        _PULSES[group] = Pulse(comm.recorder, board, end_process)
-        WATCHDOG.add(_PULSES[group])
+        store_posts = StorePosts(group.get_group_store().clone(), comm.rank, comm.size)  # type: ignore[attr-defined]
+        _MONITORS[group] = HeartbeatMonitor(comm.recorder, store_posts, end_process)
+        WATCHDOG.add(_MONITORS[group])
 
 
 _STAGES: weakref.WeakKeyDictionary[dist.ProcessGroup, Stage] = weakref.WeakKeyDictionary()
@@ -264,7 +264,7 @@ def comm_of_group(group: dist.ProcessGroup, device: torch.device | None) -> Comm
     backend = backends.get(device.type) or next(iter(backends.values()))
     if backend == "nccl":
         comm = ProcessComm(group, device)
-        start_pulse(comm)
+        start_heartbeat(comm)
         return comm
     if backend == "fake":  # a dry run: one process is rank 0 of a large world, nothing is sent
         return FakeComm(group, device)

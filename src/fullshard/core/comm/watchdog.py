@@ -23,10 +23,10 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol, TypeVar
 
-from fullshard.core.comm.board import LINE, Board, Post, RankFailure
 from fullshard.core.comm.flight_recorder import Collective, FlightRecorder, divergence, divergence_text, named
-from fullshard.core.comm.pulse import Pulse
-from fullshard.core.comm.whereabouts import Place, main_thread_place
+from fullshard.core.comm.heartbeat import HeartbeatMonitor
+from fullshard.core.comm.stack_probe import Place, main_thread_place
+from fullshard.core.comm.store_posts import STORE_CONNECTION, Post, RankFailure, StorePosts
 from fullshard.errors import MismatchError, ProcessGroupError, UserError
 
 WAIT_S = 2.0
@@ -69,25 +69,25 @@ class GroupWatch:
 
     Attributes:
         recorder: This rank's collectives, and the one that it waits in.
-        board: Where the group's ranks tell each other where they are.
+        posts: Where the group's ranks tell each other where they are.
         broken: True if the group is unusable, so that every wait must fail at once.
-        pulse: The process's beats, if the group has all ranks; they end with it.
+        heartbeat: The process's beats, if the group has all ranks; they end with it.
     """
 
     def __init__(
-        self, recorder: FlightRecorder, board: Board, ranks: Sequence[int], break_waits: Callable[[], None]
+        self, recorder: FlightRecorder, store_posts: StorePosts, ranks: Sequence[int], break_waits: Callable[[], None]
     ) -> None:
         """Compare ``recorder`` with the other ranks'.
 
         Args:
             recorder: Records this rank's collectives.
-            board: The group's board.
+            store_posts: The group's posts.
             ranks: The group's ranks, numbered as in the default group.
             break_waits: Makes this process's waits on the group fail.
         """
         self.recorder = recorder
         self.broken = False
-        self.board = board
+        self.store_posts = store_posts
         self._ranks = ranks
         self._break_waits = break_waits
         self._call: Collective | None = None
@@ -101,7 +101,7 @@ class GroupWatch:
         self._error: UserError | None = None
         self._own: RankFailure | None = None
         self._reported = True
-        self.pulse: Pulse | None = None
+        self.monitor: HeartbeatMonitor | None = None
 
     @property
     def _me(self) -> int:
@@ -134,8 +134,8 @@ class GroupWatch:
         return again
 
     def _cause(self, call: Collective, what: str, error: str, peer: int | None) -> UserError:
-        self.board.look()
-        verdict = self._verdict or self.board.verdict()
+        self.store_posts.look()
+        verdict = self._verdict or self.store_posts.verdict()
         if verdict is not None:
             return MismatchError(verdict)
         if "Timed out" in error:
@@ -153,15 +153,15 @@ class GroupWatch:
             self._report(call.seq - 1, self._ranks[number] if origin == self._me else origin, why)
             return ProcessGroupError(f"{what} and {self._reported_text(*failed)}")
         reason = re.sub(r"^\[.*?\] ", "", error).split(". ")[0]
-        unheard = set(range(self.board.size)) - set(self._others())  # their reports may have ended with the store
-        gone = [self._ranks[number] for number in sorted(unheard) if self.board.is_gone(number)]
+        unheard = set(range(self.store_posts.size)) - set(self._others())  # their reports may have ended with the store
+        gone = [self._ranks[number] for number in sorted(unheard) if self.store_posts.is_gone(number)]
         if len(gone) > 1:  # nobody can say which was first
             return ProcessGroupError(
                 f"{what} and lost its connection to {named(gone)}: they have ended. Look for their own errors. "
                 f"(gloo: {reason})"
             )
         where = "another rank" if peer is None else f"rank {self._ranks[peer]}"
-        post = self.board.posts().get(-1 if peer is None else peer)
+        post = self.store_posts.posts().get(-1 if peer is None else peer)
         if post is not None and post.place == ENDED:
             how = "the program of that rank has ended, so it ran fewer collectives than this rank."
         else:
@@ -175,10 +175,10 @@ class GroupWatch:
             # This rank reports first: if only the network is cut, the other rank looks for this report meanwhile.
             self._report(call.seq - 1, self._ranks[peer], "")
             # A rank that has ended may have reported just before: that is looked for once more.
-            last = self.board.is_gone(peer) or time.monotonic() > deadline
+            last = self.store_posts.is_gone(peer) or time.monotonic() > deadline
             if not last:
                 time.sleep(LOST_S / 10)
-            self.board.look()
+            self.store_posts.look()
         return failed
 
     def _failed_rank(self, peer: int | None) -> tuple[int, RankFailure] | None:
@@ -205,14 +205,14 @@ class GroupWatch:
         return f"rank {rank} lost its connection to rank {origin}: {_LOST}"
 
     def _others(self) -> Mapping[int, RankFailure]:
-        failures = self.board.failures()
+        failures = self.store_posts.failures()
         return {rank: failed for rank, failed in failures.items() if rank != self.recorder.rank}
 
     def _report(self, issued: int, origin: int, why: str) -> None:
         """Publish once that this rank can take no further part in the group."""
         if self._own is None:
             self._own = RankFailure(issued, origin, why)
-            self._reported = self.board.report(self._own)
+            self._reported = self.store_posts.report(self._own)
 
     def fail(self, error: ProcessGroupError) -> None:
         """Make every wait on the group fail with ``error``; any thread."""
@@ -221,10 +221,10 @@ class GroupWatch:
 
     def leave(self, error: BaseException | None) -> None:
         """Publish that this rank's program has ended, because of ``error`` if there is one."""
-        if self.board.size == 1:
+        if self.store_posts.size == 1:
             return
         if error is None:
-            self.board.publish(self._post(None)._replace(place=ENDED))
+            self.store_posts.publish(self._post(None)._replace(place=ENDED))
         else:
             self._report(self.recorder.last, *_origin(error, self._me))
 
@@ -240,7 +240,7 @@ class GroupWatch:
         Args:
             now: Seconds of a monotonic clock.
         """
-        if self.board.size == 1:
+        if self.store_posts.size == 1:
             return
         call = self.recorder.waiting
         if call is not self._call:
@@ -248,9 +248,9 @@ class GroupWatch:
             self._warned_slow = self._warned_silent = False
         if self._published not in (None, call):
             self._publish(None, now)
-        self.board.look()
+        self.store_posts.look()
         if self._own is not None and not self._reported:
-            self._reported = self.board.report(self._own)
+            self._reported = self.store_posts.report(self._own)
         if self._diverged(now) or (call is not None and self.must_fail(call)):
             self._end_waits(call)
         elif call is not None and now - self._since >= WAIT_S:
@@ -272,7 +272,7 @@ class GroupWatch:
     def _publish(self, call: Collective | None, now: float, outside: Sequence[int] = ()) -> None:
         place = main_thread_place() if call is None else None
         post = self._post(call)._replace(place=place.text if place else "", outside=outside)
-        self._stamp = self.board.publish(post)
+        self._stamp = self.store_posts.publish(post)
         if self._stamp:  # 0 if the store does not answer: retried at the next check
             self._published, self._asked = call, now
 
@@ -280,7 +280,7 @@ class GroupWatch:
         """Tell ranks that wait long where this one is, and check whether it waits outside the group's collectives."""
         asking = {
             rank: post.stamp
-            for rank, post in self.board.posts().items()
+            for rank, post in self.store_posts.posts().items()
             if rank != self.recorder.rank and post.waits is not None
         }
         newest = max(asking.values(), default=0)
@@ -311,18 +311,18 @@ class GroupWatch:
         if self.broken:
             return self._verdict is not None
         if self._verdict is None:
-            self._verdict, self._verdict_since = self.board.verdict(), now
+            self._verdict, self._verdict_since = self.store_posts.verdict(), now
             if self._verdict is None:
                 return False
             if self._outside is not None:
                 _log.error("%s", self._verdict)  # the program is in torch's code, whose error cannot contain it
-            self.board.acknowledge()
-        return self.board.all_acknowledged() or now - self._verdict_since >= GRACE_S
+            self.store_posts.acknowledge()
+        return self.store_posts.all_acknowledged() or now - self._verdict_since >= GRACE_S
 
     def _check_others(self, call: Collective, now: float) -> None:
         if self._published is None or now - self._asked >= ASK_AGAIN_S:
             self._publish(call, now)
-        posts, waited = self.board.posts(), now - self._since
+        posts, waited = self.store_posts.posts(), now - self._since
         if self._verdict is not None or self._judge(call, posts, now):
             return
         if not self._warned_silent and waited >= WAIT_S + ANSWER_S and now - self._asked >= ANSWER_S:
@@ -344,13 +344,13 @@ class GroupWatch:
             if self._diverged_since is None:
                 self._diverged_since = now
             waiting = sum(post.waits is not None for post in posts.values())
-            if waiting < self.board.size and now - self._diverged_since < GRACE_S:
+            if waiting < self.store_posts.size and now - self._diverged_since < GRACE_S:
                 return False
         elif any(self._waits_outside(post, call) for post in posts.values()):
             seq = call.seq
         if seq is None:
             return False
-        self.board.propose(divergence_text(seq, posts, self._ranks))
+        self.store_posts.propose(divergence_text(seq, posts, self._ranks))
         return True
 
     def _waits_outside(self, post: Post, call: Collective) -> bool:
@@ -360,8 +360,8 @@ class GroupWatch:
     def _silent(self, call: Collective) -> str:
         """Describe which ranks, or the store, do not answer, and the possible reasons; empty if all answer."""
         absent = self._absent_numbers(call)
-        store_is_silent = self.board.silent_s() >= ANSWER_S / 2
-        stopped = self.board.stopped(range(self.board.size) if store_is_silent else absent)
+        store_is_silent = self.store_posts.silent_s() >= ANSWER_S / 2
+        stopped = self.store_posts.stopped(range(self.store_posts.size) if store_is_silent else absent)
         if stopped:
             return " ".join(
                 f"The process of rank {self._ranks[number]} ({pid}, on this machine) is stopped: `kill -CONT {pid}` "
@@ -373,7 +373,7 @@ class GroupWatch:
                 "The store of the ranks does not answer: the network to the process that holds it (rank 0, or the "
                 "launcher of the first machine) is cut, or that process is stopped."
             )
-        posts = self.board.posts()
+        posts = self.store_posts.posts()
         silent = [n for n in absent if self._stamp and (n not in posts or posts[n].stamp < self._stamp)]
         if not silent:
             return ""
@@ -384,15 +384,15 @@ class GroupWatch:
         )
 
     def _absent_numbers(self, call: Collective) -> list[int]:
-        posts = self.board.posts()
+        posts = self.store_posts.posts()
         there = {self.recorder.rank} | {number for number, post in posts.items() if post.waits == call.seq}
-        return [number for number in range(self.board.size) if number not in there]
+        return [number for number in range(self.store_posts.size) if number not in there]
 
     def _absent(self, call: Collective) -> list[int]:
         return [self._ranks[number] for number in self._absent_numbers(call)]
 
     def _absent_with_places(self, call: Collective) -> str:
-        posts, absent = self.board.posts(), self._absent_numbers(call)
+        posts, absent = self.store_posts.posts(), self._absent_numbers(call)
         places = [f"rank {self._ranks[n]} is at {posts[n].place}" for n in absent if n in posts and posts[n].place]
         return named(self._ranks[n] for n in absent) + "".join(f"; {place}" for place in places)
 
@@ -411,7 +411,7 @@ def _origin(error: BaseException, me: int) -> tuple[int, str]:
 
 
 class Watched(Protocol):
-    """An object that the watchdog's thread checks: a :class:`GroupWatch`, or the process's pulse."""
+    """An object that the watchdog's thread checks: a :class:`GroupWatch`, or the process's heartbeat."""
 
     def check(self, now: float) -> None:
         """Look for trouble, at ``now`` seconds of a monotonic clock."""
@@ -483,7 +483,7 @@ class Watchdog:
         if self._thread is not None:
             self._thread.join(timeout=10.0)
         self.leave(_uncaught())
-        LINE.close()
+        STORE_CONNECTION.close()
 
 
 def _uncaught() -> BaseException | None:

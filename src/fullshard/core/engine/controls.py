@@ -46,10 +46,10 @@ def memory_summary(model: nn.Module) -> dict[str, int]:
     runtime = runtime_of(model)
     grads = [p.sharded.grad for _, p in runtime.all_params() if p.sharded.grad is not None]
     return {
-        "parameters": runtime.account.live["shards"],
+        "parameters": runtime.tracker.live["shards"],
         "gradients": sum(g.nbytes for g in grads),
-        "gathered_peak": runtime.account.peak["gathered"],
-        "gradient_buffer_peak": runtime.account.peak["gradients"],
+        "gathered_peak": runtime.tracker.peak["gathered"],
+        "gradient_buffer_peak": runtime.tracker.peak["gradients"],
     }
 
 
@@ -61,7 +61,7 @@ def record(model: nn.Module) -> Iterator[Recorder]:
         The recorder; its ``events`` and ``samples`` are filled when the context exits.
     """
     runtime = runtime_of(model)
-    recorder = Recorder(runtime.device.device, runtime.account, {u.name: u.gradient_bytes() for u in runtime.units})
+    recorder = Recorder(runtime.device.device, runtime.tracker, {u.name: u.gradient_bytes() for u in runtime.units})
     runtime.watch(recorder)
     try:
         yield recorder

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fullshard.core.comm import Work, allocated_bytes, clock_of
-from fullshard.core.engine.step.lane import Account
+from fullshard.core.engine.step.lane import BufferTracker
 from fullshard.core.engine.step.recorder import Kind, SilentRecorder, Transfer
 
 _WAITS: Mapping[Transfer, Kind] = {"gather": "gather_wait", "reduce": "reduce_wait", "exchange": "exchange_wait"}
@@ -62,16 +62,16 @@ class Recorder(SilentRecorder):
         seconds: Length of the record; 0 before :meth:`stop`.
     """
 
-    def __init__(self, device: Any, account: Account, gradients: Mapping[str, int]) -> None:
+    def __init__(self, device: Any, tracker: BufferTracker, gradients: Mapping[str, int]) -> None:
         """Start the record.
 
         Args:
             device: Device that the units compute on.
-            account: Bytes of the engine's buffers.
+            tracker: Bytes of the engine's buffers.
             gradients: Current bytes of the shards' gradients, by unit.
         """
         self._device = device
-        self._account = account
+        self._tracker = tracker
         self._gradients = dict(gradients)
         self._clock = clock_of(device)
         self._open: dict[tuple[str, Kind], Any] = {}
@@ -123,7 +123,7 @@ class Recorder(SilentRecorder):
 
     def sample(self) -> None:
         """Record the bytes held now."""
-        live = self._account.live
+        live = self._tracker.live
         held = (live["gathered"], live["gradients"], sum(self._gradients.values()))
         self._samples.append((self._clock.mark(), *held, allocated_bytes(self._device)))
 

@@ -1,9 +1,8 @@
 """Pure integer arithmetic of sharding: where every element of every parameter is stored. Imports no torch."""
 
-from .plan import LaneLayout as LaneLayout, Placement as Placement, UnitLayout as UnitLayout, plan_unit as plan_unit
 from .sharded import (
     Box as Box,
-    Claims as Claims,
+    Fingerprint as Fingerprint,
     ShardMeta as ShardMeta,
     StatePart as StatePart,
     along_rows as along_rows,
@@ -11,4 +10,10 @@ from .sharded import (
     by_block as by_block,
     elementwise as elementwise,
     on_all_owners as on_all_owners,
+)
+from .unit_layout import (
+    LaneLayout as LaneLayout,
+    Placement as Placement,
+    UnitLayout as UnitLayout,
+    plan_unit as plan_unit,
 )

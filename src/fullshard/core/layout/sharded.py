@@ -11,13 +11,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
-from fullshard.core.layout.plan import LaneLayout, Placement
+from fullshard.core.layout.unit_layout import LaneLayout, Placement
 from fullshard.errors import InvariantError
 
-Claims = dict[str, tuple[int, tuple[str, ...]]]
+Fingerprint = dict[str, tuple[int, tuple[str, ...]]]
 """The parameters that an optimizer steps: by parameter name, the number of its group and that group's options.
 
-This rank's are in a list that every sharded parameter has as ``param.shard_claims``.
+This rank's are in a list that every sharded parameter has as ``param.shard_fingerprints``.
 """
 
 
@@ -34,7 +34,7 @@ class ShardMeta:
         rank: The rank whose shard this is.
 
     Examples:
-        >>> from fullshard.core.layout.plan import plan_unit
+        >>> from fullshard.core.layout.unit_layout import plan_unit
         >>> lane = plan_unit(((9, 8), (5,)), 3).lanes[0]
         >>> meta = ShardMeta("proj.weight", (), (9, 8), lane, lane.placements[0], rank=1)
         >>> meta.element_range, meta.row_range, meta.local_shape
@@ -80,9 +80,9 @@ class ShardMeta:
         return ((stop - start) // self.placement.granule, self.placement.granule)
 
 
-def claims_difference(by_rank: Sequence[Sequence[Claims]]) -> str | None:
+def fingerprint_difference(by_rank: Sequence[Sequence[Fingerprint]]) -> str | None:
     """Describe the first parameter that another rank steps differently from rank 0; return None if there is none."""
-    merged = [{name: place for claims in of_rank for name, place in claims.items()} for of_rank in by_rank]
+    merged = [{name: place for fingerprints in of_rank for name, place in fingerprints.items()} for of_rank in by_rank]
     for rank, other in enumerate(merged):
         for name in [*merged[0], *other]:
             here, there = merged[0].get(name), other.get(name)
@@ -128,7 +128,7 @@ def elementwise(meta: ShardMeta) -> StatePart:
     """Return the part of a tensor with one element for each element of the parameter.
 
     Examples:
-        >>> from fullshard.core.layout.plan import plan_unit
+        >>> from fullshard.core.layout.unit_layout import plan_unit
         >>> lane = plan_unit(((9, 8),), 3).lanes[0]
         >>> elementwise(ShardMeta("w", (), (9, 8), lane, lane.placements[0], rank=1))
         StatePart(shape=(9, 8), local_shape=(4, 8), held=(32, 64), written=(32, 64))
@@ -147,7 +147,7 @@ def along_rows(meta: ShardMeta, shape: tuple[int, ...]) -> StatePart:
         InvariantError: The parameter is not split by full rows, or has another number of rows.
 
     Examples:
-        >>> from fullshard.core.layout.plan import plan_unit
+        >>> from fullshard.core.layout.unit_layout import plan_unit
         >>> lane = plan_unit(((9, 8),), 3).lanes[0]
         >>> along_rows(ShardMeta("w", (), (9, 8), lane, lane.placements[0], rank=1), (9,))
         StatePart(shape=(9,), local_shape=(4,), held=(4, 8), written=(4, 8))
@@ -168,7 +168,7 @@ def on_all_owners(meta: ShardMeta, shape: tuple[int, ...]) -> StatePart:
         shape: Shape of the tensor, with at least one dimension.
 
     Examples:
-        >>> from fullshard.core.layout.plan import plan_unit
+        >>> from fullshard.core.layout.unit_layout import plan_unit
         >>> lane = plan_unit(((9, 8),), 3).lanes[0]
         >>> on_all_owners(ShardMeta("w", (), (9, 8), lane, lane.placements[0], rank=1), (8,))
         StatePart(shape=(8,), local_shape=(8,), held=(0, 8), written=(0, 0))
@@ -189,7 +189,7 @@ def by_block(meta: ShardMeta, block: int) -> StatePart:
         block: Elements of a block, at least 1; the last one may be shorter.
 
     Examples:
-        >>> from fullshard.core.layout.plan import plan_unit
+        >>> from fullshard.core.layout.unit_layout import plan_unit
         >>> lane = plan_unit(((9, 8),), 3).lanes[0]  # elements 32 to 64
         >>> by_block(ShardMeta("w", (), (9, 8), lane, lane.placements[0], rank=1), 24)
         StatePart(shape=(3,), local_shape=(2,), held=(1, 3), written=(2, 3))

@@ -28,7 +28,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from fullshard.core.layout import Claims, ShardMeta
+from fullshard.core.layout import Fingerprint, ShardMeta
 from fullshard.core.optim.shards import is_split, meta_of
 from fullshard.core.optim.trial import (
     STEPS,
@@ -147,7 +147,7 @@ def refuse_unreduced(members: Members) -> None:
         )
 
 
-def note_claims(optimizer: Optimizer) -> None:
+def note_fingerprint(optimizer: Optimizer) -> None:
     """Record the sharded parameters of an optimizer and their groups, on each rank alone, without communication.
 
     Recorded are the numbers of groups, which distinguish learning rates, and options that are plain values except
@@ -156,7 +156,7 @@ def note_claims(optimizer: Optimizer) -> None:
     sizes = tuple(len(group["params"]) for group in optimizer.param_groups)
     if _noted.get(optimizer) == sizes:
         return
-    of_model: dict[int, tuple[list[Claims], Claims]] = {}
+    of_model: dict[int, tuple[list[Fingerprint], Fingerprint]] = {}
     number = 0
     for group in optimizer.param_groups:
         params = [p for p in group["params"] if hasattr(p, "shard_claims") and not _steps_in_backward(p)]
@@ -164,11 +164,11 @@ def note_claims(optimizer: Optimizer) -> None:
             continue
         options = tuple(f"{key}={value!r}" for key, value in group.items() if _is_compared(key, value))
         for param in params:
-            claims: list[Claims] = param.shard_claims
-            of_model.setdefault(id(claims), (claims, {}))[1][meta_of(param).name] = (number, options)
+            fingerprints: list[Fingerprint] = param.shard_fingerprints
+            of_model.setdefault(id(fingerprints), (fingerprints, {}))[1][meta_of(param).name] = (number, options)
         number += 1
-    for claims, new in of_model.values():
-        claims.append(new)
+    for fingerprints, new in of_model.values():
+        fingerprints.append(new)
     if of_model:
         _noted[optimizer] = sizes
 
@@ -311,8 +311,10 @@ def refuse_parts(optimizer: Optimizer) -> None:
     elif _is_of_blocks(optimizer):
         rule = f"{kind.__name__} quantises blocks of {BLOCK} elements, and ranks hold parts of blocks"
         metas = [(p, meta_of(p)) for p in _sharded(optimizer)]
-        cut = [p for p, m in metas if any(m.layout.local_range(m.placement, rank)[0] % BLOCK for rank in m.owners)]
-        _refuse(cut, rule, "fullshard.optim.AdamW8bit")
+        row_split = [
+            p for p, m in metas if any(m.layout.local_range(m.placement, rank)[0] % BLOCK for rank in m.owners)
+        ]
+        _refuse(row_split, rule, "fullshard.optim.AdamW8bit")
     elif settings is None and not kind.__module__.startswith("torchao."):  # on the CPU theirs fail, or compile kernels
         _judge(optimizer)
 
@@ -479,7 +481,7 @@ def _mark_states(optimizer: Optimizer, members: Members, *, as_shards: bool) -> 
             if not isinstance(value, torch.Tensor) or not value.dim() or value.shape != param.shape:
                 continue
             if as_shards:
-                as_shard(value, param.cut)  # type: ignore[attr-defined]
+                as_shard(value, param.row_split)  # type: ignore[attr-defined]
             elif type(value) is Shard:
                 value.__class__ = torch.Tensor  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -509,7 +511,7 @@ def _before(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any])
     closure = given[0] if given else kwargs.get("closure")
     if not callable(closure):
         refuse_unreduced(members)
-    note_claims(optimizer)
+    note_fingerprint(optimizer)
     note_rates(optimizer, members)
     restore_all(param for param, _ in members.stripped)
     if _only_steps(optimizer, members, (*given, *kwargs.values())):

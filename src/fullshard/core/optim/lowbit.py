@@ -427,7 +427,7 @@ def chunks(start: int, stop: int) -> Iterator[tuple[int, int]]:
 
 
 @dataclass(frozen=True)
-class CutBlock:
+class SplitBlock:
     """A block of a parameter that several ranks hold elements of."""
 
     index: int  # its number among the blocks of the unsharded parameter
@@ -436,11 +436,11 @@ class CutBlock:
     owners: range  # the ranks that hold some of it; they are consecutive
 
 
-def cut_blocks(meta: ShardMeta) -> tuple[CutBlock, ...]:
+def split_blocks(meta: ShardMeta) -> tuple[SplitBlock, ...]:
     """Return the blocks of which this rank holds some elements but not all: none, one or two, in ascending order.
 
     Examples:
-        >>> from fullshard.core.layout.plan import plan_unit
+        >>> from fullshard.core.layout.unit_layout import plan_unit
         >>> lane = plan_unit(((9, 48),), 3).lanes[0]  # ranks hold 144 elements each
         >>> cut_blocks(ShardMeta("w", (), (9, 48), lane, lane.placements[0], rank=1))
         (CutBlock(index=0, held=(144, 256), owners=range(0, 2)), CutBlock(index=1, held=(256, 288), owners=range(1, 3)))
@@ -454,11 +454,11 @@ def cut_blocks(meta: ShardMeta) -> tuple[CutBlock, ...]:
         first, end = index * BLOCK, min((index + 1) * BLOCK, place.numel)
         owners = range((place.start + first) // size, (place.start + end - 1) // size + 1)
         if len(owners) > 1:
-            found.append(CutBlock(index, (max(first, start), min(end, stop)), owners))
+            found.append(SplitBlock(index, (max(first, start), min(end, stop)), owners))
     return tuple(found)
 
 
-def any_block_is_cut(meta: ShardMeta) -> bool:
+def any_block_is_split(meta: ShardMeta) -> bool:
     """Return whether a shard boundary, of any rank, is inside a block of the parameter; the same on every rank."""
     ends = [(rank * meta.layout.shard_numel - meta.placement.start) % BLOCK for rank in meta.owners[1:]]
     return any(ends)
@@ -470,8 +470,8 @@ SMALLEST = 4096
 _WRAPPED = "__bnb_optimizer_quant_state__"
 """The key that holds a parameter's tensors in bitsandbytes' ``state_dict()``; it also loads them without that key."""
 
-_Cuts = list[tuple[nn.Parameter, CutBlock]]
-_Plan = tuple[list[tuple[int, ShardMeta | None]], list[tuple[Comm, _Cuts]]]
+_Splits = list[tuple[nn.Parameter, SplitBlock]]
+_Plan = tuple[list[tuple[int, ShardMeta | None]], list[tuple[Comm, _Splits]]]
 
 
 @dataclass(frozen=True)
@@ -558,7 +558,7 @@ class AdamW8bit(NarrowAdamW):
     @on_rows
     def communicates(self, param: nn.Parameter) -> bool:
         """Return whether ranks communicate about a parameter in a step."""
-        return _is_8bit(param) and any_block_is_cut(meta_of(param))
+        return _is_8bit(param) and any_block_is_split(meta_of(param))
 
     @on_rows
     def state_part(self, param: nn.Parameter, key: str) -> StatePart | None:
@@ -607,21 +607,21 @@ class AdamW8bit(NarrowAdamW):
         """
         shared: dict[nn.Parameter, dict[int, torch.Tensor]] = {}
         reduces = []
-        for comm, cuts in self._cuts_by_comm():
+        for comm, row_splits in self._splits_by_comm():
             values = []
-            for param, cut in cuts:
+            for param, row_split in row_splits:
                 # On the device of the collectives, even if shards are elsewhere. Zeros if there is no gradient here.
                 value = torch.zeros(2, device=comm.device)
                 if param in groups:
-                    run = _ElementRun(_range(param)[0], *cut.held)
+                    run = _ElementRun(_range(param)[0], *row_split.held)
                     moments = self._moments(param, run, groups[param]["betas"])
                     value.copy_(torch.stack([moment.abs().amax() for moment in moments]))
-                    shared.setdefault(param, {})[cut.index] = value
-                values.append(OwnerValue(cut.owners, value))
+                    shared.setdefault(param, {})[row_split.index] = value
+                values.append(OwnerValue(row_split.owners, value))
             reduces.append(OwnerReduce(comm, values, "scales of 8-bit blocks", op="max", at_once=True))
         return shared, reduces
 
-    def _cuts_by_comm(self) -> list[tuple[Comm, _Cuts]]:
+    def _splits_by_comm(self) -> list[tuple[Comm, _Splits]]:
         """Return the blocks whose scales this rank shares; planned again when parameters or their shards have changed.
 
         Only layouts decide, so the plan is the same on every rank, whichever parameters have a gradient.
@@ -631,10 +631,12 @@ class AdamW8bit(NarrowAdamW):
         if self._plan[0] != now:
             plan = []
             for comm, of_comm in by_comm(params):
-                cut = [param for param in of_comm if self.communicates(param)]
-                if cut:
+                row_split = [param for param in of_comm if self.communicates(param)]
+                if row_split:
                     require_same_parameters(comm, of_comm, "AdamW8bit")
-                    plan.append((comm, [(param, block) for param in cut for block in cut_blocks(meta_of(param))]))
+                    plan.append(
+                        (comm, [(param, block) for param in row_split for block in split_blocks(meta_of(param))])
+                    )
             self._plan = (now, plan)
         return self._plan[1]
 

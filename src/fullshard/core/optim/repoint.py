@@ -102,14 +102,14 @@ def _cut(optimizer: Optimizer, state: Mapping[str, Any], shard: nn.Parameter) ->
     describe: Callable[[nn.Parameter, str], StatePart | None] | None = getattr(optimizer, "state_part", None)
     if describe is not None and meta.rank not in meta.owners:
         return {}
-    cut: dict[str, Any] = {}
+    row_split: dict[str, Any] = {}
     for key, value in state.items():
         if not isinstance(value, torch.Tensor) or key == "step":
-            cut[key] = value
+            row_split[key] = value
         else:
             part = describe(shard, key) if describe is not None else None
-            cut[key] = _own(value, part or elementwise(meta), shard, key)
-    return cut
+            row_split[key] = _own(value, part or elementwise(meta), shard, key)
+    return row_split
 
 
 def _own(value: torch.Tensor, part: StatePart, shard: nn.Parameter, key: str) -> torch.Tensor:

@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from fullshard.core.comm import DONE, SoloComm, Work
-from fullshard.core.shards import Cut, ShardParameter, as_shard
+from fullshard.core.shards import RowSplit, ShardParameter, as_shard
 
 _SIDE = 96
 """Rows and columns of the trial's matrix. Both parts of it have at least 4096 elements, from which on 8-bit
@@ -103,17 +103,17 @@ def why_not_on_shards(make: MakeOptimizer, split: Split) -> str | None:
     shape, of_part, first = split.value
     values, gradients = _numbers()
     row = max(1, of_part[-1])
-    cut = Cut("a parameter", _Echo(), "trial", 0, len(values) // row, None if shape[1:] == of_part[1:] else shape,
-              shape[1:] == of_part[1:])  # fmt: skip
+    full = shape[1:] == of_part[1:]
+    row_split = RowSplit("a parameter", _Echo(), "trial", 0, len(values) // row, None if full else shape, full)
     try:
         with _one_at_a_time, torch.random.fork_rng(devices=[]):
             for numel in (first, 0):
                 rows = (numel // row, *of_part[1:])
                 param = nn.Parameter(values[:numel].view(rows).clone())
-                param.__class__, param.cut = ShardParameter, cut  # type: ignore[attr-defined]
+                param.__class__, param.row_split = ShardParameter, row_split  # type: ignore[attr-defined]
                 optimizer = make([param])
                 for gradient in gradients:
-                    param.grad = as_shard(gradient[:numel].view(rows).clone(), cut)
+                    param.grad = as_shard(gradient[:numel].view(rows).clone(), row_split)
                     optimizer.step()
     except Exception as error:
         return f"{type(error).__name__}: {error}".partition(". ")[0][:200]

@@ -19,16 +19,16 @@ from fullshard.core.shards.guarded import (
 )
 from fullshard.core.shards.shard import (
     STATE_ON_ALL_RANKS as STATE_ON_ALL_RANKS,
-    Cut as Cut,
+    RowSplit as RowSplit,
     Shard as Shard,
     ShardParameter as ShardParameter,
     as_shard as as_shard,
-    cut_of as cut_of,
     gather_full as gather_full,
     on_rows as on_rows,
     parameter_class as parameter_class,
     restore as restore,
     restore_all as restore_all,
+    row_split_of as row_split_of,
     rows_of as rows_of,
     some_ranks_only as some_ranks_only,
     strip as strip,

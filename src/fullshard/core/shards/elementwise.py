@@ -12,13 +12,13 @@ import torch
 from torch.nn import init
 
 from fullshard.core.comm import same_group
-from fullshard.core.shards.shard import Cut, Shard, as_shard, joined, refusal, tensors_in
+from fullshard.core.shards.shard import RowSplit, Shard, as_shard, joined, refusal, tensors_in
 from fullshard.core.torch_private import fan_in_and_out, plain_functions
 from fullshard.errors import ShardingError
 
 
-def common_cut(values: Any) -> tuple[Cut, Shard]:
-    """Return the cut of the shards among ``values``, and the one of them that has the most dimensions.
+def common_row_split(values: Any) -> tuple[RowSplit, Shard]:
+    """Return the row split of the shards among ``values``, and the one of them that has the most dimensions.
 
     Keys are compared, which are equal on all ranks, so that every rank decides alike.
 
@@ -26,26 +26,30 @@ def common_cut(values: Any) -> tuple[Cut, Shard]:
         ShardingError: They are divided in different ways.
     """
     shards = [one for one in tensors_in(values) if isinstance(one, Shard)]
-    widest = max(shards, key=lambda one: (one.dim(), one.cut.shape is not None))
-    cut = widest.cut
+    widest = max(shards, key=lambda one: (one.dim(), one.row_split.shape is not None))
+    row_split = widest.row_split
     for one in shards:
-        if one.cut is cut:
+        if one.row_split is row_split:
             continue
-        same = one.cut.key == cut.key and one.cut.key is not None and same_group(one.cut.comm, cut.comm)
+        same = (
+            one.row_split.key == row_split.key
+            and one.row_split.key is not None
+            and same_group(one.row_split.comm, row_split.comm)
+        )
         if not same or one.dim() != widest.dim():
             raise ShardingError(
-                f"{cut.name} and {one.cut.name} are in one operation, but ranks hold different rows of the two. "
-                "Compute with what full_tensor() of both returns, on every rank."
+                f"{row_split.name} and {one.row_split.name} are in one operation, but ranks hold different rows of the "
+                "two. Compute with what full_tensor() of both returns, on every rank."
             )
-    return cut, widest
+    return row_split, widest
 
 
-def rows_of_full(value: Any, cut: Cut, like: torch.Tensor) -> Any:
+def rows_of_full(value: Any, row_split: RowSplit, like: torch.Tensor) -> Any:
     """Return this rank's rows of a plain operand that has the full tensor's rows; other values unchanged.
 
     Args:
         value: An argument of a function.
-        cut: The cut of the shard in the same operation.
+        row_split: The Row split of the shard in the same operation.
         like: That shard.
 
     Raises:
@@ -53,8 +57,8 @@ def rows_of_full(value: Any, cut: Cut, like: torch.Tensor) -> Any:
     """
     if not isinstance(value, torch.Tensor) or isinstance(value, Shard):
         return value
-    if cut.shape and not cut.whole_rows and value.numel() != 1 and value.shape != like.shape:
-        return _part_of_rows(value, cut, like)
+    if row_split.shape and not row_split.whole_rows and value.numel() != 1 and value.shape != like.shape:
+        return _part_of_rows(value, row_split, like)
     if value.dim() < max(1, like.dim()):
         return value
     if value.dim() > like.dim() and like.dim():
@@ -62,25 +66,26 @@ def rows_of_full(value: Any, cut: Cut, like: torch.Tensor) -> Any:
     given, here = value.shape[0], like.shape[0] if like.dim() else 1
     if given in (1, here):
         return value
-    if cut.whole_rows and cut.key is not None and given == cut.total:
-        return value[cut.first : cut.first + here]
+    if row_split.whole_rows and row_split.key is not None and given == row_split.total:
+        return value[row_split.first : row_split.first + here]
     raise ShardingError(
-        f"{cut.name} is a shard: {here} rows on this rank, of {cut.total}. It was combined with a tensor of shape "
-        f"{tuple(value.shape)}. Give one of the full shape, whose rows are selected, or of the rows here."
+        f"{row_split.name} is a shard: {here} rows on this rank, of {row_split.total}. It was combined with a tensor "
+        f"of shape {tuple(value.shape)}. Give one of the full shape, whose rows are selected, or of the rows here."
     )
 
 
-def _part_of_rows(value: torch.Tensor, cut: Cut, like: torch.Tensor) -> torch.Tensor:
+def _part_of_rows(value: torch.Tensor, row_split: RowSplit, like: torch.Tensor) -> torch.Tensor:
     """Return the operand for this rank's elements if ranks hold parts of rows, from ``value`` in the full shape."""
-    assert cut.shape
+    assert row_split.shape
     try:
-        full = value.expand(cut.shape)
+        full = value.expand(row_split.shape)
     except RuntimeError as error:
         raise ShardingError(
-            f"{cut.name} is a shard: {like.numel()} elements on this rank, of shape {cut.shape} in full. It was "
-            f"combined with a tensor of shape {tuple(value.shape)}. Give one that can be broadcast to the full shape."
+            f"{row_split.name} is a shard: {like.numel()} elements on this rank, of shape {row_split.shape} in full. "
+            f"It was combined with a tensor of shape {tuple(value.shape)}. Give one that can be broadcast to the full "
+            "shape."
         ) from error
-    start = cut.first_element(like)
+    start = row_split.first_element(like)
     return full.reshape(-1)[start : start + like.numel()].view(like.shape)
 
 
@@ -89,10 +94,10 @@ def local(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     first = args[0] if args else None
     if func.__name__ in ("to", "type_as"):  # only dtype and device of another tensor are read
         result = func(*args, **kwargs)
-        return as_shard(result, first.cut) if isinstance(first, Shard) else result
-    cut, widest = common_cut((args, kwargs))
-    given = [rows_of_full(value, cut, widest) for value in args]
-    named = {key: rows_of_full(value, cut, widest) for key, value in kwargs.items()}
+        return as_shard(result, first.row_split) if isinstance(first, Shard) else result
+    row_split, widest = common_row_split((args, kwargs))
+    given = [rows_of_full(value, row_split, widest) for value in args]
+    named = {key: rows_of_full(value, row_split, widest) for key, value in kwargs.items()}
     writes = (func.__name__.endswith("_") and not func.__name__.endswith("__")) or func.__name__.startswith("__i")
     plain = first if isinstance(first, torch.Tensor) and not isinstance(first, Shard) else None
     other_rows = writes and plain is not None and plain.shape != widest.shape
@@ -104,7 +109,7 @@ def local(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             # Not checked after a write, which has happened already and whose target determines the rows.
             if not writes and one.dim() and widest.dim() and one.shape[:1] != widest.shape[:1]:
                 raise refusal(f"{func.__name__} with a tensor of other rows", (args, kwargs))
-            as_shard(one, cut)
+            as_shard(one, row_split)
     return result
 
 
@@ -118,23 +123,23 @@ def where(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def local_lists(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Apply the local rule to ``torch._foreach_*``: the tensors at the same place of each list belong together."""
     lists = [list(one) for one in (*args, *kwargs.values()) if _is_list(one)]
-    cuts: list[Cut | None] = []
+    row_splits: list[RowSplit | None] = []
     for place, together in enumerate(zip(*lists, strict=False)):
         if not any(isinstance(one, Shard) for one in together):
-            cuts.append(None)
+            row_splits.append(None)
             continue
-        cut, widest = common_cut(together)
-        cuts.append(cut)
+        row_split, widest = common_row_split(together)
+        row_splits.append(row_split)
         for values in lists:
-            values[place] = rows_of_full(values[place], cut, widest)
+            values[place] = rows_of_full(values[place], row_split, widest)
         if func.__name__.endswith("_") and lists[0][place] is not together[0]:
             raise refusal(f"{func.__name__}, writing to a full tensor,", together)
     rows = iter(lists)
     given = [next(rows) if _is_list(one) else one for one in args]
     result = func(*given, **{key: next(rows) if _is_list(one) else one for key, one in kwargs.items()})
-    for one, cut in zip(lists[0] if result is None else result, cuts, strict=False):
-        if cut is not None and one.dim():
-            as_shard(one, cut)
+    for one, row_split in zip(lists[0] if result is None else result, row_splits, strict=False):
+        if row_split is not None and one.dim():
+            as_shard(one, row_split)
     return result
 
 
@@ -157,8 +162,9 @@ def set_requires_grad(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     wanted = given[0] if given else kwargs.get("requires_grad", True)
     if wanted and not param.dtype.is_floating_point and not param.dtype.is_complex:
         raise ShardingError(
-            f"{param.cut.name} cannot require gradients: it has {param.dtype} numbers, such as the codes and scales of "
-            "a quantised weight, which is frozen. Leave it out (param.is_floating_point()) and train an adapter."
+            f"{param.row_split.name} cannot require gradients: it has {param.dtype} numbers, such as the codes and "
+            "scales of a quantised weight, which is frozen. Leave it out (param.is_floating_point()) and train an "
+            "adapter."
         )
     return func(*args, **kwargs)
 
@@ -176,7 +182,11 @@ def refused(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def read_data(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Return ``shard.data`` or ``shard.grad`` as a shard; autograd makes plain gradients."""
     value = func(*args)
-    return as_shard(value, args[0].cut) if isinstance(value, torch.Tensor) and value.shape == args[0].shape else value
+    return (
+        as_shard(value, args[0].row_split)
+        if isinstance(value, torch.Tensor) and value.shape == args[0].shape
+        else value
+    )
 
 
 def write_data(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -185,19 +195,19 @@ def write_data(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None
     if not isinstance(shard, Shard):  # plain.data = shard
         func(shard, value)
         if isinstance(value, Shard) and type(shard) is torch.Tensor:
-            as_shard(shard, value.cut)
+            as_shard(shard, value.row_split)
         return
     if isinstance(value, torch.Tensor) and not isinstance(value, Shard) and value.shape != shard.shape:
-        value = rows_of_full(value, shard.cut, shard)
-    if isinstance(value, Shard) and value.cut is not shard.cut:
-        common_cut((shard, value))
+        value = rows_of_full(value, shard.row_split, shard)
+    if isinstance(value, Shard) and value.row_split is not shard.row_split:
+        common_row_split((shard, value))
     func(shard, value)
 
 
 def item(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Return the one number of a scalar parameter on every rank; a shard of more elements is refused."""
     shard = args[0]
-    if shard.cut.full_numel(shard) != 1:
+    if shard.row_split.full_numel(shard) != 1:
         raise refusal(func.__name__, args)
     return func(Shard.full_tensor(shard).reshape(()), *args[1:], **kwargs)
 
@@ -205,7 +215,7 @@ def item(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def numel(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
     """Return the number of elements of the full tensor, so that sums divided by it are means."""
     shard = args[0]
-    known = shard.cut.full_numel(shard)
+    known = shard.row_split.full_numel(shard)
     if known is None:
         raise refusal(f"{func.__name__} of elements picked by a mask (use mask.sum())", args)
     return known
@@ -226,19 +236,19 @@ def view(func: Any, args: Args, kwargs: Kwargs) -> torch.Tensor:
     if not isinstance(value, Shard) or (sizes and isinstance(sizes[0], torch.dtype)):
         raise refusal(func.__name__, args)
     sizes = tuple(sizes[0]) if sizes and isinstance(sizes[0], (tuple, list)) else tuple(sizes)
-    cut, full = value.cut, value.cut.full_shape(value)
+    row_split, full = value.row_split, value.row_split.full_shape(value)
     numel = value.numel() if full is None else prod(full)
     wanted = _resolved(sizes, numel)
-    if full is not None and sizes == full and (not full or not cut.whole_rows):
-        return as_shard(value.reshape(value.shape), cut)
+    if full is not None and sizes == full and (not full or not row_split.whole_rows):
+        return as_shard(value.reshape(value.shape), row_split)
     if wanted in ((numel,), (value.numel(),)):
-        return as_shard(value.reshape(-1), cut.flat(value))
+        return as_shard(value.reshape(-1), row_split.flat(value))
     if sizes == tuple(value.shape):
-        return as_shard(value.reshape(sizes), cut)
-    if full and cut.whole_rows:
+        return as_shard(value.reshape(sizes), row_split)
+    if full and row_split.whole_rows:
         for rows, inner in ((full[0], wanted[1:]), (value.shape[0], _resolved(sizes, value.numel())[1:])):
             if rows in (wanted[0], sizes[0]) and prod(inner) == prod(full[1:]):
-                return as_shard(value.reshape(value.shape[0], *inner), cut)
+                return as_shard(value.reshape(value.shape[0], *inner), row_split)
     raise refusal(f"{func.__name__} to {sizes}", args)
 
 
@@ -250,11 +260,11 @@ def _view_as(func: Any, value: torch.Tensor, other: torch.Tensor) -> torch.Tenso
         raise refusal(func.__name__, (other,))
     if not isinstance(other, Shard):
         if value.shape == other.shape:
-            return as_shard(value.view(other.shape), value.cut)
+            return as_shard(value.view(other.shape), value.row_split)
         raise refusal(func.__name__, (value,))
-    if value.cut.key is None or value.cut.flat(value).key != other.cut.flat(other).key:
+    if value.row_split.key is None or value.row_split.flat(value).key != other.row_split.flat(other).key:
         raise refusal(func.__name__, (value,))
-    return as_shard(value.reshape(other.shape), other.cut)
+    return as_shard(value.reshape(other.shape), other.row_split)
 
 
 def _resolved(sizes: tuple[int, ...], numel: int) -> tuple[int, ...]:
@@ -269,20 +279,20 @@ def flatten(func: Any, args: Args, kwargs: Kwargs) -> torch.Tensor:
     start = kwargs.get("start_dim", args[1] if len(args) > 1 else 0) % max(1, value.dim())
     end = kwargs.get("end_dim", args[2] if len(args) > 2 else -1) % max(1, value.dim())
     result = func(*args, **kwargs)
-    if (start > 0 and value.cut.whole_rows) or (start == end and value.cut.shape != ()):
-        return as_shard(result, value.cut)
+    if (start > 0 and value.row_split.whole_rows) or (start == end and value.row_split.shape != ()):
+        return as_shard(result, value.row_split)
     if result.dim() != 1 or end != max(1, value.dim()) - 1:
         raise refusal(func.__name__, args)
-    cut = value.cut.flat(value)
-    return as_shard(value.view(-1) if result is value else result, cut)  # a view, to keep the argument's own cut
+    row_split = value.row_split.flat(value)
+    return as_shard(value.view(-1) if result is value else result, row_split)  # a view, to keep the argument's own cut
 
 
 def unsqueeze(func: Any, args: Args, kwargs: Kwargs) -> torch.Tensor:
     """Compute ``unsqueeze`` of a dimension after the rows; a scalar has none, on any rank."""
     value, dim = args[0], kwargs.get("dim", args[1] if len(args) > 1 else 0)
-    if not value.cut.shape or not value.cut.whole_rows or dim % (value.dim() + 1) == 0:
+    if not value.row_split.shape or not value.row_split.whole_rows or dim % (value.dim() + 1) == 0:
         raise refusal(f"{func.__name__}({dim})", args)
-    return as_shard(func(*args, **kwargs), value.cut)
+    return as_shard(func(*args, **kwargs), value.row_split)
 
 
 def cat(func: Any, args: Args, kwargs: Kwargs) -> torch.Tensor:
@@ -295,7 +305,7 @@ def cat(func: Any, args: Args, kwargs: Kwargs) -> torch.Tensor:
     parts, dim = list(parts), kwargs.get("dim", rest[0] if rest else 0)
     if dim != 0 or kwargs.get("out") is not None or any(not isinstance(p, Shard) or p.dim() != 1 for p in parts):
         raise refusal(f"{func.__name__} of other than flattened shards", args)
-    return as_shard(func(*args, **kwargs), joined([(part.cut, part) for part in parts]))
+    return as_shard(func(*args, **kwargs), joined([(part.row_split, part) for part in parts]))
 
 
 def getitem(func: Any, args: Args, kwargs: Kwargs) -> Any:
@@ -303,17 +313,17 @@ def getitem(func: Any, args: Args, kwargs: Kwargs) -> Any:
     value, index = args
     if not isinstance(value, Shard):
         raise refusal("an index", args)
-    cut = value.cut
+    row_split = value.row_split
     index = index if isinstance(index, tuple) else (index,)
-    if cut.parts and len(index) == 1 and isinstance(index[0], slice):
+    if row_split.parts and len(index) == 1 and isinstance(index[0], slice):
         return _part_of(value, index[0], args)
-    if _keeps_rows(index) and (len(index) == 1 or cut.whole_rows):
-        return as_shard(func(value, index), cut)
+    if _keeps_rows(index) and (len(index) == 1 or row_split.whole_rows):
+        return as_shard(func(value, index), row_split)
     mask = index[0]
     if len(index) == 1 and isinstance(mask, torch.Tensor) and mask.dtype == torch.bool:
-        mask = rows_of_full(mask, cut, value)
+        mask = rows_of_full(mask, row_split, value)
         if mask.shape == value.shape:
-            return as_shard(func(value, mask), cut.picked())
+            return as_shard(func(value, mask), row_split.picked())
     raise refusal("an index of rows", args)
 
 
@@ -327,9 +337,9 @@ def _keeps_rows(index: tuple[Any, ...]) -> bool:
 def _part_of(value: Shard, wanted: slice, args: Args) -> torch.Tensor:
     """Return the part of a joined vector at the place of one parameter in the full vector."""
     at = here = 0
-    for cut, numel, numel_here in value.cut.parts:
+    for row_split, numel, numel_here in value.row_split.parts:
         if (wanted.start or 0, wanted.stop, wanted.step) == (at, at + numel, None):
-            return as_shard(value.narrow(0, here, numel_here), cut)
+            return as_shard(value.narrow(0, here, numel_here), row_split)
         at, here = at + numel, here + numel_here
     raise refusal(f"elements {wanted.start} to {wanted.stop}, which are not one parameter,", args)
 
@@ -339,48 +349,48 @@ def setitem(func: Any, args: Args, kwargs: Kwargs) -> None:
     value, index, new = args
     if not isinstance(value, Shard):
         raise refusal("an assignment to an index", args)
-    cut = value.cut
+    row_split = value.row_split
     index = index if isinstance(index, tuple) else (index,)
     index = index or (Ellipsis,)
-    first, shape = index[0], cut.full_shape(value)
+    first, shape = index[0], row_split.full_shape(value)
     if isinstance(first, torch.Tensor) and first.dtype == torch.bool and len(index) == 1:
         if isinstance(new, torch.Tensor) and new.dim():
             raise refusal("an assignment of several values to a mask", args)
-        func(value, rows_of_full(first, cut, value), new)
-    elif _keeps_rows(index) and (len(index) == 1 or cut.whole_rows):
-        func(value, index, rows_of_full(new, cut, value) if len(index) == 1 else _own_rows(new, cut, value))
-    elif cut.whole_rows and shape and isinstance(first, (int, slice)) and not cut.parts:
+        func(value, rows_of_full(first, row_split, value), new)
+    elif _keeps_rows(index) and (len(index) == 1 or row_split.whole_rows):
+        func(value, index, rows_of_full(new, row_split, value) if len(index) == 1 else _own_rows(new, row_split, value))
+    elif row_split.whole_rows and shape and isinstance(first, (int, slice)) and not row_split.parts:
         _set_rows(func, value, first, index[1:], new)
     else:
         raise refusal("an assignment to an index", args)
 
 
-def _own_rows(new: Any, cut: Cut, value: torch.Tensor) -> Any:
+def _own_rows(new: Any, row_split: RowSplit, value: torch.Tensor) -> Any:
     """Return this rank's rows of the values for columns; values with fewer dimensions apply to every row."""
-    if isinstance(new, torch.Tensor) and new.dim() == value.dim() and new.shape[0] == cut.total != 1:
-        return new[cut.first : cut.first + value.shape[0]]
+    if isinstance(new, torch.Tensor) and new.dim() == value.dim() and new.shape[0] == row_split.total != 1:
+        return new[row_split.first : row_split.first + value.shape[0]]
     return new
 
 
 def _set_rows(func: Any, value: Shard, first: int | slice, rest: Args, new: Any) -> None:
     """Write those of the rows ``first`` of the full tensor that are on this rank."""
-    cut = value.cut
+    row_split = value.row_split
     if isinstance(new, Shard):
         raise refusal("an assignment of a shard to rows", (value,))
-    stop_here = cut.first + value.shape[0]
+    stop_here = row_split.first + value.shape[0]
     if isinstance(first, int):
-        row = range(cut.total)[first]  # raises IndexError as for the full tensor
-        if cut.first <= row < stop_here:
-            func(value, (row - cut.first, *rest), new)
+        row = range(row_split.total)[first]  # raises IndexError as for the full tensor
+        if row_split.first <= row < stop_here:
+            func(value, (row - row_split.first, *rest), new)
         return
-    rows = range(cut.total)[first]
+    rows = range(row_split.total)[first]
     if rows.step != 1:
         raise refusal("an assignment to rows with a step", (value,))
-    low, high = max(rows.start, cut.first), min(rows.stop, stop_here)
+    low, high = max(rows.start, row_split.first), min(rows.stop, stop_here)
     if low < high:
         if isinstance(new, torch.Tensor) and new.dim() >= value.dim() and new.shape[0] == len(rows) != 1:
             new = new[low - rows.start : high - rows.start]
-        func(value, (slice(low - cut.first, high - cut.first), *rest), new)
+        func(value, (slice(low - row_split.first, high - row_split.first), *rest), new)
 
 
 _INITIALISERS = (
@@ -393,8 +403,8 @@ _INITIALISERS = (
 def _full_like(shard: torch.Tensor, func: Any) -> torch.Tensor:
     """Return an uninitialised plain tensor of the full shape and this rank's dtype and device."""
     assert isinstance(shard, Shard)
-    shape = shard.cut.full_shape(shard)
-    if shape is None or shard.cut.parts:
+    shape = shard.row_split.full_shape(shard)
+    if shape is None or shard.row_split.parts:
         raise refusal(getattr(func, "__name__", str(func)), (shard,))
     return torch.empty(shape, dtype=shard.dtype, device=shard.device)
 
@@ -402,7 +412,7 @@ def _full_like(shard: torch.Tensor, func: Any) -> torch.Tensor:
 def _rows(full: torch.Tensor, shard: torch.Tensor) -> torch.Tensor:
     """Return this rank's part of a tensor of the full shape, in the shape of the rows here."""
     assert isinstance(shard, Shard)
-    start = shard.cut.first_element(shard)
+    start = shard.row_split.first_element(shard)
     return full.reshape(-1)[start : start + torch.Tensor.numel(shard)].view(shard.shape)
 
 
@@ -431,7 +441,7 @@ def drawn_like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torc
     shard = args[0]
     kwargs = {key: value for key, value in kwargs.items() if key != "memory_format"}
     full = func(_full_like(shard, func), *args[1:], **kwargs)
-    return as_shard(_rows(full, shard).clone().requires_grad_(full.requires_grad), shard.cut)
+    return as_shard(_rows(full, shard).clone().requires_grad_(full.requires_grad), shard.row_split)
 
 
 def _for_shards(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from fullshard.core.shards.elementwise import common_cut, local, rows_of_full
-from fullshard.core.shards.shard import Cut, Rule, Shard, as_shard, every_part, refusal
+from fullshard.core.shards.elementwise import common_row_split, local, rows_of_full
+from fullshard.core.shards.shard import RowSplit, Rule, Shard, as_shard, every_part, refusal
 from fullshard.errors import ShardingError
 
 Args = tuple[Any, ...]
@@ -40,7 +40,7 @@ def _stays_here(func: Any, value: Shard, dims: tuple[int, ...] | None) -> bool:
     Raises:
         ShardingError: Rows or columns are to be reduced, but ranks hold parts of rows.
     """
-    if dims is not None and not value.cut.whole_rows:
+    if dims is not None and not value.row_split.whole_rows:
         raise refusal(f"{func.__name__} along a dimension", (value,))
     return dims is not None and 0 not in dims
 
@@ -52,7 +52,7 @@ def _left(value: torch.Tensor, dims: tuple[int, ...] | None) -> list[int]:
 
 def _kept(result: torch.Tensor, value: torch.Tensor, dims: tuple[int, ...] | None, *, keepdim: bool) -> torch.Tensor:
     """Return ``result`` with reduced dimensions of size 1 if ``keepdim``; a scalar, (0,) on most ranks, has none."""
-    if not keepdim or (isinstance(value, Shard) and value.cut.shape == ()):
+    if not keepdim or (isinstance(value, Shard) and value.row_split.shape == ()):
         return result
     return result.reshape([1 if dims is None or d in dims else n for d, n in enumerate(value.shape)])
 
@@ -77,7 +77,7 @@ def reduction(combine: Callable[..., torch.Tensor], neutral: float | None = None
         if _stays_here(func, value, dims):
             result = func(*args, **kwargs)
             for one in result if isinstance(result, tuple) else (result,):
-                as_shard(one, value.cut)
+                as_shard(one, value.row_split)
             return result
         if dim is not None and func.__name__ in ("max", "min"):
             raise refusal(f"{func.__name__} along the rows, with indices (use a{func.__name__})", args)
@@ -87,7 +87,7 @@ def reduction(combine: Callable[..., torch.Tensor], neutral: float | None = None
             mine = _nothing(value, _left(value, dims), neutral)
         else:
             mine = func(value, **kwargs) if dims is None else func(value, dims, **kwargs)
-        whole = combine(every_part(mine, value.cut.comm, func.__name__), 0)
+        whole = combine(every_part(mine, value.row_split.comm, func.__name__), 0)
         return _kept(whole, value, dims, keepdim=keepdim)
 
     return reduce
@@ -122,9 +122,9 @@ def norm(func: Any, args: Args, kwargs: Kwargs) -> torch.Tensor:
         raise refusal(f"{func.__name__}, the spectral norm,", args)
     dtype = kwargs.get("dtype")
     if _stays_here(func, value, dims):
-        return as_shard(torch.linalg.vector_norm(value, order, dims, keepdim, dtype=dtype), value.cut)
+        return as_shard(torch.linalg.vector_norm(value, order, dims, keepdim, dtype=dtype), value.row_split)
     mine = _norm_here(value, float(order), dims, dtype)
-    whole = _norm_of_norms(every_part(mine, value.cut.comm, func.__name__), float(order))
+    whole = _norm_of_norms(every_part(mine, value.row_split.comm, func.__name__), float(order))
     return _kept(whole.to(dtype or value.dtype), value, dims, keepdim=keepdim)
 
 
@@ -135,7 +135,7 @@ def _require_floating(func: Any, value: torch.Tensor) -> None:
         ShardingError: The tensor has whole numbers, such as the codes of quantised weights.
     """
     if not value.is_floating_point() and not value.is_complex():
-        name = value.cut.name if isinstance(value, Shard) else "a tensor"
+        name = value.row_split.name if isinstance(value, Shard) else "a tensor"
         raise ShardingError(
             f"{func.__name__} of {name} needs floating numbers, as in torch, and got {value.dtype}, such as the codes "
             "and scales of a quantised weight. Leave it out (param.is_floating_point()), or convert it (param.float())."
@@ -184,7 +184,7 @@ def _by_comm(values: Sequence[torch.Tensor]) -> list[tuple[Any, list[int]]]:
     groups: dict[int, tuple[Any, list[int]]] = {}
     for place, one in enumerate(values):
         if isinstance(one, Shard):
-            groups.setdefault(id(one.cut.comm), (one.cut.comm, []))[1].append(place)
+            groups.setdefault(id(one.row_split.comm), (one.row_split.comm, []))[1].append(place)
     return list(groups.values())
 
 
@@ -198,14 +198,14 @@ def moments(func: Any, args: Args, kwargs: Kwargs) -> torch.Tensor:
     if kwargs.get("out") is not None or len(args) > 2:
         raise refusal(f"{func.__name__} with out= or several positional arguments", args)
     if _stays_here(func, value, dims):
-        return as_shard(func(*args, **kwargs), value.cut)
+        return as_shard(func(*args, **kwargs), value.row_split)
     over = tuple(range(value.dim())) if dims is None else dims
     count = math.prod(value.shape[d] for d in over)
     wide = value.to(kwargs.get("dtype") or _wide(value.dtype))
     left = _left(value, dims)
     mean = wide.mean(over) if count else wide.new_zeros(left)
     rest = wide.var(over, correction=0) * count if count else wide.new_zeros(left)
-    parts = every_part(torch.stack([torch.full_like(mean, count), mean, rest]), value.cut.comm, func.__name__)
+    parts = every_part(torch.stack([torch.full_like(mean, count), mean, rest]), value.row_split.comm, func.__name__)
     counts, means, rests = parts.unbind(1)
     total = counts.sum(0)
     mean = (means * counts).sum(0) / total
@@ -227,20 +227,20 @@ def _with_other(args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
     return args, kwargs
 
 
-def _pair(args: Args) -> tuple[Cut, torch.Tensor, torch.Tensor]:
-    """Return the cut of two operands and the rows here of both."""
-    cut, widest = common_cut(args[:2])
-    one, other = (rows_of_full(value, cut, widest) for value in args[:2])
-    return cut, one, other
+def _pair(args: Args) -> tuple[RowSplit, torch.Tensor, torch.Tensor]:
+    """Return the row split of two operands and the rows here of both."""
+    row_split, widest = common_row_split(args[:2])
+    one, other = (rows_of_full(value, row_split, widest) for value in args[:2])
+    return row_split, one, other
 
 
 def dot(func: Any, args: Args, kwargs: Kwargs) -> torch.Tensor:
     """Compute ``dot``, ``vdot`` and ``inner`` of vectors as the sum of the ranks' products."""
     args, kwargs = _with_other(args, kwargs)
-    cut, one, other = _pair(args)
-    if one.dim() != 1 or other.dim() != 1 or kwargs or (cut.shape is not None and len(cut.shape) != 1):
+    row_split, one, other = _pair(args)
+    if one.dim() != 1 or other.dim() != 1 or kwargs or (row_split.shape is not None and len(row_split.shape) != 1):
         raise refusal(f"{func.__name__} of matrices", args)
-    return every_part(func(one, other), cut.comm, func.__name__).sum(0)
+    return every_part(func(one, other), row_split.comm, func.__name__).sum(0)
 
 
 def cosine_similarity(func: Any, args: Args, kwargs: Kwargs) -> torch.Tensor:
@@ -249,15 +249,15 @@ def cosine_similarity(func: Any, args: Args, kwargs: Kwargs) -> torch.Tensor:
     As torch does: ``x.y / (max(|x|, eps) max(|y|, eps))``.
     """
     args, kwargs = _with_other(args, kwargs)
-    cut, one, other = _pair(args)
+    row_split, one, other = _pair(args)
     dim = kwargs.get("dim", args[2] if len(args) > 2 else 1)
     eps = kwargs.get("eps", args[3] if len(args) > 3 else 1e-8)
-    if one.shape != other.shape or (one.dim() > 1 and (dim % one.dim() == 0 or not cut.whole_rows)):
+    if one.shape != other.shape or (one.dim() > 1 and (dim % one.dim() == 0 or not row_split.whole_rows)):
         raise refusal(f"{func.__name__} over the first dimension", args)
     if one.dim() > 1:
-        return as_shard(func(one, other, dim, eps), cut)
+        return as_shard(func(one, other, dim, eps), row_split)
     mine = torch.stack([(one * other).sum(), one.square().sum(), other.square().sum()])
-    product, first, second = every_part(mine, cut.comm, func.__name__).sum(0)
+    product, first, second = every_part(mine, row_split.comm, func.__name__).sum(0)
     return product / (first.sqrt().clamp_min(eps) * second.sqrt().clamp_min(eps))
 
 
@@ -268,13 +268,13 @@ def agree(func: Any, args: Args, kwargs: Kwargs) -> bool:
         ShardingError: On some rank the tensors cannot be compared. Raised on every rank, none of which waits.
     """
     args, kwargs = _with_other(args, kwargs)
-    cut, widest = common_cut(args[:2])
+    row_split, widest = common_row_split(args[:2])
     try:
-        one, other = (rows_of_full(value, cut, widest) for value in args[:2])
+        one, other = (rows_of_full(value, row_split, widest) for value in args[:2])
         found = int(func(one, other, *args[2:], **kwargs))
     except (ShardingError, RuntimeError):
         found = -1
-    every = every_part(torch.tensor(found, device=widest.device), cut.comm, func.__name__)
+    every = every_part(torch.tensor(found, device=widest.device), row_split.comm, func.__name__)
     if bool((every < 0).any()):
         raise refusal(f"{func.__name__} with a tensor of other rows", args)
     return bool(every.all())
@@ -298,13 +298,13 @@ def within_rows(position: int) -> Rule:
         value = args[0]
         dim = kwargs.get("dim", args[position] if len(args) > position else None)
         inner = isinstance(dim, int) and isinstance(value, Shard) and value.dim() and dim % value.dim()
-        if not inner or not value.cut.whole_rows or kwargs.get("out") is not None:
+        if not inner or not value.row_split.whole_rows or kwargs.get("out") is not None:
             raise refusal(f"{func.__name__} over rows", args)
         if func.__name__ == "quantile":
             return _quantile(func, args, kwargs)
         result = func(*args, **kwargs)
         for one in result if isinstance(result, tuple) else (result,):
-            as_shard(one, value.cut)
+            as_shard(one, value.row_split)
         return result
 
     return compute
@@ -317,4 +317,4 @@ def _quantile(func: Any, args: Args, kwargs: Kwargs) -> torch.Tensor:
     if isinstance(share, torch.Tensor) and share.dim():
         raise refusal(f"several of {func.__name__}", args)
     some = value if value.shape[0] else value.new_zeros(1, *value.shape[1:])
-    return as_shard(func(some, *rest, **kwargs)[: value.shape[0]], value.cut)
+    return as_shard(func(some, *rest, **kwargs)[: value.shape[0]], value.row_split)

@@ -40,7 +40,7 @@ def untraced(function: Untraced) -> Untraced:
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class Cut:
+class RowSplit:
     """The division of dimension 0 of a tensor over ranks. Rows of a vector are its elements.
 
     Attributes:
@@ -51,7 +51,7 @@ class Cut:
         total: Rows of the full tensor; not meaningful without a key.
         shape: Full shape if it does not follow from the rows here: for scalars, and if rows are divided too.
         whole_rows: True if this rank holds full rows.
-        parts: For a vector joined from several: the cut, elements in full and elements here of each.
+        parts: For a vector joined from several: the row split, elements in full and elements here of each.
     """
 
     name: str
@@ -61,7 +61,7 @@ class Cut:
     total: int
     shape: tuple[int, ...] | None = None
     whole_rows: bool = True
-    parts: tuple[tuple[Cut, int, int], ...] = ()
+    parts: tuple[tuple[RowSplit, int, int], ...] = ()
 
     def full_shape(self, rows: torch.Tensor) -> tuple[int, ...] | None:
         """Return the shape of the full tensor that ``rows``, (rows here, *rest), belong to; None if not known."""
@@ -78,44 +78,44 @@ class Cut:
         """Return the index of the first element here in the flattened full tensor."""
         return self.first * (prod(rows.shape[1:]) if rows.dim() else 1)
 
-    def flat(self, rows: torch.Tensor) -> Cut:
-        """Return the cut of ``rows.flatten()``."""
+    def flat(self, rows: torch.Tensor) -> RowSplit:
+        """Return the row split of ``rows.flatten()``."""
         if self.key is None or (rows.dim() == 1 and self.shape is None):
             return self
         inner = prod(rows.shape[1:]) if rows.dim() else 1
         total = self.full_numel(rows)
         assert total is not None
-        return Cut(self.name, self.comm, ("flat", self.key, inner), self.first_element(rows), total)
+        return RowSplit(self.name, self.comm, ("flat", self.key, inner), self.first_element(rows), total)
 
-    def picked(self) -> Cut:
-        """Return the cut of elements picked by a mask: the numbers of other ranks are not known."""
-        return Cut(f"elements of {self.name}", self.comm, None, 0, 0)
+    def picked(self) -> RowSplit:
+        """Return the row split of elements picked by a mask: the numbers of other ranks are not known."""
+        return RowSplit(f"elements of {self.name}", self.comm, None, 0, 0)
 
 
-def cut_of(meta: ShardMeta, comm: Comm) -> Cut:
-    """Return the cut of a sharded parameter."""
+def row_split_of(meta: ShardMeta, comm: Comm) -> RowSplit:
+    """Return the row split of a sharded parameter."""
     start, _ = meta.element_range
     placement, layout = meta.placement, meta.layout
     shape = None if meta.global_shape and placement.full_rows else meta.global_shape
     row = placement.row_numel if placement.full_rows else placement.granule
     key = (layout.world_size, layout.shard_numel, placement.start, placement.numel, row, placement.granule)
-    return Cut(meta.name, comm, key, start // row, placement.numel // row, shape, placement.full_rows)
+    return RowSplit(meta.name, comm, key, start // row, placement.numel // row, shape, placement.full_rows)
 
 
-def joined(parts: list[tuple[Cut, torch.Tensor]]) -> Cut:
-    """Return the cut of flattened shards joined in this rank's order, as ``parameters_to_vector`` does."""
+def joined(parts: list[tuple[RowSplit, torch.Tensor]]) -> RowSplit:
+    """Return the row split of flattened shards joined in this rank's order, as ``parameters_to_vector`` does."""
     of_parts = []
-    for cut, rows in parts:
-        numel = cut.full_numel(rows)
-        if numel is None or cut.parts or not same_group(cut.comm, parts[0][0].comm):
+    for row_split, rows in parts:
+        numel = row_split.full_numel(rows)
+        if numel is None or row_split.parts or not same_group(row_split.comm, parts[0][0].comm):
             raise ShardingError(
-                f"Elements of {cut.name} and of {parts[0][0].name} cannot be put into one vector: each must be a "
+                f"Elements of {row_split.name} and of {parts[0][0].name} cannot be put into one vector: each must be a "
                 "flattened shard of the same ranks. Put together what full_tensor() returns."
             )
-        of_parts.append((cut, numel, rows.numel()))
-    key = ("joined", *(cut.key for cut, _, _ in of_parts))
+        of_parts.append((row_split, numel, rows.numel()))
+    key = ("joined", *(row_split.key for row_split, _, _ in of_parts))
     total = sum(numel for _, numel, _ in of_parts)
-    return Cut("a vector of shards", parts[0][0].comm, key, 0, total, whole_rows=False, parts=tuple(of_parts))
+    return RowSplit("a vector of shards", parts[0][0].comm, key, 0, total, whole_rows=False, parts=tuple(of_parts))
 
 
 def tensors_in(values: Any) -> Iterator[torch.Tensor]:
@@ -239,10 +239,10 @@ class Shard(torch.Tensor):
     It is a ``__torch_function__`` class: below autograd, shards are plain tensors, also for fused and foreach kernels.
 
     Attributes:
-        cut: Which rows these are, and of which ranks' tensor.
+        row_split: Which rows these are, and of which ranks' tensor.
     """
 
-    cut: Cut
+    row_split: RowSplit
     find_rule: Callable[[Any], Rule]
     """Set by ``rules``, which knows all of torch's functions."""
 
@@ -261,7 +261,7 @@ class Shard(torch.Tensor):
             try:
                 return rule(func, args, kwargs or {})
             except ShardingError:
-                if any(one.cut.comm.size > 1 for one in tensors_in((args, kwargs)) if isinstance(one, Shard)):
+                if any(one.row_split.comm.size > 1 for one in tensors_in((args, kwargs)) if isinstance(one, Shard)):
                     raise
                 return func(*args, **(kwargs or {}))  # a group of one rank: its rows are the full tensor
 
@@ -271,10 +271,10 @@ class Shard(torch.Tensor):
         Raises:
             ShardingError: The elements were picked by a mask, or form a vector of several shards.
         """
-        rows, shape = rows_of(self), self.cut.full_shape(self)
-        if shape is None or self.cut.parts:
+        rows, shape = rows_of(self), self.row_split.full_shape(self)
+        if shape is None or self.row_split.parts:
             raise refusal("full_tensor", (self,))
-        return gather_full(self.cut.comm, shape, self.cut.first_element(rows), rows.reshape(-1))
+        return gather_full(self.row_split.comm, shape, self.row_split.first_element(rows), rows.reshape(-1))
 
     def to_local(self) -> torch.Tensor:
         """Return this rank's rows, (rows here, *rest), as a plain tensor of the same memory, without autograd."""
@@ -288,7 +288,7 @@ class Shard(torch.Tensor):
             ShardingError: It is not known, because a mask picked the elements.
         """
         with plain_functions():
-            shape = self.cut.full_shape(self)
+            shape = self.row_split.full_shape(self)
         if shape is None:
             raise refusal("global_shape", (self,))
         return shape
@@ -296,7 +296,7 @@ class Shard(torch.Tensor):
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
         """Return a shard in memory of its own."""
         with plain_functions():
-            return as_shard(self.detach().clone(), self.cut)
+            return as_shard(self.detach().clone(), self.row_split)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Refuse to be pickled: the file would look like the full tensor.
@@ -305,16 +305,16 @@ class Shard(torch.Tensor):
             ShardingError: Always.
         """
         raise ShardingError(
-            f"{self.cut.name} is a shard, this rank's rows, and pickling (torch.save) would save only these. Save what "
-            "full_tensor() returns, which every rank calls, or use fullshard.save(model, directory)."
+            f"{self.row_split.name} is a shard, this rank's rows, and pickling (torch.save) would save only these. "
+            "Save what full_tensor() returns, which every rank calls, or use fullshard.save(model, directory)."
         )
 
     def __repr__(self, *, tensor_contents: object = None) -> str:
         """Show the rows here and their place in the full tensor."""
         rows = rows_of(self)
-        full = self.cut.full_shape(rows)
-        what = f"{tuple(rows.shape)} from row {self.cut.first}, of {full}" if full else f"{tuple(rows.shape)}"
-        return f"Shard({self.cut.name}, {what}, {rows})"
+        full = self.row_split.full_shape(rows)
+        what = f"{tuple(rows.shape)} from row {self.row_split.first}, of {full}" if full else f"{tuple(rows.shape)}"
+        return f"Shard({self.row_split.name}, {what}, {rows})"
 
 
 class ShardParameter(Shard, nn.Parameter):
@@ -344,12 +344,12 @@ def parameter_class(kind: type[nn.Parameter]) -> type[nn.Parameter]:
     return kind if overrides else type(kind.__name__, (ShardParameter, kind), {})
 
 
-def as_shard(rows: torch.Tensor, cut: Cut) -> torch.Tensor:
+def as_shard(rows: torch.Tensor, row_split: RowSplit) -> torch.Tensor:
     """Turn ``rows``, a plain tensor, into a shard: the same object. Tensors of other classes are unchanged."""
     if type(rows) is torch.Tensor:
         rows.__class__ = Shard
     if isinstance(rows, Shard):
-        rows.cut = cut
+        rows.row_split = row_split
     return rows
 
 
@@ -402,7 +402,7 @@ def restore(stripped: Iterable[tuple[nn.Parameter, torch.Tensor | None]]) -> Non
         if gradient is not None and gradient is before:
             gradient.__class__ = Shard  # it still has its cut; setting it again would double the time of this loop
         elif gradient is not None:
-            as_shard(gradient, param.cut)  # type: ignore[attr-defined]
+            as_shard(gradient, param.row_split)  # type: ignore[attr-defined]
         elif "stripped_gradient" in vars(param):
             param.grad = vars(param).pop("stripped_gradient")
         param.__class__ = ShardParameter
@@ -416,7 +416,7 @@ def restore_all(params: Iterable[nn.Parameter]) -> None:
 def refusal(name: str, values: Any) -> ShardingError:
     """Return the error for a function called ``name`` whose arguments ``values`` contain a shard."""
     shard = next((one for one in tensors_in(values) if isinstance(one, Shard)), None)
-    of = "a shard" if shard is None else f"{shard.cut.name}, a shard"
+    of = "a shard" if shard is None else f"{shard.row_split.name}, a shard"
     return ShardingError(
         f"{name} of {of}: this rank has only some of its rows. Elementwise functions, and norm, sum, mean, max and dot "
         "of all elements, work on shards. For others call full_tensor() on every rank, or work inside "

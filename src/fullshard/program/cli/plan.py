@@ -16,7 +16,7 @@ from fullshard.program.launch import choose_nproc
 from fullshard.program.launch.messages import say
 from fullshard.sizes import format_bytes, format_duration
 
-PROGRAM = "fullshard.program.train.plan"
+PROGRAM = "fullshard.program.train.run_plan"
 PAGE = "fullshard.program.report"
 SEARCH = "fullshard.program.train.fit"
 DATA = "fullshard.program.train.setup.prepare"
@@ -219,8 +219,8 @@ def _write_page(options: argparse.Namespace, config: Any, data: Any, plan: Any, 
     with ShareProgress("drawing", len(DRAWN_WORLDS), shown=not options.json) as progress:
         for progress.piece, size in enumerate(DRAWN_WORLDS):
             others.append(program.plan_in(limit, config, data, size, plan.device, roughly=0, progress=progress))
-    course = program.draw_plan(config, data, plan)
-    load_program(PAGE).write_plan(options.html, options.config.stem, plan, course, others, limit)
+    timeline = program.draw_plan(config, data, plan)
+    load_program(PAGE).write_plan(options.html, options.config.stem, plan, timeline, others, limit)
     say(f"wrote {options.html}")
 
 

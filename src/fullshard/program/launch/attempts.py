@@ -1,6 +1,6 @@
 """Attempts of a run: what a failure means for the next one, and the directory that outlives them.
 
-The ranks of one attempt end together. State for the next one is in a directory in memory (:data:`KEEP_VARIABLE`):
+The ranks of one attempt end together. State for the next one is in a directory in memory (:data:`SCRATCH_VARIABLE`):
 rank 0 records its progress there, which the launcher reports after a failure.
 """
 
@@ -20,7 +20,7 @@ from pathlib import Path
 
 from fullshard.program.launch.failure import Failure, first_sentence
 from fullshard.program.launch.messages import say
-from fullshard.variables import ATTEMPT_VARIABLE, KEEP_LOCK_NAME, KEEP_VARIABLE
+from fullshard.variables import ATTEMPT_VARIABLE, SCRATCH_LOCK_NAME, SCRATCH_VARIABLE
 
 _PROC, _GROUPS = Path("/proc"), Path("/sys/fs/cgroup")
 
@@ -125,7 +125,7 @@ def recovery(began_s: float, restored_s: float) -> Recovery | None:
         began_s: Unix time of rank 0's first line in this attempt.
         restored_s: Unix time when its state was restored.
     """
-    directory = os.environ.get(KEEP_VARIABLE, "")
+    directory = os.environ.get(SCRATCH_VARIABLE, "")
     try:
         lost, started = (Path(directory, name).stat().st_mtime for name in (_LOST_NAME, _STARTED_NAME))
     except FileNotFoundError:
@@ -140,7 +140,7 @@ def attempt_number() -> int:
 
 def note(reached: Reached) -> None:
     """Record the run's progress for the launcher and the next attempt; rank 0, after each step."""
-    directory = os.environ.get(KEEP_VARIABLE)
+    directory = os.environ.get(SCRATCH_VARIABLE)
     if directory is not None:
         path = Path(directory, _REACHED_NAME)
         temporary = path.with_suffix(".tmp")
@@ -151,7 +151,7 @@ def note(reached: Reached) -> None:
 
 def note_plan(line: str) -> None:
     """Record a line about the run's planned memory, for the message of a rank that is killed; rank 0."""
-    directory = os.environ.get(KEEP_VARIABLE)
+    directory = os.environ.get(SCRATCH_VARIABLE)
     if directory is not None:
         with contextlib.suppress(OSError), Path(directory, _PLAN_NAME).open("a") as file:
             file.write(f"{line}\n")
@@ -192,21 +192,21 @@ def in_memory(directory: str | Path) -> int:
 
 @contextlib.contextmanager
 def kept_directory() -> Iterator[Path]:
-    """Yield a new directory for :data:`KEEP_VARIABLE`, in memory if there is /dev/shm; it is removed at the end.
+    """Yield a new directory for :data:`SCRATCH_VARIABLE`, in memory if there is /dev/shm; it is removed at the end.
 
     First removes directories of launchers that were killed, because they hold memory.
     """
     root = _SHARED_MEMORY if os.access(_SHARED_MEMORY, os.W_OK) else Path(tempfile.gettempdir())
     for left in root.glob(f"{_PREFIX}*"):
         # Of a launcher that has ended; another user's cannot be opened.
-        with contextlib.suppress(OSError), (left / KEEP_LOCK_NAME).open() as lock:
+        with contextlib.suppress(OSError), (left / SCRATCH_LOCK_NAME).open() as lock:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(left, ignore_errors=True)
     directory = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=root))  # only this user may enter it
     # Locked as long as this process lives, however it ends. The name appears only then, so nobody finds it unlocked.
     with (directory / "new").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        os.rename(directory / "new", directory / KEEP_LOCK_NAME)
+        os.rename(directory / "new", directory / SCRATCH_LOCK_NAME)
         try:
             yield directory
         finally:

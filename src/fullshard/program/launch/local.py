@@ -45,7 +45,7 @@ from fullshard.program.launch.processes import (
 )
 from fullshard.program.launch.ranks import STOPPED_EXIT_CODE, Ranks, StopAsked, listening, silent_failure
 from fullshard.program.launch.streams import UnreadOutputError
-from fullshard.variables import ATTEMPT_VARIABLE, KEEP_VARIABLE, RESTARTS_VARIABLE
+from fullshard.variables import ATTEMPT_VARIABLE, RESTARTS_VARIABLE, SCRATCH_VARIABLE
 
 _DRIVERS = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd", "/dev/nvhost-gpu")
 """Device files of GPU drivers: Nvidia's, that of Windows' Linux, AMD's, Nvidia's for embedded boards."""
@@ -229,7 +229,7 @@ def _starter(command: Sequence[str], nproc: int, kept: Path) -> Starter:
         "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
         **os.environ,
         **default_variables(nproc),
-        KEEP_VARIABLE: str(kept),
+        SCRATCH_VARIABLE: str(kept),
         LAUNCHER_VARIABLE: str(os.getpid()),
     }
     if command[1] == "-m" and sys.platform == "linux" and not _has_gpu_driver():

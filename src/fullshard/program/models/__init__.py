@@ -3,8 +3,8 @@
 from fullshard.program.models.adapters import (
     COPY as COPY,
     Adapted as Adapted,
-    AdaptedWeights as AdaptedWeights,
     AdapterSpec as AdapterSpec,
+    AdapterWeights as AdapterWeights,
     add_adapter as add_adapter,
     base_of as base_of,
     import_peft as import_peft,

@@ -305,7 +305,7 @@ def _prefix_shape(model: PreTrainedModel) -> dict[str, int]:
     return {"num_layers": layers or config.num_hidden_layers, "num_attention_heads": heads, "token_dim": width}
 
 
-class AdaptedWeights:
+class AdapterWeights:
     """Weight source for ``fully_shard(peft_model, weights=AdaptedWeights(Pretrained(path), values))``, one per rank."""
 
     def __init__(self, base: Pretrained, values: Mapping[str, Tensor]) -> None:

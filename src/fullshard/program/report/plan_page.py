@@ -7,7 +7,7 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fullshard.planner import HOST_LABELS, LABELS, PHASE_LABELS, Course, Plan
+from fullshard.planner import HOST_LABELS, LABELS, PHASE_LABELS, MemoryTimeline, Plan
 from fullshard.program.report import markup
 from fullshard.program.report.figures import (
     Bar,
@@ -26,7 +26,7 @@ from fullshard.sizes import format_bytes, format_duration
 from fullshard.state.storage import write_text
 
 if TYPE_CHECKING:
-    from fullshard.program.train.plan import RunPlan
+    from fullshard.program.train.run_plan import RunPlan
 
 MOST_MOMENTS = 600
 """Moments of a step that are drawn; longer steps show the fullest and the emptiest moment of each interval."""
@@ -46,18 +46,18 @@ _AXIS = "operators since the start of the step"
 
 
 def write_plan(
-    target: Path, name: str, plan: RunPlan, course: Course, others: Sequence[Plan], limit_bytes: int | None
+    target: Path, name: str, plan: RunPlan, timeline: MemoryTimeline, others: Sequence[Plan], limit_bytes: int | None
 ) -> None:
     """Write the page of a plan; one process.
 
-    ``name`` is that of the planned run, ``course`` that of the plan's fullest step. ``others`` are plans of the same
+    ``name`` is that of the planned run, ``timeline`` that of the plan's fullest step. ``others`` are plans of the same
     run for other numbers of ranks, ascending; ``limit_bytes`` is the memory of a rank's device, if it is known.
 
     Raises:
         CheckpointError: The page cannot be written.
         ConfigError: plotly is missing.
     """
-    sections = [_result(plan, limit_bytes), _memory(plan, course), _schedule(course), _ranks(others, limit_bytes)]
+    sections = [_result(plan, limit_bytes), _memory(plan, timeline), _schedule(timeline), _ranks(others, limit_bytes)]
     write_text(target, frame(f"{name} · fullshard plan", name, _lead(plan, limit_bytes), sections))
 
 
@@ -86,30 +86,30 @@ def _result(plan: RunPlan, limit: int | None) -> PageSection:
     return PageSection("result", "Result", body + markup.settings_table("Chosen by the run itself", chosen))
 
 
-def _memory(plan: Plan, course: Course) -> PageSection:
-    totals = [sum(sizes) for sizes in zip(*course.parts.values(), strict=True)]
+def _memory(plan: Plan, timeline: MemoryTimeline) -> PageSection:
+    totals = [sum(sizes) for sizes in zip(*timeline.parts.values(), strict=True)]
     drawn = kept(totals, MOST_MOMENTS)
     columns = {
-        LABELS[part]: ([course.parts[part][place] for place in drawn], colour)
+        LABELS[part]: ([timeline.parts[part][place] for place in drawn], colour)
         for part, colour in COLOURS.items()
-        if any(course.parts[part])
+        if any(timeline.parts[part])
     }
     # A stacked chart has one value at each place, so two moments of one operator get two places.
-    again = [one == before for before, one in zip((-1, *course.places), course.places, strict=False)]
-    places = [course.places[place] + 0.5 * again[place] for place in drawn]
-    chart = stacked(places, columns, plan.peak_bytes, (_AXIS, course.operators))
+    again = [one == before for before, one in zip((-1, *timeline.places), timeline.places, strict=False)]
+    places = [timeline.places[place] + 0.5 * again[place] for place in drawn]
+    chart = stacked(places, columns, plan.peak_bytes, (_AXIS, timeline.operators))
     peak = format_bytes(plan.peak_bytes)
-    text = f"Stacked areas over the {course.operators:,} operators of the fullest step. Peak: {peak}."
+    text = f"Stacked areas over the {timeline.operators:,} operators of the fullest step. Peak: {peak}."
     figure = Figure("memory", "Memory over the fullest step", text, {"": chart}, 360, wide=True)
     rows = [[LABELS[part], format_bytes(plan.parts[part])] for part in reversed(COLOURS)]
     body = placeholders([figure]) + markup.table(f"At the peak: {peak}", ["", "bytes"], rows)
     return PageSection("memory-section", "Memory", body, (figure,))
 
 
-def _schedule(course: Course) -> PageSection:
-    rows = [*course.units, "optimizer"]
-    bars = [Bar(span.unit, span.kind, span.start, span.end) for span in course.spans]
-    chart = gantt(bars, rows, (_AXIS, course.operators), "operators")
+def _schedule(timeline: MemoryTimeline) -> PageSection:
+    rows = [*timeline.units, "optimizer"]
+    bars = [Bar(span.unit, span.kind, span.start, span.end) for span in timeline.spans]
+    chart = gantt(bars, rows, (_AXIS, timeline.operators), "operators")
     text = "One row per unit: gathers and reduces in the upper half, forward and backward in the lower half."
     figure = Figure("schedule", "Schedule of units", text, {"": chart}, schedule_height(rows), wide=True)
     note = markup.note(

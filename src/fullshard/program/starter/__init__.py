@@ -1,6 +1,6 @@
 """`fullshard init`: inspects a table and this machine, and writes a first run file."""
 
-from fullshard.program.starter.look import Look as Look, look_at as look_at
+from fullshard.program.starter.inspection import Look as Look, look_at as look_at
 from fullshard.program.starter.run_file import (
     NEW_MODEL as NEW_MODEL,
     Choice as Choice,

@@ -17,7 +17,7 @@ from fullshard.program.config.training import NEW_MODEL_LEARNING_RATE, auto_prec
 from fullshard.program.data import Example, SourceSpec, read_split
 from fullshard.program.data.examples import turn_text
 from fullshard.program.data.reading.split import FORMATS, open_rows
-from fullshard.program.starter.look import FEW, Look
+from fullshard.program.starter.inspection import FEW, Look
 from fullshard.program.train.setup.devices import Devices, precision_of
 from fullshard.sizes import format_bytes
 

@@ -12,7 +12,7 @@ import torch
 from fullshard.core.comm import Comm
 from fullshard.core.engine import has_tables_at_home, mesh_of, unsharded
 from fullshard.core.torch_private import in_backward
-from fullshard.planner import Meter
+from fullshard.planner import MemoryTracker
 from fullshard.program.config import RunConfig
 from fullshard.program.data import Batch
 from fullshard.program.metrics import needs_text
@@ -58,26 +58,26 @@ class AroundSteps:
         self._frozen = describe_quantization(config) is None
         self._writes = _Writing(GenerationSpec.of(data.settled(config)))
 
-    def phases(self, model: Any, optimizer: Any, comm: Comm) -> Mapping[str, Callable[[Meter], None]]:
+    def phases(self, model: Any, optimizer: Any, comm: Comm) -> Mapping[str, Callable[[MemoryTracker], None]]:
         """Return the phases to plan after the steps of ``model``, by name."""
         held_out, causal = self._held_out, self._data.causal
 
         @torch.no_grad()
-        def evaluate(_meter: Meter) -> None:
+        def evaluate(_meter: MemoryTracker) -> None:
             assert held_out is not None, "else there is no such phase"
             with evaluation_mode(model):
                 loss_sum(model, held_out.loss.to(comm.device), causal=causal)
 
-        def write(meter: Meter) -> None:
+        def write(meter: MemoryTracker) -> None:
             assert held_out is not None, "else there is no such phase"
             with evaluation_mode(model):
                 self._writes.run(model, self._data.tokenizer, held_out.text.to(comm.device), meter)
 
-        def save(_meter: Meter) -> None:
+        def save(_meter: MemoryTracker) -> None:
             self._pieces(model, optimizer, comm)
             stream_start(model, _FULL_SAVE_STEPS)
 
-        def resume(meter: Meter) -> None:
+        def resume(meter: MemoryTracker) -> None:
             read = resume_unread(model, optimizer)
             meter.restart(meter.phase, lambda: None)  # without the state that was there
             read()
@@ -92,7 +92,7 @@ class AroundSteps:
         return {**found, "saving": save, "resuming": resume}
 
     @staticmethod
-    def _at_once(model: Any, run: Callable[[Meter], None], meter: Meter) -> None:
+    def _at_once(model: Any, run: Callable[[MemoryTracker], None], meter: MemoryTracker) -> None:
         with unsharded(model, write_back=False):
             run(meter)
 
@@ -142,7 +142,7 @@ class _Writing:
         self._tokens: list[list[int]] = []  # of each token the bytes alive after each change
         self._highest = 0  # at the fullest moment of the last token
 
-    def run(self, model: Any, tokenizer: Any, batch: Batch, meter: Meter) -> None:
+    def run(self, model: Any, tokenizer: Any, batch: Batch, meter: MemoryTracker) -> None:
         """Generate for ``batch``, and have ``meter`` count the fullest moment of the last token."""
         # generate calls this module for every token, also inside an adapter.
         hook = base_of(model).register_forward_pre_hook(lambda *_: self._token_begins(meter))
@@ -158,13 +158,13 @@ class _Writing:
         try:
             generate(model, tokenizer, batch, self._spec)
         except _EnoughError:
-            meter.pulse(max(0, self._highest - meter.live))
+            meter.touch(max(0, self._highest - meter.live))
         finally:
             self.asks_whether_it_goes_on = False
             meter.on_change = changed
             hook.remove()
 
-    def _token_begins(self, meter: Meter) -> None:
+    def _token_begins(self, meter: MemoryTracker) -> None:
         """Stop at the limit, which no value reveals, or once the tokens so far determine the remaining ones."""
         equal = len({len(one) for one in self._tokens[-_TOKENS:]}) == 1
         if (equal and len(self._tokens) > _TOKENS) or len(self._tokens) == self._spec.max_new_tokens:

@@ -21,7 +21,7 @@ from fullshard.program.train.setup.devices import Choice, Devices, precision_cho
 from fullshard.program.train.setup.prepare import Prepared
 from fullshard.program.train.setup.resume import checkpoints_directory
 from fullshard.sizes import format_bytes, format_duration
-from fullshard.state.resilience import KeepDirectory
+from fullshard.state.resilience import ScratchDirectory
 from fullshard.state.storage import as_place, find_checkpoints, read_index
 
 KEPT = "as at this run's start"
@@ -195,7 +195,7 @@ def _best(tried: list[Tried], device: Hardware, tell: Callable[[str], None]) -> 
 
 def has_begun(config: RunConfig, comm: Comm) -> bool:
     """Return whether an earlier attempt of the same launcher has passed its start; every rank calls it."""
-    keep = KeepDirectory.of(checkpoints_directory(config))
+    keep = ScratchDirectory.of(checkpoints_directory(config))
     return any(comm.all_gather_object(keep is not None and keep.begun() > 0))
 
 

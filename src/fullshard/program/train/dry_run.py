@@ -22,9 +22,9 @@ from fullshard.program.models import require_fp16_fit
 from fullshard.program.models.hub import known_kind
 from fullshard.program.train.auto import gpu_sheet, precision_before, simulated_settings
 from fullshard.program.train.fit import Load, plan_chosen
-from fullshard.program.train.plan import ACCUMULATE, BLOCKS, try_step
 from fullshard.program.train.reporting.trackers import tracker_sinks
 from fullshard.program.train.run.assemble import make_evaluation
+from fullshard.program.train.run_plan import ACCUMULATE, BLOCKS, try_step
 from fullshard.program.train.setup.choices import advice, choices
 from fullshard.program.train.setup.devices import (
     Choice,

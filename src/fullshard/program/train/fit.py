@@ -14,7 +14,15 @@ from fullshard.errors import ConfigError, UserError
 from fullshard.planner import Hardware, work_limit
 from fullshard.program.config import RunConfig, options
 from fullshard.program.config.section import Searched
-from fullshard.program.train.plan import ACCUMULATE, AUTO_SHARE, BLOCKS, RunPlan, needed_bytes, plan_in, plan_prepared
+from fullshard.program.train.run_plan import (
+    ACCUMULATE,
+    AUTO_SHARE,
+    BLOCKS,
+    RunPlan,
+    needed_bytes,
+    plan_in,
+    plan_prepared,
+)
 from fullshard.program.train.setup.devices import (
     Choice,
     Devices,
@@ -85,10 +93,11 @@ def plan_chosen(
 ) -> tuple[RunPlan, RunConfig]:
     """Return the plan of a run as it would choose by so much memory of each rank, and the settings with its choices.
 
-    Without ``memory_bytes`` nothing is chosen by it. The rest is :func:`~fullshard.program.train.plan.plan_prepared`'s.
+    Without ``memory_bytes`` nothing is chosen by it. The rest is as in
+    :func:`~fullshard.program.train.run_plan.plan_prepared`.
 
     Raises:
-        UserError: See :func:`~fullshard.program.train.plan.plan_prepared`.
+        UserError: See :func:`~fullshard.program.train.run_plan.plan_prepared`.
     """
     first = plan_prepared(config, data, world_size, device, **how)
     if memory_bytes is None:

@@ -31,7 +31,8 @@ from fullshard.program.models import base_of
 from fullshard.program.train.auto import KEPT, gpu_sheet, has_begun, recorded
 from fullshard.program.train.dry_run import lay_out
 from fullshard.program.train.fit import Load, Need, blocks_choice, fewest_blocks, find_remedies
-from fullshard.program.train.plan import (
+from fullshard.program.train.run.record import Planned
+from fullshard.program.train.run_plan import (
     ACCUMULATE,
     AUTO_SHARE,
     BLOCKS,
@@ -40,7 +41,6 @@ from fullshard.program.train.plan import (
     plan_prepared,
     uncompiled,
 )
-from fullshard.program.train.run.record import Planned
 from fullshard.program.train.setup.devices import Choice, may_accumulate_unsharded
 from fullshard.program.train.setup.optimizers import expected_state_bytes
 from fullshard.program.train.setup.prepare import Prepared
@@ -48,7 +48,7 @@ from fullshard.program.train.setup.quantization import require_kernels
 from fullshard.program.train.setup.resume import checkpoints_directory
 from fullshard.program.train.setup.steps import learning_rate_schedule, make_plan
 from fullshard.sizes import format_bytes
-from fullshard.state.resilience import KeepDirectory
+from fullshard.state.resilience import ScratchDirectory
 
 _TABLES = {"Embedding", "Linear"}
 """Classes of units outside the blocks, which tokens may travel to: then they are not gathered."""
@@ -259,7 +259,7 @@ def check_memory(
         MemoryLimitError: It does not fit; on every rank, with the same text.
     """
     config = load(())
-    keep = KeepDirectory.of(checkpoints_directory(config))
+    keep = ScratchDirectory.of(checkpoints_directory(config))
     file = None if keep is None else keep.directory / f"plan-{comm.rank}-{_key(config, comm.size)}.json"
     if keep is not None and keep.attempt:
         found = _read(file)
@@ -364,7 +364,7 @@ def _gathering_once(everyone: list[_Rank], kind: str, *, snapshots: bool) -> lis
 
 def _keeps_snapshots(config: RunConfig) -> bool:
     """Return whether this attempt takes snapshots for a later one."""
-    keep = KeepDirectory.of(checkpoints_directory(config))
+    keep = ScratchDirectory.of(checkpoints_directory(config))
     return keep is not None and not keep.last
 
 

@@ -19,9 +19,9 @@ import torch
 from fullshard.core.comm import Mesh, device_of, free_memory, together_in_background
 from fullshard.errors import CheckpointError
 from fullshard.sizes import format_bytes
-from fullshard.state.resilience.keep import KeepDirectory
-from fullshard.state.resilience.partner import Partners
-from fullshard.state.resilience.slot import Described, Snapshot, nbytes_of
+from fullshard.state.resilience.peer_replicas import PeerReplicas
+from fullshard.state.resilience.scratch import ScratchDirectory
+from fullshard.state.resilience.snapshot_buffer import Snapshot, SnapshotHeader, nbytes_of
 from fullshard.state.storage import as_json
 
 _log = logging.getLogger("fullshard")
@@ -38,7 +38,7 @@ Every = int | Literal["auto"]
 class OfOtherRanks:
     """The snapshots of one moment of a run on another number of ranks, as one current rank holds them."""
 
-    described: Described  # rank 0's description, the same on every rank
+    described: SnapshotHeader  # rank 0's description, the same on every rank
     mine: tuple[Snapshot, ...]  # those that this rank is to pass on; together the ranks have each once
 
 
@@ -67,7 +67,7 @@ class Snapshots:
         costs: Seconds of training that each snapshot has cost this rank, including the first ones.
     """
 
-    def __init__(self, ranks: Mesh, keep: KeepDirectory, every: Every) -> None:
+    def __init__(self, ranks: Mesh, keep: ScratchDirectory, every: Every) -> None:
         """Prepare snapshots every ``every`` steps, or as often as costs ``SHARE`` of the time.
 
         If failures follow each other so fast that more time is lost by them, the interval that loses least is used.
@@ -78,9 +78,9 @@ class Snapshots:
         self._keep = keep
         self._measured = every == "auto"
         self._life_s = keep.mean_life_s()
-        self._pace: Sequence[float] | None = None  # see :class:`Described`; the same on every rank
-        self._partners = Partners(ranks, keep.directory)
-        self._slots = [self._partners.slot_of(ranks.rank, number) for number in range(_GENERATIONS)]
+        self._pace: Sequence[float] | None = None  # see :class:`SnapshotHeader`; the same on every rank
+        self._replicas = PeerReplicas(ranks, keep.directory)
+        self._buffers = [self._replicas.buffer_of(ranks.rank, number) for number in range(_GENERATIONS)]
         self._serial = 0
         self._next: int | None = None
         self._thread: threading.Thread | None = None
@@ -132,13 +132,15 @@ class Snapshots:
             return False
         self._next = step + self.every
         rank, size = self._ranks.rank, self._ranks.size
-        described = Described(step, rank, size, self._keep.attempt, self._serial, self.every, self._pace, values, plain)
-        slot = self._slots[self._serial % _GENERATIONS]
+        described = SnapshotHeader(
+            step, rank, size, self._keep.attempt, self._serial, self.every, self._pace, values, plain
+        )
+        buffer = self._buffers[self._serial % _GENERATIONS]
         self._serial += 1
         try:
-            complete = slot.write(tensors, device_of(self._ranks.device).copy_to_host)
+            complete = buffer.write(tensors, device_of(self._ranks.device).copy_to_host)
         except OSError as error:
-            self._problem = f"rank {rank} could not write to {slot.directory}: {error}"
+            self._problem = f"rank {rank} could not write to {buffer.directory}: {error}"
         else:
             self._thread = threading.Thread(
                 target=self._complete, args=(complete, described), daemon=True, name="fullshard-snapshot"
@@ -157,10 +159,10 @@ class Snapshots:
     def newest(self) -> Snapshot | None:
         """Return this rank's part of the newest moment of which every rank has a snapshot; every rank calls it.
 
-        Snapshots of a lost machine's ranks come from their partners. Damaged ones count as missing. The next snapshot
+        Snapshots of a lost machine's ranks come from their peers. Damaged ones count as missing. The next snapshot
         does not overwrite this one.
         """
-        brought = self._partners.several and self._bring_back()
+        brought = self._replicas.several and self._bring_back()
         # Checksums of both generations would take twice as long, and the older one is rarely needed.
         for newest in (True, False):
             found = together_in_background(self._ranks, partial(self._held, self._ranks.rank, newest=newest))
@@ -172,19 +174,19 @@ class Snapshots:
             return None
         chosen = found[max(common)]
         described = chosen.described
-        self._serial = described.serial + 1  # the other slot is written next
+        self._serial = described.serial + 1  # the other buffer is written next
         if self._measured:
             # What the attempt before has measured holds until this one has: it may not last that long.
             self.every, self._pace = min(FIRST_GAP, described.every), described.pace
             self._keep_pace([life for _, life in everyone])
-        # A machine that lacked its own lacks its partners' too: they are sent again after the next step.
+        # A machine that lacked its own lacks its peers' too: they are sent again after the next step.
         self._next = described.step + (1 if brought else self.every)
         return chosen
 
     @property
     def several(self) -> bool:
         """Whether other machines have copies, so that a run may lose some of its ranks and go on without them."""
-        return self._partners.several
+        return self._replicas.several
 
     def of_other_ranks(self) -> OfOtherRanks | None:
         """Return the newest moment of another number of ranks that is here complete; every rank calls it.
@@ -198,10 +200,14 @@ class Snapshots:
         owners = sorted(int(path.name.removeprefix("rank-")) for path in self._keep.directory.glob("rank-*"))
 
         def read() -> dict[tuple[int, Key, int], Snapshot]:
-            slots = [self._partners.slot_of(owner, one) for owner in owners[first::here] for one in range(_GENERATIONS)]
+            buffers = [
+                self._replicas.buffer_of(owner, one) for owner in owners[first::here] for one in range(_GENERATIONS)
+            ]
             # Those of the same number of ranks are not read: checksums of all bytes would delay every restart again.
-            others = [slot for slot in slots if (said := slot.described()) is not None and said.world_size != size]
-            found = [one for slot in others if (one := slot.read()) is not None]
+            others = [
+                buffer for buffer in buffers if (said := buffer.described()) is not None and said.world_size != size
+            ]
+            found = [one for buffer in others if (one := buffer.read()) is not None]
             return {(one.described.world_size, one.described.key, one.described.rank): one for one in found}
 
         mine = together_in_background(self._ranks, read)
@@ -219,10 +225,10 @@ class Snapshots:
 
     def _held(self, rank: int, *, newest: bool = False) -> dict[Key, Snapshot]:
         """Return the complete snapshots of a rank on this machine, by key; or only the newest one."""
-        slots, size = [self._partners.slot_of(rank, number) for number in range(_GENERATIONS)], self._ranks.size
-        noted = [(said.key, slot) for slot in slots if (said := slot.described()) and said.world_size == size]
+        buffers, size = [self._replicas.buffer_of(rank, number) for number in range(_GENERATIONS)], self._ranks.size
+        noted = [(said.key, buffer) for buffer in buffers if (said := buffer.described()) and said.world_size == size]
         noted.sort(key=lambda pair: pair[0])
-        read = [slot.read() for _, slot in noted[-1 if newest else 0 :]]
+        read = [buffer.read() for _, buffer in noted[-1 if newest else 0 :]]
         return {one.described.key: one for one in read if one is not None}
 
     def _bring_back(self) -> bool:
@@ -231,7 +237,7 @@ class Snapshots:
         Returns:
             True if a rank lacked its own.
         """
-        rank, size, each = self._ranks.rank, self._ranks.size, self._partners.each
+        rank, size, each = self._ranks.rank, self._ranks.size, self._replicas.each
         mine = together_in_background(
             self._ranks, lambda: {owner: self._held(owner) for owner in range(rank % each, size, each)}
         )
@@ -242,7 +248,7 @@ class Snapshots:
             try:
                 for owner, (key, source) in holders.items():
                     if source == rank:
-                        self._partners.send(owner, mine[owner][key].directory)
+                        self._replicas.send(owner, mine[owner][key].directory)
             except OSError as error:
                 raise CheckpointError(f"A snapshot could not be brought back from another machine: {error}") from error
 
@@ -267,7 +273,7 @@ class Snapshots:
         Sets ``every``, or disables snapshots, on all ranks alike.
         """
         first = self._next is None and not self.costs
-        room = (room_of(tensors, several=self._partners.several), self._free()) if first else None
+        room = (room_of(tensors, several=self._replicas.several), self._free()) if first else None
         step_s = statistics.median(self._steps_s) if self._steps_s else 0.0
         # One snapshot of several costs twice as much as the others, and would double the interval.
         cost = statistics.median(self.costs[_GENERATIONS:][-_COSTS:] or [0.0])
@@ -307,18 +313,18 @@ class Snapshots:
         """
         with contextlib.suppress(OSError):
             found = os.statvfs(self._keep.directory.parent)
-            machine = self._ranks.rank // self._partners.each
+            machine = self._ranks.rank // self._replicas.each
             here = f"file system ({self._keep.directory.parent}): machine {machine}"
             return {**free_memory(torch.device("cpu")), here: found.f_bavail * found.f_frsize}
         return free_memory(torch.device("cpu"))
 
-    def _complete(self, complete: Callable[[Described], None], described: Described) -> None:
+    def _complete(self, complete: Callable[[SnapshotHeader], None], described: SnapshotHeader) -> None:
         """Complete a snapshot; runs in the thread."""
         started, busy = time.monotonic(), time.thread_time()
         try:
             complete(described)
-            if self._partners.several:
-                self._partners.send(self._partners.partner, self._slots[described.serial % _GENERATIONS].directory)
+            if self._replicas.several:
+                self._replicas.send(self._replicas.peer, self._buffers[described.serial % _GENERATIONS].directory)
         except Exception as error:  # any: the next exchange reports it
             self._problem = f"rank {described.rank} could not complete the snapshot of step {described.step}: {error!r}"
         self._busy_s, self._written_s = time.thread_time() - busy, time.monotonic() - started
@@ -370,7 +376,7 @@ def senders(everyone: Sequence[Mapping[int, set[Key]]]) -> dict[int, tuple[Key, 
 def room_of(tensors: Mapping[str, torch.Tensor], *, several: bool) -> int:
     """Return the bytes of a rank's snapshots of these tensors on its machine; any rank.
 
-    With ``several`` machines it is twice as much: each rank also stores its partner's.
+    With ``several`` machines it is twice as much: each rank also stores its peer's.
     """
     return _GENERATIONS * (2 if several else 1) * nbytes_of(tensors)
 

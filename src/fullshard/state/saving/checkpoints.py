@@ -23,12 +23,12 @@ from fullshard.core.engine import mesh_of, units
 from fullshard.core.optim.average import ExponentialMovingAverage
 from fullshard.core.policy import ShardingStrategy
 from fullshard.errors import CheckpointError
-from fullshard.state.resilience import Every, KeepDirectory, OfOtherRanks
+from fullshard.state.resilience import Every, OfOtherRanks, ScratchDirectory
 from fullshard.state.saving.full import JOIN_SECONDS, write_assets
 from fullshard.state.saving.loading import Restored, load_checkpoint
+from fullshard.state.saving.parameter_state import Stepping
 from fullshard.state.saving.pieces import HostCopies, plan_save, require_between_steps, rng_bytes, rng_name
 from fullshard.state.saving.snapshot import InMemory, checkpoint_plans
-from fullshard.state.saving.stepped import Stepping
 from fullshard.state.storage import (
     GIVEN_UP,
     Base,
@@ -214,7 +214,7 @@ class Checkpoints:
         self._copies = HostCopies(self.ranks)
         self._lock: Lock | None = None
         self._saves = 0
-        kept = None if in_memory is None else KeepDirectory.of(self.directory)
+        kept = None if in_memory is None else ScratchDirectory.of(self.directory)
         self.in_memory = None if in_memory is None or kept is None else InMemory(self.ranks, kept, in_memory)
         if (keep_last is not None and keep_last < 1) or keep_best < 0:
             raise CheckpointError(

@@ -29,8 +29,8 @@ from fullshard.errors import CheckpointError
 from fullshard.state.saving.dcp_reader import MARKER, DcpPlanner, DcpReader, read_metadata
 from fullshard.state.saving.load_plan import LoadPlan
 from fullshard.state.saving.optimizer_state import named_groups
+from fullshard.state.saving.parameter_state import ParameterState, Stepping, stepped
 from fullshard.state.saving.shard_tensor import part_or_full, state_as_part
-from fullshard.state.saving.stepped import Stepped, Stepping, stepped
 from fullshard.state.storage import Piece, TensorSpec
 
 
@@ -232,7 +232,7 @@ class _Saved:
             for key in options
         }
 
-    def add_optimizer(self, plan: LoadPlan, own: Sequence[Stepped], values: Mapping[str, Any]) -> None:
+    def add_optimizer(self, plan: LoadPlan, own: Sequence[ParameterState], values: Mapping[str, Any]) -> None:
         """Add this rank's runs of the optimizer's state to ``plan``.
 
         Args:
@@ -261,7 +261,7 @@ def _names(model: nn.Module) -> dict[str, list[str]]:
     return {of_tensor[0]: of_tensor for of_tensor in names.values()}
 
 
-def _states(own: Sequence[Stepped]) -> dict[str, dict[str, Any]]:
+def _states(own: Sequence[ParameterState]) -> dict[str, dict[str, Any]]:
     """Return this rank's part of the optimizer's state by parameter name and key."""
     states = {
         one.local.name: {

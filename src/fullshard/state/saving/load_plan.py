@@ -14,7 +14,7 @@ from fullshard.core.optim.walk import require_same_values
 from fullshard.core.quantized import quantisations
 from fullshard.core.shards import rows_of
 from fullshard.errors import CheckpointError
-from fullshard.state.saving.stepped import Stepped, saved_options
+from fullshard.state.saving.parameter_state import ParameterState, saved_options
 from fullshard.state.storage import Base, Piece, TensorSpec
 
 
@@ -91,7 +91,10 @@ class LoadPlan:
             raise CheckpointError(f"{source} does not fit the model. Tensors {'; '.join(problems)}.")
 
     def add_optimizer(
-        self, own: Sequence[Stepped], states: Mapping[str, Mapping[str, Any]], groups: Iterable[Mapping[str, Any]]
+        self,
+        own: Sequence[ParameterState],
+        states: Mapping[str, Mapping[str, Any]],
+        groups: Iterable[Mapping[str, Any]],
     ) -> None:
         """Add this rank's runs of the optimizer's state.
 
@@ -109,7 +112,7 @@ class LoadPlan:
             saved = states.get(one.saved_name(states), {})
             self.loaded.append((self._new_state(one, saved, its_options), its_options))
 
-    def _new_state(self, one: Stepped, saved: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
+    def _new_state(self, one: ParameterState, saved: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
         specs = {key: value for key, value in saved.items() if isinstance(value, TensorSpec)}
         parts = {key: one.part_of_saved(key, spec.shape) for key, spec in specs.items()}
         kinds = {key: specs[key].dtype if key in specs else value for key, value in saved.items()}

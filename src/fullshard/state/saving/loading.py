@@ -17,6 +17,7 @@ from fullshard.core.optim.shards import holds_rows
 from fullshard.core.shards import rows_of
 from fullshard.errors import CheckpointError
 from fullshard.state.saving.load_plan import LoadPlan
+from fullshard.state.saving.parameter_state import ParameterState, Stepping, stepped, take_options
 from fullshard.state.saving.pieces import (
     AVERAGE,
     GRADIENT,
@@ -28,7 +29,6 @@ from fullshard.state.saving.pieces import (
     rng_name,
     split_state_name,
 )
-from fullshard.state.saving.stepped import Stepped, Stepping, stepped, take_options
 from fullshard.state.storage import (
     CheckpointReader,
     Index,
@@ -183,7 +183,7 @@ class Target:
         """
         self.index, self.plan, self._source = index, LoadPlan(), source
         self._specs = {name: TensorSpec(name, e.shape, dtype_of(e)) for name, e in index.tensors.items()}
-        self._own: list[Stepped] = []
+        self._own: list[ParameterState] = []
         self._gradients: list[tuple[nn.Parameter, torch.Tensor | None]] = []
         self._average, self._updates = average, torch.zeros(1, dtype=torch.int64)
         held = [_as_saved(local, index) for local in local_tensors(model)]

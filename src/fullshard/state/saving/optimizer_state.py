@@ -22,7 +22,7 @@ from fullshard.core.optim.shards import comm_of, meta_of
 from fullshard.core.optim.walk import load_parameter_states
 from fullshard.errors import CheckpointError
 from fullshard.state.saving.load_plan import LoadPlan
-from fullshard.state.saving.stepped import Stepped, Stepping, stepped
+from fullshard.state.saving.parameter_state import ParameterState, Stepping, stepped
 from fullshard.state.storage import Piece, TensorSpec, load_plain
 
 _NO_DECAY = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
@@ -138,7 +138,10 @@ def cut(full: torch.Tensor, part: StatePart) -> torch.Tensor:
 
 
 def _names_of_groups(
-    model: nn.Module, own: Sequence[Stepped], groups: Sequence[Mapping[str, Any]], names: Sequence[Sequence[str]] | None
+    model: nn.Module,
+    own: Sequence[ParameterState],
+    groups: Sequence[Mapping[str, Any]],
+    names: Sequence[Sequence[str]] | None,
 ) -> Sequence[Sequence[str]]:
     """Return the parameter names of each group, in order.
 
@@ -167,7 +170,7 @@ def _names_of_groups(
     return names
 
 
-def _groups_of(own: Sequence[Stepped]) -> list[list[str]]:
+def _groups_of(own: Sequence[ParameterState]) -> list[list[str]]:
     """Return the parameter names of each group of the sharded optimizer, except groups without parameters here."""
     groups: dict[int, list[str]] = {}
     for one in own:
@@ -187,7 +190,7 @@ def _guesses(model: nn.Module, count: int) -> Iterator[list[list[str]]]:
         yield [[name for name in trainable if name not in plain], [name for name in trainable if name in plain]]
 
 
-def _check(model: nn.Module, own: Sequence[Stepped], values: Mapping[str, Mapping[str, Any]]) -> None:
+def _check(model: nn.Module, own: Sequence[ParameterState], values: Mapping[str, Mapping[str, Any]]) -> None:
     """Compare everything saved with model and optimizer, not only this rank's part: every rank raises the same error.
 
     Raises:
@@ -309,7 +312,7 @@ def _require_same(mesh: Mesh, names: list[list[str]]) -> None:
 
 
 @dataclass(frozen=True)
-class Described:
+class TensorPlaceholder:
     """Placeholder for a tensor of a parameter's state."""
 
     shape: tuple[int, ...]  # its shape in the unsharded state
@@ -322,10 +325,10 @@ class StatesOfAll:
 
     Attributes:
         own: This rank's parameters by name.
-        states: The state of each parameter, the same on every rank: values, and :class:`Described` for tensors.
+        states: The state of each parameter, the same on every rank: values, and :class:`TensorPlaceholder` for tensors.
     """
 
-    def __init__(self, model: nn.Module, own: Sequence[Stepped]) -> None:
+    def __init__(self, model: nn.Module, own: Sequence[ParameterState]) -> None:
         """Exchange descriptions of the state of ``own``, this rank's parameters; every rank calls it.
 
         Raises:
@@ -357,7 +360,7 @@ class StatesOfAll:
 
         state = {name: dict(of_param) for name, of_param in self.states.items()}
         for key in dict.fromkeys(key for of_param in state.values() for key in of_param):
-            described = {n: one for n, s in self.states.items() if isinstance(one := s.get(key), Described)}
+            described = {n: one for n, s in self.states.items() if isinstance(one := s.get(key), TensorPlaceholder)}
             wanted = {name: one.dtype for name, one in described.items() if one.by_element}
             held = {name: one.state[key] for name, one in self.own.items() if name in wanted and key in one.state}
             for name, tensor in held.items():
@@ -372,7 +375,9 @@ class StatesOfAll:
                     state[name][key] = None if tensor is None else copied(tensor)
         return {} if rank0_only and self.mesh.rank > 0 else state
 
-    def _gather_runs(self, name: str, key: str, described: Described, *, rank0_only: bool) -> torch.Tensor | None:
+    def _gather_runs(
+        self, name: str, key: str, described: TensorPlaceholder, *, rank0_only: bool
+    ) -> torch.Tensor | None:
         """Gather a full tensor of state from the runs of the ranks that share the parameter ``name``."""
         local = self._locals[name]
         if rank0_only and local.replica > 0:  # another replica sends the same values
@@ -396,12 +401,12 @@ class StatesOfAll:
         return full.view(described.shape)
 
 
-def _described(one: Stepped) -> tuple[int, StateDict, dict[str, tuple[int, int]]]:
+def _described(one: ParameterState) -> tuple[int, StateDict, dict[str, tuple[int, int]]]:
     """Describe a parameter's state on this rank, for other ranks.
 
     Returns:
-        The rank's number among those that share the parameter, the state with :class:`Described` for tensors, and the
-        elements that this rank contributes, by key.
+        The rank's number among those that share the parameter, the state with :class:`TensorPlaceholder` for tensors,
+        and the elements that this rank contributes, by key.
 
     Raises:
         CheckpointError: A tensor's part of the unsharded state is unknown.
@@ -415,7 +420,7 @@ def _described(one: Stepped) -> tuple[int, StateDict, dict[str, tuple[int, int]]
             state[key] = value.detach().to("cpu", copy=True) if isinstance(value, torch.Tensor) else value
         else:
             by_element = part == elementwise(meta)
-            state[key] = Described(part.shape, value.dtype, by_element)
+            state[key] = TensorPlaceholder(part.shape, value.dtype, by_element)
             if not by_element:
                 runs[key] = part.written
     return meta.rank, state, runs

@@ -18,7 +18,7 @@ from fullshard.core.engine import LocalTensor, local_tensors, mesh_of, require_o
 from fullshard.core.optim.average import ExponentialMovingAverage
 from fullshard.core.shards import on_rows
 from fullshard.errors import CheckpointError
-from fullshard.state.saving.stepped import StateValue, Stepped, Stepping, stepped
+from fullshard.state.saving.parameter_state import ParameterState, StateValue, Stepping, stepped
 from fullshard.state.storage import Piece, SaveJob, SavePlan
 
 
@@ -200,7 +200,7 @@ def _add_state(
             plan.scalars.setdefault(local.name, {})[said.key] = said.value
 
 
-def groups_as_plain(own: Sequence[Stepped]) -> list[dict[str, Any]]:
+def groups_as_plain(own: Sequence[ParameterState]) -> list[dict[str, Any]]:
     """Return the options of the optimizer's groups as JSON holds them, with parameter names under ``params``."""
     groups: dict[int, dict[str, Any]] = {}
     for one in own:

@@ -16,10 +16,10 @@ from fullshard.core.engine import local_tensors
 from fullshard.core.optim.average import ExponentialMovingAverage
 from fullshard.core.shards import on_rows
 from fullshard.errors import CheckpointError
-from fullshard.state.resilience import Every, KeepDirectory, OfOtherRanks, Snapshot, Snapshots, checksums
+from fullshard.state.resilience import Every, OfOtherRanks, ScratchDirectory, Snapshot, Snapshots, checksums
 from fullshard.state.saving.loading import Restored, Target, index_of_specs
+from fullshard.state.saving.parameter_state import Stepping
 from fullshard.state.saving.pieces import MODEL, plan_save, require_between_steps, restore_rng, rng_bytes, rng_name
-from fullshard.state.saving.stepped import Stepping
 from fullshard.state.storage import Piece, SavePlan, TensorSpec
 
 RNG = "rng"
@@ -36,7 +36,7 @@ class InMemory(Snapshots):
         attempt: Number of this attempt, from 0.
     """
 
-    def __init__(self, ranks: Mesh, keep: KeepDirectory, every: Every) -> None:
+    def __init__(self, ranks: Mesh, keep: ScratchDirectory, every: Every) -> None:
         """Write nothing yet."""
         super().__init__(ranks, keep, every)
         self.attempt = keep.attempt

@@ -452,7 +452,7 @@ def verify(path: str | Place, progress: Progress = lambda done, total: None) -> 
     sizes = [_nbytes(found, WEIGHT_SUFFIXES[:-1]) for found, _ in work]  # an estimate of what will be read
     results, done = [], 0
     for (found, what), size in zip(work, sizes, strict=True):
-        meter = _Meter(progress, done, sum(sizes))
+        meter = _Throughput(progress, done, sum(sizes))
         result = _verify_one(found, what, meter)
         if result.problems and not found.exists():
             notes.append(f"{found} was deleted while it was being verified")
@@ -476,7 +476,7 @@ def _what_resumes(path: Place, kind: Kind, results: Sequence[VerifyResult]) -> l
     return []
 
 
-class _Meter:
+class _Throughput:
     """Counts the bytes read for one result, and reports progress."""
 
     def __init__(self, progress: Progress, before: int, total: int) -> None:
@@ -493,7 +493,7 @@ class _Meter:
         self._progress(min(self._before + self.nbytes, self._total), self._total)
 
 
-def _verify_one(path: Place, kind: Kind, meter: _Meter) -> VerifyResult:
+def _verify_one(path: Place, kind: Kind, meter: _Throughput) -> VerifyResult:
     if kind is Kind.CHECKPOINT:
         return _verify_checkpoint(path, meter)
     if path.is_file() and is_shard_name(path.name) and (path.parent / INDEX_NAME).is_file():
@@ -501,7 +501,7 @@ def _verify_one(path: Place, kind: Kind, meter: _Meter) -> VerifyResult:
     return _verify_weights(path, kind, meter)
 
 
-def _verify_checkpoint(path: Place, meter: _Meter) -> VerifyResult:
+def _verify_checkpoint(path: Place, meter: _Throughput) -> VerifyResult:
     """Verify a sharded checkpoint: marker, sizes, index, headers, small files, and every block's checksum."""
     problems: list[Problem] = []
     done = _check_marker(path, problems)
@@ -528,7 +528,7 @@ def _verify_checkpoint(path: Place, meter: _Meter) -> VerifyResult:
     )
 
 
-def _verify_shard(path: Place, meter: _Meter) -> VerifyResult:
+def _verify_shard(path: Place, meter: _Throughput) -> VerifyResult:
     """Verify one rank's file of a checkpoint by the index next to it, and nothing else of the checkpoint."""
     top, problems = path.parent, list[Problem]()
     done = _check_marker(top, problems)
@@ -608,7 +608,7 @@ def _open(file: Place, top: Place, problems: list[Problem]) -> SafetensorsFile |
         return None
 
 
-def _check_files(files: Mapping[str, SafetensorsFile], index: Index, meter: _Meter) -> Iterator[Problem]:
+def _check_files(files: Mapping[str, SafetensorsFile], index: Index, meter: _Throughput) -> Iterator[Problem]:
     """Check every run that the index lists in ``files``, by name, and that they contain no other tensors."""
     for name, entry in index.tensors.items():
         for piece in entry.pieces:
@@ -622,7 +622,7 @@ def _check_files(files: Mapping[str, SafetensorsFile], index: Index, meter: _Met
 
 
 def _check_piece(
-    file: SafetensorsFile, name: str, entry: TensorEntry, piece: PieceEntry, meter: _Meter
+    file: SafetensorsFile, name: str, entry: TensorEntry, piece: PieceEntry, meter: _Throughput
 ) -> Iterator[Problem]:
     """Check one run of one tensor: its entry in the file against the index, then its blocks."""
     stored = file.tensors.get(name)
@@ -662,7 +662,7 @@ def _check_piece(
             yield Problem(piece.file, text, *where)
 
 
-def _verify_weights(path: Place, kind: Kind, meter: _Meter) -> VerifyResult:
+def _verify_weights(path: Place, kind: Kind, meter: _Throughput) -> VerifyResult:
     """Verify files without checksums: headers, their index, and that every byte can be read."""
     problems = list(_check_json(path, path)) if path.is_dir() else []
     try:

@@ -103,7 +103,7 @@ def test_flags_are_set_if_they_are_on_any_rank():
 def test_optimizers_that_step_different_parameters_are_named():
     def work(comm):
         agreement = agreement_of(comm)
-        agreement.claims.append({"weight": (comm.rank, ("decay",)), "bias": (0, ())})
+        agreement.fingerprints.append({"weight": (comm.rank, ("decay",)), "bias": (0, ())})
         with pytest.raises(MismatchError, match=r"weight is in group 0 on rank 0 and in group 1 on rank 1"):
             agreement.after_backward([True], 7)
 
@@ -115,14 +115,14 @@ def test_with_the_debug_variable_every_pass_is_compared(monkeypatch):
     assert messages(lambda agreement: agreement.before("all-gather", 1)) == ["all_reduce"]
 
 
-@pytest.mark.parametrize("claims", [[], [{"weight": (0, ("lr",))}]])
-def test_where_the_device_is_not_waited_for_the_error_tells_that_optimizers_may_differ_if_there_are_any(claims):
+@pytest.mark.parametrize("fingerprints", [[], [{"weight": (0, ("lr",))}]])
+def test_where_the_device_is_not_waited_for_the_error_tells_that_optimizers_may_differ_if_there_are_any(fingerprints):
     agreement = agreement_of(SoloComm(torch.device("cpu")))
     agreement.mesh = SimpleNamespace(device=torch.device("cuda"), rank=0)
-    agreement.claims = claims
+    agreement.fingerprints = fingerprints
     with pytest.raises(MismatchError) as told:
         agreement._raise_mismatch(3)
-    assert ("gave optimizers different parameters" in str(told.value)) is bool(claims)
+    assert ("gave optimizers different parameters" in str(told.value)) is bool(fingerprints)
 
 
 class QueueingDevice(Device):

@@ -6,7 +6,7 @@ import torch
 from fullshard.core.comm import Mesh, SoloComm
 from fullshard.core.comm.device import Device
 from fullshard.core.engine.step import lane as lane_module
-from fullshard.core.engine.step.lane import Account, Lane, LaneState
+from fullshard.core.engine.step.lane import BufferTracker, Lane, LaneState
 from fullshard.core.engine.step.precision import Dtypes
 from fullshard.core.layout import plan_unit
 from fullshard.core.testing import run_ranks
@@ -27,7 +27,7 @@ def lane_of(comm, **changes):
         "replicated": False,
         "pinned": False,
         "device": Device(CPU),
-        "account": Account(),
+        "tracker": BufferTracker(),
     }
     lane = Lane(layout, Mesh(comm, SoloComm(CPU)), torch.arange(low, high).float(), **(options | changes))
     lane.allocate()
@@ -49,18 +49,18 @@ def settle(lane):
 def test_it_is_gathered_between_issue_and_release_and_its_memory_only_then():
     def work(comm):
         lane = lane_of(comm)
-        assert (lane.state, lane.full.held, lane.account.live["gathered"]) == (LaneState.SHARDED, False, 0)
+        assert (lane.state, lane.full.held, lane.tracker.live["gathered"]) == (LaneState.SHARDED, False, 0)
         lane.issue_gather()
         assert lane.state is LaneState.GATHERING
         lane.gather_work.wait()
         lane.finish_gather()
         assert lane.state is LaneState.GATHERED
         assert torch.equal(lane.full.tensor, torch.arange(lane.numel).float())
-        assert lane.account.live["gathered"] == 4 * lane.numel
+        assert lane.tracker.live["gathered"] == 4 * lane.numel
         assert torch.equal(lane.own_part, lane.shard)
         settle(lane)
         lane.release()
-        assert (lane.state, lane.full.held, lane.account.live["gathered"]) == (LaneState.SHARDED, False, 0)
+        assert (lane.state, lane.full.held, lane.tracker.live["gathered"]) == (LaneState.SHARDED, False, 0)
 
     run_ranks(3, work)
 
@@ -115,7 +115,7 @@ def test_a_replicated_lane_shows_its_shard_and_takes_no_memory_besides():
         gather(lane)
         assert lane.gather_work is lane.unsettled is None
         assert lane.full.tensor.data_ptr() == lane.shard.data_ptr()
-        assert lane.account.live["gathered"] == 0
+        assert lane.tracker.live["gathered"] == 0
 
     run_ranks(1, work)
 
@@ -128,7 +128,7 @@ def test_the_shard_is_cast_to_the_compute_dtype():
         settle(lane)
         lane.release()
         lane.retype(Dtypes(*[torch.float64] * 5))
-        assert lane.account.live["shards"] == 8 * lane.shard.numel()
+        assert lane.tracker.live["shards"] == 8 * lane.shard.numel()
         gather(lane)
         assert torch.equal(lane.full.tensor, torch.arange(lane.numel).double())
 
@@ -150,9 +150,9 @@ def test_the_complete_gradient_is_the_sum_of_what_arrived_and_zero_elsewhere():
             placement = lane.layout.placements[place]
             expected[placement.start : placement.stop] = value
         assert torch.equal(lane.complete_gradient(), expected)
-        assert lane.account.live["gradients"] == 4 * lane.numel
+        assert lane.tracker.live["gradients"] == 4 * lane.numel
         lane.drop_gradient()
-        assert (lane.gradient, lane.written, lane.account.live["gradients"]) == (None, set(), 0)
+        assert (lane.gradient, lane.written, lane.tracker.live["gradients"]) == (None, set(), 0)
 
     run_ranks(2, work)
 

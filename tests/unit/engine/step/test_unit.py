@@ -138,7 +138,7 @@ def test_a_reduce_leaves_the_mean_over_ranks_in_the_shards_and_no_unsharded_grad
                 if not rows.numel()
                 else torch.equal(param.sharded.grad, torch.full_like(rows, 3.5))
             )
-        assert unit.lanes[0].account.live["gradients"] == 0
+        assert unit.lanes[0].tracker.live["gradients"] == 0
         assert unit.gradient_bytes() == sum(rows_of(param.sharded).numel() * 4 for param in unit.params)
 
     on_two_ranks(work)
@@ -166,7 +166,7 @@ def test_an_abandoned_backward_leaves_nothing_behind():
         unit.drop_gradients()
         assert not unit.reducing
         assert not unit.holds_gradient
-        assert unit.lanes[0].account.live["gradients"] == 0
+        assert unit.lanes[0].tracker.live["gradients"] == 0
         assert not any(param.arrived or param.waiting for param in unit.params)
 
     on_two_ranks(work)

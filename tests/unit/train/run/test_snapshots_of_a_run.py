@@ -11,7 +11,7 @@ from fullshard.errors import CheckpointError, ConfigError
 from fullshard.program.train.run.checkpoints import RunCheckpoints
 from fullshard.program.train.setup import resume
 from fullshard.state.resilience import snapshots
-from fullshard.state.resilience.slot import Slot
+from fullshard.state.resilience.snapshot_buffer import SnapshotBuffer
 from fullshard.state.storage import find_checkpoints
 from support.interrupted_run import OFTEN, STEPS, assert_same, metrics, run, run_until_killed, run_until_stopped
 from support.t5_directory import write_t5
@@ -108,7 +108,7 @@ def test_frozen_weights_are_read_again_and_not_kept(tmp_path, keep, monkeypatch)
     run(tmp_path / "calm", **options)
     shutil.rmtree(keep)
     run_until_killed(tmp_path / "killed", ("step", 6), training__save_strategy="no", **options)
-    kept = [Slot(path).read() for path in keep.glob("*/rank-*/*")]
+    kept = [SnapshotBuffer(path).read() for path in keep.glob("*/rank-*/*")]
     names = {name for one in kept for name in one.tensors if name.startswith("model/")}
     assert len(kept) == 2
     assert names

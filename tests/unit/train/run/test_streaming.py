@@ -8,7 +8,7 @@ from pydantic import ValidationError
 from safetensors.torch import load_file
 
 from fullshard.program.config import RunConfig
-from fullshard.program.train.plan import at_limits, longest_batch
+from fullshard.program.train.run_plan import at_limits, longest_batch
 from fullshard.program.train.setup.prepare import prepare
 from support.interrupted_run import SMALL, Director, KilledError, kill, run
 from support.t5_directory import write_t5

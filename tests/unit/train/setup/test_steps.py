@@ -11,7 +11,13 @@ from fullshard.errors import ConfigError
 from fullshard.program.config import RunConfig, TrainingConfig
 from fullshard.program.data import padding_share, steps
 from fullshard.program.train.setup.prepare import collate_spec, prepare
-from fullshard.program.train.setup.steps import Division, LearningRateSchedule, began_with, learning_rate, make_plan
+from fullshard.program.train.setup.steps import (
+    BatchPartition,
+    LearningRateSchedule,
+    began_with,
+    learning_rate,
+    make_plan,
+)
 from support.tiny_run import settings, write_rows
 
 
@@ -19,45 +25,45 @@ from support.tiny_run import settings, write_rows
     ("ranks", "each", "accumulation"), [(8, 4, 2), (4, 4, 4), (2, 4, 8), (1, 4, 16), (16, 4, 1), (64, 1, 1)]
 )
 def test_other_ranks_take_the_same_rows_in_micro_batches_that_are_not_larger(ranks, each, accumulation):
-    assert Division(8, 4, 2, False).on(ranks) == Division(ranks, each, accumulation, False)
+    assert BatchPartition(8, 4, 2, False).on(ranks) == BatchPartition(ranks, each, accumulation, False)
 
 
 @pytest.mark.parametrize(("ranks", "each", "accumulation"), [(1, 1, 6), (3, 1, 2), (2, 3, 1), (1, 6, 1)])
 def test_rows_are_grouped_by_the_global_batch(ranks, each, accumulation):
-    assert Division(ranks, each, accumulation, False).group == 6
+    assert BatchPartition(ranks, each, accumulation, False).group == 6
 
 
 def test_micro_batches_become_smaller_where_they_must():
-    assert Division(3, 4, 1, False).on(2) == Division(2, 3, 2, False)
+    assert BatchPartition(3, 4, 1, False).on(2) == BatchPartition(2, 3, 2, False)
 
 
 def test_a_token_budget_stays_as_it_is():
-    assert Division(4, 1000, 1, True).on(2) == Division(2, 1000, 2, True)
-    assert Division(4, 1000, 1, True).on(2).group == Division(4, 1000, 1, True).group
-    assert Division(4, 1000, 2, True).group == 8
+    assert BatchPartition(4, 1000, 1, True).on(2) == BatchPartition(2, 1000, 2, True)
+    assert BatchPartition(4, 1000, 1, True).on(2).group == BatchPartition(4, 1000, 1, True).group
+    assert BatchPartition(4, 1000, 2, True).group == 8
     with pytest.raises(ConfigError, match="4 micro-batches a step, and 3 ranks"):
-        Division(4, 1000, 1, True).on(3)
+        BatchPartition(4, 1000, 1, True).on(3)
 
 
 def test_settings_that_were_changed_hold():
-    began = Division(2, 4, 1, False)
-    assert began_with(Division(1, 4, 1, False), began) == began
-    changed = Division(1, 4, 2, False)
+    began = BatchPartition(2, 4, 1, False)
+    assert began_with(BatchPartition(1, 4, 1, False), began) == began
+    changed = BatchPartition(1, 4, 2, False)
     assert began_with(changed, began) == changed
     assert began_with(changed, None) == changed
 
 
-@pytest.mark.parametrize("values", [{}, {"division": None}, {"division": {"ranks": 2}}, {"division": 3}])
+@pytest.mark.parametrize("values", [{}, {"partition": None}, {"division": {"ranks": 2}}, {"division": 3}])
 def test_values_of_older_versions_have_none(values):
-    assert Division.began(values) is None
+    assert BatchPartition.began(values) is None
 
 
 def test_it_is_read_from_what_it_wrote():
-    division = Division(2, 4, 3, True)
-    assert Division.began({"division": asdict(division)}) == division
+    partition = BatchPartition(2, 4, 3, True)
+    assert BatchPartition.began({"division": asdict(partition)}) == partition
 
 
-DIVISIONS = [(1, 1, 6), (3, 1, 2), (2, 3, 1), (6, 1, 1), (1, 6, 1), (1, 2, 3), (2, 1, 3)]
+PARTITIONS = [(1, 1, 6), (3, 1, 2), (2, 3, 1), (6, 1, 1), (1, 6, 1), (1, 2, 3), (2, 1, 3)]
 MIXTURE = dict.fromkeys(("train_file", "validation_file", "source_column", "target_column"))
 KINDS = {
     "plain": {},
@@ -70,9 +76,9 @@ KINDS = {
 }
 
 
-def rows_of_steps(directory, changes, division):
+def rows_of_steps(directory, changes, partition):
     """For each of the steps of two epochs the rows, target tokens and tokens of all ranks."""
-    ranks, each, accumulation = division
+    ranks, each, accumulation = partition
     sizes = {"training__per_device_train_batch_size": each, "training__gradient_accumulation_steps": accumulation}
     if "training__per_device_train_batch_tokens" in changes:
         # The budget is of a micro-batch: only ranks and accumulation divide it.
@@ -100,10 +106,10 @@ def test_a_fresh_run_has_the_same_rows_in_each_step(tmp_path, kind):
         files = {"one": "train.csv", "two": "few.csv"}
         of_set = {name: {"train_file": str(tmp_path / file), "weight": 1} for name, file in files.items()}
         changes |= {"data__sets": of_set, "training__eval_strategy": "no"}
-    first = rows_of_steps(tmp_path, changes, DIVISIONS[0])
+    first = rows_of_steps(tmp_path, changes, PARTITIONS[0])
     assert len({tokens for _, _, tokens in first}) > 1
-    for division in DIVISIONS[1:]:
-        assert rows_of_steps(tmp_path, changes, division) == first, division
+    for partition in PARTITIONS[1:]:
+        assert rows_of_steps(tmp_path, changes, partition) == first, partition
 
 
 def test_grouping_by_step_still_saves_padding(tmp_path):

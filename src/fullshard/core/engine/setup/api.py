@@ -52,7 +52,7 @@ from fullshard.core.engine.setup.wrap import (
     modules_kept,
 )
 from fullshard.core.engine.step.hooks import EmbeddingSite, LinearSite, UnitHooks
-from fullshard.core.engine.step.lane import Account
+from fullshard.core.engine.step.lane import BufferTracker
 from fullshard.core.engine.step.precision import dtypes_of
 from fullshard.core.engine.step.runtime import Runtime
 from fullshard.core.engine.step.unit import Unit, is_plain_embedding, plain_type
@@ -266,16 +266,16 @@ def fully_shard(  # noqa: PLR0913 (the front door: each argument is a policy)
     with quantised.undone_on_error():
         agreed = _agree(request)
         reader = None if weights is None else open_weights(root, ranks, weights, ignored)
-    account = Account()
-    builder = UnitBuilder(ranks, agreed.policy, account, runtime_device, agreed.kept_ids)
+    tracker = BufferTracker()
+    builder = UnitBuilder(ranks, agreed.policy, tracker, runtime_device, agreed.kept_ids)
     initializer = Initializer(root, ranks, builder.device, first, agreed.differing)
     if reader is not None:
         ignored = give_memory(root, ignored, builder.device, reader)
         initializer.prepare_rest()  # while parameters have no memory: their initial values cost nothing
     units = _build(agreed, builder, initializer, values=reader is None)
-    units = include(root, units, inner, ranks, account)
+    units = include(root, units, inner, ranks, tracker)
     ahead = prefetch if isinstance(prefetch, Prefetch) else Prefetch(backward=prefetch)
-    runtime = Runtime(units, ranks, ahead, account, runtime_device, frozenset(map(id, ignored)))
+    runtime = Runtime(units, ranks, ahead, tracker, runtime_device, frozenset(map(id, ignored)))
     accept_shards_while_alive(runtime)
     runtime.unwrapped = agreed.unwrapped
     runtime.check_buffers = warn_if_buffers_differ

@@ -13,7 +13,7 @@ from fullshard.core.comm import Device, Mesh, SoloComm, same_group, same_ranks
 from fullshard.core.engine.full.model_class import plain_class
 from fullshard.core.engine.registry import detach, is_sharded, runtime_of
 from fullshard.core.engine.setup.wrap import ParamSpec, UnitSpec, can_stay_home, is_table
-from fullshard.core.engine.step.lane import Account, Lane, ReusableBuffer
+from fullshard.core.engine.step.lane import BufferTracker, Lane, ReusableBuffer
 from fullshard.core.engine.step.param import ShardedParam
 from fullshard.core.engine.step.precision import Dtypes, cast_floats, dtypes_of, torch_dtype
 from fullshard.core.engine.step.runtime import Runtime
@@ -71,7 +71,9 @@ def _check_ranks(name: str, root: nn.Module, inner: Mesh, ranks: Mesh) -> None:
         )
 
 
-def include(root: nn.Module, units: list[Unit], inner: list[Runtime], ranks: Mesh, account: Account) -> list[Unit]:
+def include(
+    root: nn.Module, units: list[Unit], inner: list[Runtime], ranks: Mesh, tracker: BufferTracker
+) -> list[Unit]:
     """Return the new units and those sharded before, root first, the others in tree order."""
     if not inner:
         return units
@@ -85,12 +87,12 @@ def include(root: nn.Module, units: list[Unit], inner: list[Runtime], ranks: Mes
             detach(module)
             module.__class__ = plain_class(type(module))
         for unit in runtime.units:
-            _join(unit, paths, ranks, comms, account)
+            _join(unit, paths, ranks, comms, tracker)
         units += runtime.units
     return [units[0], *sorted(units[1:], key=lambda unit: order[id(unit.modules[0])])]
 
 
-def _join(unit: Unit, paths: Mapping[int, list[str]], mesh: Mesh, comms: list[Any], account: Account) -> None:
+def _join(unit: Unit, paths: Mapping[int, list[str]], mesh: Mesh, comms: list[Any], tracker: BufferTracker) -> None:
     """Make ``unit`` part of a larger model.
 
     Args:
@@ -98,17 +100,17 @@ def _join(unit: Unit, paths: Mapping[int, list[str]], mesh: Mesh, comms: list[An
         paths: Names of its modules in the larger model, by id.
         mesh: The ranks of that model.
         comms: The groups in use there; those of the unit are added.
-        account: The bytes of that model.
+        tracker: The bytes of that model.
     """
     unit.name = " + ".join(paths[id(module)][0] for module in unit.modules)
     for lane in unit.lanes:
         axes = lane.mesh.shard_group, lane.mesh.replica_group
         lane.mesh = Mesh(_one_of(comms, axes[0]), _one_of(comms, axes[1]), lane.mesh.messages)
-        lane.account.add("shards", -lane.shard.nbytes)
-        account.add("shards", lane.shard.nbytes)
-        lane.account = account
+        lane.tracker.add("shards", -lane.shard.nbytes)
+        tracker.add("shards", lane.shard.nbytes)
+        lane.tracker = tracker
         if isinstance(lane.full, ReusableBuffer):
-            lane.full.account = account
+            lane.full.tracker = tracker
     for param in unit.params:
         names = [f"{path}.{key}" if path else key for module, key in param.slots for path in paths[id(module)]]
         param.rename(names)
@@ -156,12 +158,14 @@ def check_messages(specs: Iterable[UnitSpec], policy: UnitPolicy) -> None:
 class UnitBuilder:
     """Builds the units of one model; every rank builds the same ones in the same order."""
 
-    def __init__(self, mesh: Mesh, policy: UnitPolicy, account: Account, device: Device, kept: frozenset[int]) -> None:
+    def __init__(
+        self, mesh: Mesh, policy: UnitPolicy, tracker: BufferTracker, device: Device, kept: frozenset[int]
+    ) -> None:
         """Build units that compute on ``device``; ``kept`` are the ids of modules that compute in float32."""
         self.mesh = mesh
         self.lane_mesh = Mesh(mesh.shard_group, mesh.replica_group, policy.precision.messages)
         self.policy = policy
-        self.account = account
+        self.tracker = tracker
         self.runtime_device = device
         self.device = device.device
         self.kept = kept
@@ -254,7 +258,7 @@ class UnitBuilder:
                 replicated=replicated or not self.policy.strategy.shards,
                 pinned=self._pinned,
                 device=self.runtime_device,
-                account=self.account,
+                tracker=self.tracker,
             )
             if isinstance(lane, TableLane):
                 lane.forced = self.policy.tables == "home"

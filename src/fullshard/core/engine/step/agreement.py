@@ -11,7 +11,7 @@ from typing import NoReturn
 import torch
 
 from fullshard.core.comm import Device, Mesh
-from fullshard.core.layout.sharded import Claims, claims_difference
+from fullshard.core.layout.sharded import Fingerprint, fingerprint_difference
 from fullshard.errors import MismatchError
 
 _CHECKSUM_BITS = 20  # a squared checksum summed over 2**20 ranks still fits an int64
@@ -32,7 +32,7 @@ class Agreement:
         renamed: Names of all parameters, if modules were moved or renamed since they were sharded.
         first_pass: Whether each collective is compared before it starts.
         every_pass: True if every pass is compared that way; set by ``FULLSHARD_DEBUG=1``.
-        claims: The parameters that optimizers step on this rank, appended by the optimizers.
+        fingerprints: The parameters that optimizers step on this rank, appended by the optimizers.
         rates: A checksum, a parameter and the learning rate of each group that was stepped since the last backward.
     """
 
@@ -44,7 +44,7 @@ class Agreement:
         self.renamed: list[str] = []
         self.first_pass = True
         self.every_pass = os.environ.get("FULLSHARD_DEBUG", "") == "1"
-        self.claims: list[Claims] = []
+        self.fingerprints: list[Fingerprint] = []
         self.rates: list[tuple[int, str, float]] = []
         self._stepped: list[tuple[int, str, float]] = []
         self._checksums: list[int] = []
@@ -108,8 +108,8 @@ class Agreement:
                 step different parameters, or group them differently.
         """
         self._check_verdict()
-        for claims in self.claims[len(self._checksums) :]:
-            self._checksums.append(zlib.crc32(repr(sorted(claims.items())).encode()))
+        for fingerprints in self.fingerprints[len(self._checksums) :]:
+            self._checksums.append(zlib.crc32(repr(sorted(fingerprints.items())).encode()))
         self._stepped, self.rates[:] = list(self.rates), []
         rates = sum(one for one, _, _ in self._stepped)
         names = zlib.crc32(repr(self.renamed).encode())
@@ -142,9 +142,9 @@ class Agreement:
 
     def _raise_mismatch(self, mark: int) -> NoReturn:
         """Raise an error that names the difference between ranks, after their checksums have differed."""
-        also = " or gave optimizers different parameters (FULLSHARD_DEBUG=1 shows which)" if self.claims else ""
+        also = " or gave optimizers different parameters (FULLSHARD_DEBUG=1 shows which)" if self.fingerprints else ""
         if self.mesh.device.type == "cpu" or self.every_pass:  # then all ranks read the result at the same point
-            found = claims_difference(self.mesh.all_gather_object(self.claims))
+            found = fingerprint_difference(self.mesh.all_gather_object(self.fingerprints))
             if found is not None:
                 raise MismatchError(
                     f"Ranks' optimizers step different parameters, or the same ones in different groups: {found}. A "

@@ -1,6 +1,6 @@
 """A lane in memory: this rank's shard, the gathered buffer and the unsharded gradient.
 
-A buffer's memory is freed and allocated again while tensors view it; an account has the bytes of all.
+A buffer's memory is freed and allocated again while tensors view it; an tracker has the bytes of all.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from fullshard.core.torch_private import foreach_copy, foreach_zero
 from fullshard.errors import InvariantError
 
 
-class Account:
+class BufferTracker:
     """Bytes of the engine's buffers, now and at most, by kind.
 
     Attributes:
@@ -83,10 +83,10 @@ class ReusableBuffer:
         alias: The same memory, for writing.
         version: Version of ``tensor`` when its content arrived; a later one shows that a user's module wrote to it.
         nbytes: Size of the memory.
-        account: Counts it.
+        tracker: Counts it.
     """
 
-    def __init__(self, numel: int, dtype: torch.dtype, device: Device, account: Account) -> None:
+    def __init__(self, numel: int, dtype: torch.dtype, device: Device, tracker: BufferTracker) -> None:
         """Allocate the memory; ``release`` frees it."""
         self.tensor = device.empty(numel, dtype)
         self.alias = self.tensor.data
@@ -94,8 +94,8 @@ class ReusableBuffer:
         self._storage = self.tensor.untyped_storage()
         self.nbytes = self._storage.nbytes()
         self._device = device
-        self.account = account
-        account.add("gathered", self.nbytes)
+        self.tracker = tracker
+        tracker.add("gathered", self.nbytes)
 
     @property
     def held(self) -> bool:
@@ -106,13 +106,13 @@ class ReusableBuffer:
         """Allocate memory with undefined content; do nothing if it is allocated."""
         if not self.held:
             self._device.allocate(self._storage, self.nbytes)
-            self.account.add("gathered", self.nbytes)
+            self.tracker.add("gathered", self.nbytes)
 
     def release(self) -> None:
         """Free the memory; every view is unreadable until the next ``take``."""
         if self.held and self.nbytes:
             self._device.release(self._storage)
-            self.account.add("gathered", -self.nbytes)
+            self.tracker.add("gathered", -self.nbytes)
 
 
 HELD_BYTES = 1 << 25
@@ -166,7 +166,7 @@ class Lane:
         replicated: True if each rank keeps the full lane, so that the shard also serves as gathered buffer if it can.
         pinned: True if the shard is in page-locked host memory.
         device: The device that its unit computes on.
-        account: Bytes of the engine's buffers.
+        tracker: Bytes of the engine's buffers.
         full: The gathered buffer, (world_size * shard_numel,), in the compute dtype; made by ``allocate``.
         state: What ``full`` holds.
         gather_work: The all-gather under way, or None.
@@ -187,7 +187,7 @@ class Lane:
     replicated: bool
     pinned: bool
     device: Device
-    account: Account
+    tracker: BufferTracker
     full: ReusableBuffer | PermanentBuffer = field(init=False)
     state: LaneState = LaneState.SHARDED
     gather_work: Work | None = None
@@ -201,7 +201,7 @@ class Lane:
     def allocate(self) -> None:
         """Make the gathered buffer, whose memory is held until ``release``."""
         self.full = self._make_full()
-        self.account.add("shards", self.shard.nbytes)
+        self.tracker.add("shards", self.shard.nbytes)
 
     @property
     def numel(self) -> int:
@@ -261,11 +261,11 @@ class Lane:
 
     def retype(self, dtypes: Dtypes) -> None:
         """Move to new memory of these dtypes; the caller binds the parameters to it."""
-        self.account.add("shards", -self.shard.nbytes)
+        self.tracker.add("shards", -self.shard.nbytes)
         self.shard = self.shard.to(dtypes.shard, copy=True)
         if self.pinned:
             self.shard = self.device.pin(self.shard)
-        self.account.add("shards", self.shard.nbytes)
+        self.tracker.add("shards", self.shard.nbytes)
         self.dtypes = dtypes
         self.full.release()
         self.full = self._make_full()
@@ -273,7 +273,7 @@ class Lane:
     def _make_full(self) -> ReusableBuffer | PermanentBuffer:
         if self.replicated and self.shard.dtype == self.dtypes.compute and not self.offloaded:
             return PermanentBuffer(self.shard)
-        return ReusableBuffer(self.numel, self.dtypes.compute, self.device, self.account)
+        return ReusableBuffer(self.numel, self.dtypes.compute, self.device, self.tracker)
 
     # Gradients
 
@@ -313,7 +313,7 @@ class Lane:
         """Return the gradient buffer, allocated without clearing: what stays unwritten is zeroed once, when reduced."""
         if self.gradient is None:
             self.gradient = self.device.empty(self.numel, self.dtypes.reduce)
-            self.account.add("gradients", self.gradient.nbytes)
+            self.tracker.add("gradients", self.gradient.nbytes)
         return self.gradient
 
     def complete_gradient(self) -> torch.Tensor:
@@ -349,7 +349,7 @@ class Lane:
     def drop_gradient(self) -> None:
         """Free the unsharded gradient."""
         if self.gradient is not None:
-            self.account.add("gradients", -self.gradient.nbytes)
+            self.tracker.add("gradients", -self.gradient.nbytes)
         self.gradient = None
         self.held, self.held_bytes = [], 0
         self.written.clear()

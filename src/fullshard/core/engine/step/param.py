@@ -19,9 +19,9 @@ from fullshard.core.shards import (
     ShardParameter,
     WatchedParameter,
     as_shard,
-    cut_of,
     on_rows,
     parameter_class,
+    row_split_of,
     rows_of,
 )
 from fullshard.core.torch_private import can_take_data
@@ -133,7 +133,7 @@ class ShardedParam:
     def _mark(self, shard: nn.Parameter) -> None:
         """Attach to a shard the metadata of its parameter."""
         group = self.lane.mesh.shard_group
-        vars(shard).update(shard_meta=self.meta, shard_comm=group, cut=cut_of(self.meta, group))
+        vars(shard).update(shard_meta=self.meta, shard_comm=group, row_split=row_split_of(self.meta, group))
 
     def rename(self, names: Sequence[str]) -> None:
         """Change the names to ``names``, the first one first; the lane may have got another mesh."""
@@ -196,7 +196,7 @@ class ShardedParam:
         part = self.local_view(shard)
         part = part.to(self.lane.dtypes.grad or self.sharded.dtype)
         if self.sharded.grad is None:
-            self.sharded.grad = as_shard(part, self.sharded.cut)  # type: ignore[attr-defined]
+            self.sharded.grad = as_shard(part, self.sharded.row_split)  # type: ignore[attr-defined]
             self.assigned = part._version
         else:
             self.sharded.grad.add_(part)

@@ -13,7 +13,7 @@ from torch import nn
 from fullshard.core.comm import Device, Mesh
 from fullshard.core.engine.step.adopt import adopt_changes
 from fullshard.core.engine.step.agreement import Agreement
-from fullshard.core.engine.step.lane import Account, LaneState
+from fullshard.core.engine.step.lane import BufferTracker, LaneState
 from fullshard.core.engine.step.param import ShardedParam
 from fullshard.core.engine.step.recorder import SILENT, SilentRecorder
 from fullshard.core.engine.step.schedule import Action, Call, Schedule, Verb, no_graph
@@ -30,7 +30,7 @@ class Runtime:
         units: Root first.
         mesh: The ranks that share the model.
         prefetch: Which units are gathered ahead, and when.
-        account: Bytes of the engine's buffers.
+        tracker: Bytes of the engine's buffers.
         device: The device that units compute on.
         ignored: Ids of the parameters left out of sharding.
         reduces_gradients: False inside ``no_sync``: gradients stay unsharded and are summed.
@@ -51,7 +51,7 @@ class Runtime:
         units: list[Unit],
         mesh: Mesh,
         prefetch: Prefetch,
-        account: Account,
+        tracker: BufferTracker,
         device: Device,
         ignored: frozenset[int],
     ) -> None:
@@ -59,7 +59,7 @@ class Runtime:
         self.units = units
         self.mesh = mesh
         self.prefetch = prefetch
-        self.account = account
+        self.tracker = tracker
         self.device = device
         self.ignored = ignored
         self.reduces_gradients = True
@@ -69,7 +69,7 @@ class Runtime:
         self.state_dict: tuple[Callable[..., Any], Callable[..., Any]] | None = None
         self.agreement = Agreement(mesh, device, [unit.name for unit in units])
         for _, param in self.all_params():
-            vars(param.sharded).update(shard_claims=self.agreement.claims, shard_rates=self.agreement.rates)
+            vars(param.sharded).update(shard_fingerprints=self.agreement.fingerprints, shard_rates=self.agreement.rates)
         self.open_calls: list[Call] = []
         self._reducing: deque[Unit] = deque()  # in the order in which their reduces were issued
         self._in_backward = False
@@ -437,7 +437,7 @@ class Runtime:
 
     def watch(self, recorder: SilentRecorder) -> None:
         """Send the following events to ``recorder``; ``SILENT`` stops it."""
-        self.recorder, self.account.watch = recorder, recorder.sample
+        self.recorder, self.tracker.watch = recorder, recorder.sample
         for unit in self.units:
             unit.recorder = recorder
 

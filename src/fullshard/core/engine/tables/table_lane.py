@@ -111,7 +111,7 @@ class TableLane(Lane):
         """Return the buffer for gradients of this rank's rows, (shard_numel,), zero at first."""
         if self.rows_gradient is None:
             self.rows_gradient = self.device.empty(self.layout.shard_numel, self.dtypes.reduce_sum).zero_()
-            self.account.add("gradients", self.rows_gradient.nbytes)
+            self.tracker.add("gradients", self.rows_gradient.nbytes)
         return self.rows_gradient
 
     def add_arriving(self) -> None:
@@ -157,7 +157,7 @@ class TableLane(Lane):
 
     def _drop_rows(self) -> None:
         if self.rows_gradient is not None:
-            self.account.add("gradients", -self.rows_gradient.nbytes)
+            self.tracker.add("gradients", -self.rows_gradient.nbytes)
         self.rows_gradient = None
 
     def drop_gradient(self) -> None:

@@ -11,7 +11,7 @@ from fullshard.program.launch.attempts import Reached, attempt_number, last_note
 from fullshard.program.launch.messages import say
 from fullshard.program.train import Sink
 from fullshard.program.train.reporting.reports import CheckpointReport, RunStart, RunSummary, StepReport
-from fullshard.variables import KEEP_VARIABLE
+from fullshard.variables import SCRATCH_VARIABLE
 
 
 class ReachedSink(Sink):
@@ -21,7 +21,7 @@ class ReachedSink(Sink):
         """Continue from the previous attempt's record, if there is one; ``began_s``: Unix time of the first line."""
         self._began_s = began_s
         self._restored_s: float | None = None  # None in a first attempt, and after its first step in a later one
-        self._before = last_note(os.environ.get(KEEP_VARIABLE)) if attempt_number() else None
+        self._before = last_note(os.environ.get(SCRATCH_VARIABLE)) if attempt_number() else None
         self._reached = replace(self._before or Reached(0), attempt=attempt_number(), step=None)
 
     def _note(self, **changes: object) -> None:
@@ -70,7 +70,7 @@ def resume_again(resume: str | Path) -> list[str]:
     Whatever ``resume`` says holds for the first attempt, and for later ones until the run has saved a checkpoint of its
     own: resume=never would delete that one.
     """
-    reached = last_note(os.environ.get(KEEP_VARIABLE))
+    reached = last_note(os.environ.get(SCRATCH_VARIABLE))
     if attempt_number() == 0 or reached is None:
         return []
     if reached.finished:  # lost after the run was marked as finished, which resume=auto would refuse

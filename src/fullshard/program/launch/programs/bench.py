@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from fullshard.core.comm import init_from_env, shutdown, together
-from fullshard.core.comm.whereabouts import named_machine
+from fullshard.core.comm.stack_probe import named_machine
 from fullshard.planner import Rates, rates_before, write_rates
 from fullshard.program.config import load_run
 from fullshard.program.launch.messages import say
 from fullshard.program.launch.programs.rank import rank_parser, run_as_rank
 from fullshard.program.launch.progress import WorkProgress
-from fullshard.program.train.plan import measure_rates
+from fullshard.program.train.run_plan import measure_rates
 from fullshard.program.train.setup.prepare import prepare
 from fullshard.sizes import format_bytes
 

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from fullshard.core.comm.board import Heartbeats
+from fullshard.core.comm.store_posts import Heartbeats
 from fullshard.errors import ProcessGroupError
 from fullshard.program.launch.failure import Failure
 from fullshard.program.launch.processes import WATCH_THREAD

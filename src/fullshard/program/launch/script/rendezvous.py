@@ -27,7 +27,7 @@ from torch.distributed.elastic.rendezvous import (
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_backend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
 
-from fullshard.core.comm.board import Heartbeats
+from fullshard.core.comm.store_posts import Heartbeats
 from fullshard.errors import ProcessGroupError
 from fullshard.program.launch.failure import Failure
 from fullshard.program.launch.messages import say

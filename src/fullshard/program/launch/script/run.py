@@ -25,7 +25,7 @@ from fullshard.program.launch.ranks import Ranks, listening
 from fullshard.program.launch.script.agent import Agent
 from fullshard.program.launch.script.machines import MachinePlan
 from fullshard.program.launch.script.rendezvous import interface_to
-from fullshard.variables import KEEP_VARIABLE, RESTARTS_VARIABLE
+from fullshard.variables import RESTARTS_VARIABLE, SCRATCH_VARIABLE
 
 CHILD = Path(__file__).with_name("child.py")
 
@@ -90,7 +90,7 @@ def run_script(job: Job) -> Outcome:
     output = Output(standard, columns=terminal_columns(sys.stderr.buffer))
     environment = _defaults(job.plan) | dict(job.environment)
     with tempfile.TemporaryDirectory(prefix="fullshard-") as scratch, kept_directory() as kept:
-        environment |= {KEEP_VARIABLE: str(kept), RESTARTS_VARIABLE: str(job.max_restarts)}
+        environment |= {SCRATCH_VARIABLE: str(kept), RESTARTS_VARIABLE: str(job.max_restarts)}
         environment = {**os.environ, **environment, LAUNCHER_VARIABLE: str(os.getpid())}
         command = [sys.executable, str(CHILD), *job.arguments]
         ranks = Ranks(Interpreters(command, environment, piped=True), Path(scratch), output)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from fullshard.core.comm import Comm, together
 from fullshard.errors import ConfigError, ModelError
 from fullshard.program.config import ModelConfig, RunConfig, option_of, recorded_base
-from fullshard.program.models import AdaptedWeights, load_adapter, load_model, load_tokenizer, resolve_model
+from fullshard.program.models import AdapterWeights, load_adapter, load_model, load_tokenizer, resolve_model
 from fullshard.program.train.setup.devices import Devices, usable
 from fullshard.program.train.setup.model import choose_loader, make_model, shard_model
 from fullshard.program.train.setup.quantization import quantization_notes
@@ -153,13 +153,13 @@ def _with_adapter(trained: Trained, tokenizer: PreTrainedTokenizerBase) -> Any:
     return load_adapter(model, trained.directory)[0]
 
 
-def _over_quantised(trained: Trained, tokenizer: PreTrainedTokenizerBase) -> tuple[Any, AdaptedWeights]:
+def _over_quantised(trained: Trained, tokenizer: PreTrainedTokenizerBase) -> tuple[Any, AdapterWeights]:
     """Load the adapter over the base's skeleton, whose weights are read and quantised by shards."""
     skeleton = make_model(trained.config, tokenizer)
     skeleton, weights, _ = choose_loader(skeleton, trained.config, tokenizer)
     assert weights is not None, "a base that is loaded in full is refused"
     model, values = load_adapter(skeleton, trained.directory)
-    return model, AdaptedWeights(weights, values)
+    return model, AdapterWeights(weights, values)
 
 
 def _read_adapter_config(path: Path) -> dict[str, Any]:

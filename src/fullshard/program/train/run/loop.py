@@ -98,7 +98,7 @@ def train(
             start = _starting_point(config, comm, checkpoints)
             try:
                 parts = assemble(
-                    start.division.settings(config),
+                    start.partition.settings(config),
                     comm,
                     prepared,
                     group=start.group,

@@ -15,7 +15,7 @@ from fullshard.program.metrics import needs_text
 from fullshard.program.train.setup.devices import Choice, Devices, precision_choice
 from fullshard.program.train.setup.model import loss_choice
 from fullshard.program.train.setup.prepare import Prepared
-from fullshard.program.train.setup.steps import Division
+from fullshard.program.train.setup.steps import BatchPartition
 
 
 def choices(
@@ -133,7 +133,7 @@ def _on_messages(config: RunConfig) -> Iterator[str]:
 
 def _on_batch(config: RunConfig, rows: int, steps: int, world_size: int) -> Iterator[str]:
     settings = config.training
-    batch, accumulation = Division.of(config, world_size).global_batch, settings.gradient_accumulation_steps
+    batch, accumulation = BatchPartition.of(config, world_size).global_batch, settings.gradient_accumulation_steps
     if steps > 1:
         return
     if settings.per_device_train_batch_tokens is not None:

@@ -29,8 +29,8 @@ from fullshard.program.config import RunConfig, require_base
 from fullshard.program.data import IGNORED_LABEL, Batch
 from fullshard.program.models import (
     PLAIN,
-    AdaptedWeights,
     AdapterSpec,
+    AdapterWeights,
     Objective,
     RouterLoss,
     add_adapter,
@@ -299,7 +299,7 @@ def _adapted(
         full = _changed(_load_full(config, tokenizer, directory), config, memory_bytes)
         adapted, weights = add_adapter(full, spec, seed=config.seed), None
     elif isinstance(weights, Pretrained):
-        weights = AdaptedWeights(weights, adapted.values)
+        weights = AdapterWeights(weights, adapted.values)
     _require_fused(adapted.model, config)
     share = adapted.trainable / adapted.total
     trained = (
@@ -348,7 +348,7 @@ def shard_model(model: nn.Module, config: RunConfig, comm: Comm, weights: Weight
     Raises:
         UserError: Wrapping, precision or weights do not match the model.
     """
-    if isinstance(weights, AdaptedWeights):
+    if isinstance(weights, AdapterWeights):
         weights.compute_magnitudes(model, comm)
     try:
         _shard(model, config, comm, weights)

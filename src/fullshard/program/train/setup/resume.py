@@ -16,7 +16,7 @@ from fullshard.program.config.section import EVALUATION, STATE, Option
 from fullshard.program.data import split_lists
 from fullshard.program.train.reporting.reports import EndedBy
 from fullshard.program.train.setup.prepare import source_spec
-from fullshard.program.train.setup.steps import Division, began_with
+from fullshard.program.train.setup.steps import BatchPartition, began_with
 from fullshard.state.resilience import OfOtherRanks, Snapshot
 from fullshard.state.storage import (
     FINISHED_NAME,
@@ -143,8 +143,8 @@ class StartingPoint:
     """Where a run starts."""
 
     settings: Mapping[str, Any]  # settings that affect training, by dotted key; saved in the run's checkpoints
-    asked: Division  # division of a step that the settings request on the current ranks
-    began: Division  # the same at the run's start
+    asked: BatchPartition  # division of a step that the settings request on the current ranks
+    began: BatchPartition  # the same at the run's start
     path: Place | None = None  # the checkpoint to resume from; None: the run starts from scratch
     values: Mapping[str, Any] | None = None  # the values that the run saved in that checkpoint
     comparable: bool = True  # whether evaluations before that checkpoint can be compared with later ones
@@ -169,7 +169,7 @@ class StartingPoint:
         return replace(rules, steps="max_steps")
 
     @property
-    def division(self) -> Division:
+    def partition(self) -> BatchPartition:
         """Division of a step's rows over the current ranks.
 
         Raises:
@@ -183,17 +183,17 @@ class StartingPoint:
         Raises:
             ConfigError: Its global batch cannot be divided over the current ranks.
         """
-        return replace(self, values=values).keeping(Division.began(values) or self.began)
+        return replace(self, values=values).keeping(BatchPartition.began(values) or self.began)
 
-    def keeping(self, began: Division) -> StartingPoint:
+    def keeping(self, began: BatchPartition) -> StartingPoint:
         """Return the start with the global batch of a run that began with another division, unless settings changed."""
         start = replace(self, began=began_with(self.asked, began))
-        settings = {**self.settings, GLOBAL_BATCH: start.division.global_batch}
-        notes = dict.fromkeys((*self.notes, *start._division_notes()))
+        settings = {**self.settings, GLOBAL_BATCH: start.partition.global_batch}
+        notes = dict.fromkeys((*self.notes, *start._partition_notes()))
         return replace(start, settings=settings, notes=tuple(notes))
 
-    def _division_notes(self) -> tuple[str, ...]:
-        now, unit = self.division, "tokens" if self.began.by_tokens else "rows"
+    def _partition_notes(self) -> tuple[str, ...]:
+        now, unit = self.partition, "tokens" if self.began.by_tokens else "rows"
         if now == self.asked:
             return ()
         return (
@@ -223,7 +223,7 @@ def choose_starting_point(
             ``resume`` is not ``previous``.
         DataError: A file that the settings name cannot be read.
     """
-    asked = Division.of(config, world_size)
+    asked = BatchPartition.of(config, world_size)
     fresh = StartingPoint(deciding_settings(config, world_size), asked, asked)
     found = survey(checkpoints_directory(config), parse_newest=True)
     complete = [path for _, path in found.complete]
@@ -353,7 +353,7 @@ def deciding_settings(config: RunConfig, world_size: int) -> dict[str, Any]:
     lists = [f"{path.name} {_content(path)}" for spec in specs for path in split_lists(spec)]
     if lists:
         settings[TITLE_LISTS] = "; ".join(lists)
-    return {**settings, GLOBAL_BATCH: Division.of(config, world_size).global_batch}
+    return {**settings, GLOBAL_BATCH: BatchPartition.of(config, world_size).global_batch}
 
 
 def _newest(

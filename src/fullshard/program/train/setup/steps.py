@@ -17,7 +17,7 @@ from fullshard.program.train.setup.prepare import Prepared
 
 
 @dataclass(frozen=True)
-class Division:
+class BatchPartition:
     """The division of one optimizer step."""
 
     ranks: int  # number of ranks
@@ -26,7 +26,7 @@ class Division:
     by_tokens: bool  # whether micro-batches are cut by tokens
 
     @classmethod
-    def of(cls, config: RunConfig, ranks: int) -> Division:
+    def of(cls, config: RunConfig, ranks: int) -> BatchPartition:
         """Return the division that the settings request on a number of ranks."""
         settings = config.training
         tokens = settings.per_device_train_batch_tokens
@@ -34,7 +34,7 @@ class Division:
         return cls(ranks, each, settings.gradient_accumulation_steps, tokens is not None)
 
     @classmethod
-    def began(cls, values: Mapping[str, Any]) -> Division | None:
+    def began(cls, values: Mapping[str, Any]) -> BatchPartition | None:
         """Return the division at a run's start from the values of a checkpoint; None if an older version wrote it."""
         try:
             found = cls(**values["division"])
@@ -53,7 +53,7 @@ class Division:
         """Rows of similar length that are together: those of a step; with a token budget, its micro-batches."""
         return self.ranks * self.accumulation if self.by_tokens else self.global_batch
 
-    def on(self, ranks: int) -> Division:
+    def on(self, ranks: int) -> BatchPartition:
         """Return the division of the same rows over another number of ranks, in micro-batches that are not larger.
 
         Raises:
@@ -81,7 +81,7 @@ class Division:
         return config.model_copy(update={"training": config.training.model_copy(update=changed)})
 
 
-def began_with(asked: Division, began: Division | None) -> Division:
+def began_with(asked: BatchPartition, began: BatchPartition | None) -> BatchPartition:
     """Return the division that a run keeps: the one it ``began`` with, unless the settings now request another.
 
     ``asked`` is for the current ranks, ``began`` for those that the run had then; None: not known.
@@ -96,13 +96,13 @@ def make_plan(
 ) -> BatchPlan:
     """Return the plan of the first epoch, whose ``for_epoch`` returns the others; any rank, with the same result.
 
-    ``group`` is :attr:`Division.group` of the run's start; None: it starts here.
+    ``group`` is :attr:`BatchPartition.group` of the run's start; None: it starts here.
 
     Raises:
         DataError: A row is longer than the token budget.
     """
     settings = config.training
-    group = group or Division.of(config, world_size).group
+    group = group or BatchPartition.of(config, world_size).group
     if settings.per_device_train_batch_tokens is None:
         return EpochPlan(
             num_rows=len(train_set),

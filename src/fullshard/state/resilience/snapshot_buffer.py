@@ -2,7 +2,7 @@
 
 The bytes are mapped into the rank's memory and belong to the machine: a SIGKILL of the rank leaves them. The manifest
 is removed before the first byte changes and appears by a rename after the last one, so a rank that is killed in between
-leaves no snapshot there; the other slot of the rank still has the one before.
+leaves no snapshot there; the other buffer of the rank still has the one before.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ Pairs = Sequence[tuple[torch.Tensor, torch.Tensor]]
 
 
 @dataclass(frozen=True)
-class Described:
+class SnapshotHeader:
     """Everything of a snapshot but its tensors; JSON holds it."""
 
     step: int  # optimizer steps taken
@@ -65,11 +65,11 @@ class Snapshot:
     """One rank's complete snapshot, verified."""
 
     directory: Path  # directory of its files
-    described: Described
+    described: SnapshotHeader
     tensors: Mapping[str, torch.Tensor]  # by name, flat, views of the file: copy what must outlive the next snapshot
 
 
-class Slot:
+class SnapshotBuffer:
     """Room for one snapshot of one rank; written by that rank, read by it or its replacement."""
 
     def __init__(self, directory: Path) -> None:
@@ -81,7 +81,7 @@ class Slot:
 
     def write(
         self, tensors: Mapping[str, torch.Tensor], copy: Callable[[Pairs], Callable[[], None]]
-    ) -> Callable[[Described], None]:
+    ) -> Callable[[SnapshotHeader], None]:
         """Replace the content by ``tensors``, flat and on any device; ``copy`` starts copying pairs (target, source).
 
         Returns:
@@ -98,7 +98,7 @@ class Slot:
         layout, buffer = self._layout, self._buffer
         assert buffer is not None, "made by _room"
 
-        def seal_it(described: Described) -> None:
+        def seal_it(described: SnapshotHeader) -> None:
             ready()
             stored = [[name, str(dtype).removeprefix("torch."), numel] for name, dtype, numel in layout]
             whole = {
@@ -141,7 +141,7 @@ class Slot:
             return Snapshot(self.directory, _described(whole), _views(layout, buffer))
         return None
 
-    def described(self) -> Described | None:
+    def described(self) -> SnapshotHeader | None:
         """Return the description of the stored snapshot without reading its bytes; None if there is none."""
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
             return _described(self._manifest())
@@ -164,8 +164,8 @@ class Slot:
         return self._views
 
 
-def _described(whole: Mapping[str, Any]) -> Described:
-    return Described(**{name: whole[name] for name in Described.__dataclass_fields__})
+def _described(whole: Mapping[str, Any]) -> SnapshotHeader:
+    return SnapshotHeader(**{name: whole[name] for name in SnapshotHeader.__dataclass_fields__})
 
 
 def nbytes_of(tensors: Mapping[str, torch.Tensor]) -> int:

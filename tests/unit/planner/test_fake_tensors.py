@@ -12,9 +12,9 @@ from fullshard.core.comm import MemoryMeter
 from fullshard.core.quantized import formats, linear
 from fullshard.core.quantized.formats import bitsandbytes, format_of
 from fullshard.errors import ModelError
-from fullshard.planner import hollow
-from fullshard.planner.hollow import HollowMode, real_tensors
-from fullshard.planner.meter import Meter
+from fullshard.planner import fake_tensors
+from fullshard.planner.fake_tensors import FakeMode, real_tensors
+from fullshard.planner.memory_tracker import MemoryTracker
 
 ROWS = (64, 1024)
 
@@ -143,11 +143,11 @@ def assert_same_peak(program):
     torch.manual_seed(0)
     with MemoryMeter(torch.device("cpu")) as measured:
         program()
-    meter = Meter()
-    with HollowMode(meter):
+    tracker = MemoryTracker()
+    with FakeMode(tracker):
         program()
-    assert max(meter.peaks.values()) == pytest.approx(measured.peak_bytes - measured.start_bytes, abs=256)
-    assert meter.live < 256
+    assert max(tracker.peaks.values()) == pytest.approx(measured.peak_bytes - measured.start_bytes, abs=256)
+    assert tracker.live < 256
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
@@ -175,18 +175,18 @@ def test_of_a_weight_dequantised_in_parts_two_have_the_peak_of_all(monkeypatch):
     for most_parts in (None, 2, 1):
         kept = linear.Workspace()
         kept.most_parts = most_parts
-        meter = Meter()
-        with HollowMode(meter) as mode:
+        tracker = MemoryTracker()
+        with FakeMode(tracker) as mode:
             format, stored = stored_in_4_bits()
             kept.weight(format, stored, ROWS, torch.float32, torch.float32)
-        peaks.append(max(meter.peaks.values()))
+        peaks.append(max(tracker.peaks.values()))
         operators.append(mode.operators)
     assert peaks[0] == peaks[1] > peaks[2]
     assert operators[0] > 2 * operators[1] > operators[2]
 
 
 def test_floats_are_unknown_and_whole_numbers_are_known():
-    with HollowMode(Meter()):
+    with FakeMode(MemoryTracker()):
         numbers = torch.tensor([3, 1, 2])
         assert numbers.sort().values.tolist() == [1, 2, 3]
         assert (torch.ones(4, 4) > 0).all()
@@ -199,7 +199,7 @@ def test_floats_are_unknown_and_whole_numbers_are_known():
 
 def test_a_single_drawn_number_is_a_half():
     """Models drop layers by it."""
-    with HollowMode(Meter()):
+    with FakeMode(MemoryTracker()):
         assert not torch.rand([]) < 0.05
         assert torch.rand(1, dtype=torch.float64) < 0.95
         with pytest.raises(ModelError, match="reads a number"):
@@ -207,23 +207,23 @@ def test_a_single_drawn_number_is_a_half():
 
 
 def test_many_whole_numbers_are_not_computed():
-    with HollowMode(Meter()), pytest.raises(ModelError):
+    with FakeMode(MemoryTracker()), pytest.raises(ModelError):
         torch.zeros(1 << 19, dtype=torch.int64).sum().item()
 
 
 def test_the_meta_device_has_no_memory():
-    meter = Meter()
-    with HollowMode(meter):
-        before = meter.live
+    tracker = MemoryTracker()
+    with FakeMode(tracker):
+        before = tracker.live
         x = torch.empty(ROWS, device="meta")
         assert (x + 1).is_meta
         assert torch.empty_like(x, device="cpu").shape == ROWS
-        assert meter.peaks["before_first_step"] >= before + 64 * 1024 * 4
-    assert meter.live < 256
+        assert tracker.peaks["before_first_step"] >= before + 64 * 1024 * 4
+    assert tracker.live < 256
 
 
 def test_lists_of_unknown_numbers_are_refused():
-    with HollowMode(Meter()):
+    with FakeMode(MemoryTracker()):
         assert torch.tensor([3, 1]).tolist() == [3, 1]
         with pytest.raises(ModelError, match="reads a number"):
             torch.empty(3).exp().tolist()
@@ -231,7 +231,7 @@ def test_lists_of_unknown_numbers_are_refused():
 
 
 def test_an_assumed_number_is_read_instead():
-    with HollowMode(Meter()) as mode:
+    with FakeMode(MemoryTracker()) as mode:
         mode.assumed = lambda: 2.0
         unknown = torch.empty(2).exp()
         assert (unknown[0].item(), bool(unknown[0]), unknown.tolist()) == (2.0, True, [2.0, 2.0])
@@ -242,13 +242,13 @@ def test_an_assumed_number_is_read_instead():
 
 
 def test_equal_numbers_of_other_types_are_other_operators():
-    with HollowMode(Meter()):
+    with FakeMode(MemoryTracker()):
         whole = torch.empty(1 << 19, dtype=torch.int64)
         assert [(whole + other).dtype for other in (1, 1.0, True)] == [torch.int64, torch.float32, torch.int64]
 
 
 def test_an_operator_in_place_returns_its_own_tensor():
-    with HollowMode(Meter()):
+    with FakeMode(MemoryTracker()):
         one, other = torch.empty(ROWS), torch.empty(ROWS)
         assert one.add_(one).data_ptr() == one.data_ptr()
         assert one.add_(other).data_ptr() == one.data_ptr()
@@ -256,16 +256,16 @@ def test_an_operator_in_place_returns_its_own_tensor():
 
 
 def test_tensors_above_the_machines_memory_have_address_space():
-    meter = Meter()
-    with HollowMode(meter):
-        before = meter.live
+    tracker = MemoryTracker()
+    with FakeMode(tracker):
+        before = tracker.live
         large = torch.empty(1 << 42)
-        assert meter.live - before == 1 << 44
+        assert tracker.live - before == 1 << 44
         storage = large.untyped_storage()
         storage.resize_(0)
-        assert (storage.nbytes(), meter.live) == (0, before)
+        assert (storage.nbytes(), tracker.live) == (0, before)
         storage.resize_(1 << 44)
-        assert (storage.nbytes(), meter.live - before) == (1 << 44, 1 << 44)
+        assert (storage.nbytes(), tracker.live - before) == (1 << 44, 1 << 44)
         assert large[5:].exp().shape == ((1 << 42) - 5,)
     assert "nbytes" not in vars(torch.UntypedStorage)
 
@@ -275,19 +275,19 @@ def test_grouped_products_have_the_shape_and_the_dtype_that_they_have(dtype):
     rows, experts = torch.zeros(6, 16, dtype=dtype), torch.zeros(3, 16, 8, dtype=dtype)
     ends = torch.tensor([2, 4, 6], dtype=torch.int32)
     real = torch.nn.functional.grouped_mm(rows, experts, offs=ends)
-    with HollowMode(Meter()):
+    with FakeMode(MemoryTracker()):
         made = torch.nn.functional.grouped_mm(torch.empty(6, 16, dtype=dtype), experts, offs=ends)
     assert (made.shape, made.stride(), made.dtype) == (real.shape, real.stride(), real.dtype)
 
 
 def test_real_tensors_have_values_and_are_not_counted():
-    meter = Meter()
-    with HollowMode(meter):
-        before = meter.live
+    tracker = MemoryTracker()
+    with FakeMode(tracker):
+        before = tracker.live
         with real_tensors():
             made = torch.ones(ROWS).exp()
             assert made.sum().item() == pytest.approx(ROWS[0] * ROWS[1] * 2.71828, rel=1e-4)
-        assert meter.live == before
+        assert tracker.live == before
 
 
 def test_rows_that_a_known_mask_picks_are_counted():
@@ -299,16 +299,16 @@ def test_rows_that_a_known_mask_picks_are_counted():
 
     with MemoryMeter(torch.device("cpu")) as measured:
         picked()
-    meter = Meter()
-    with HollowMode(meter):
+    tracker = MemoryTracker()
+    with FakeMode(tracker):
         picked()
         with pytest.raises(ModelError, match="reads a number"):
             torch.empty(ROWS)[torch.empty(ROWS[0]).exp() > 1]
-    assert max(meter.peaks.values()) == pytest.approx(measured.peak_bytes - measured.start_bytes, abs=512)
+    assert max(tracker.peaks.values()) == pytest.approx(measured.peak_bytes - measured.start_bytes, abs=512)
 
 
 def test_threads_that_do_not_plan_have_torchs_own_functions():
-    fixed, meter = torch.frombuffer(bytearray(64), dtype=torch.float32), Meter()
+    fixed, tracker = torch.frombuffer(bytearray(64), dtype=torch.float32), MemoryTracker()
 
     def beside():
         torch.get_rng_state()
@@ -316,24 +316,24 @@ def test_threads_that_do_not_plan_have_torchs_own_functions():
             fixed.untyped_storage().resize_(128)
         return fixed.tolist()
 
-    with ThreadPoolExecutor(1) as other, HollowMode(meter):
-        meter.see(fixed, hollow=True)
-        before, meter.peaks = meter.live, {}
+    with ThreadPoolExecutor(1) as other, FakeMode(tracker):
+        tracker.see(fixed, fake=True)
+        before, tracker.peaks = tracker.live, {}
         assert other.submit(beside).result() == [0.0] * 16
-        assert (meter.live, meter.peaks) == (before, {})
+        assert (tracker.live, tracker.peaks) == (before, {})
         with pytest.raises(ModelError, match="reads a number"):
             fixed.tolist()
 
 
 def test_plans_of_two_threads_do_not_end_each_other():
-    before = [getattr(owner, name) for owner, name, _ in hollow._WITHOUT_OPERATORS]
+    before = [getattr(owner, name) for owner, name, _ in fake_tensors._WITHOUT_OPERATORS]
     turn = threading.Barrier(2, timeout=60)
 
     def planned(first):
-        meter = Meter()
+        tracker = MemoryTracker()
         for begins in (True, False):
             if begins is first:
-                mode = HollowMode(meter).__enter__()
+                mode = FakeMode(tracker).__enter__()
             turn.wait()
         if first:  # ends while the other goes on
             mode.__exit__(None, None, None)
@@ -341,11 +341,11 @@ def test_plans_of_two_threads_do_not_end_each_other():
         if first:
             return None
         x = torch.empty(ROWS)
-        live = meter.live
+        live = tracker.live
         x.untyped_storage().resize_(0)
         mode.__exit__(None, None, None)
-        return live - meter.live
+        return live - tracker.live
 
     with ThreadPoolExecutor(2) as threads:
         assert list(threads.map(planned, (True, False))) == [None, 4 * ROWS[0] * ROWS[1]]
-    assert [getattr(owner, name) for owner, name, _ in hollow._WITHOUT_OPERATORS] == before
+    assert [getattr(owner, name) for owner, name, _ in fake_tensors._WITHOUT_OPERATORS] == before

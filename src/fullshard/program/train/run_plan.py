@@ -1,4 +1,4 @@
-"""The plan of a run's step: the program's own model, data, optimizer and step, rehearsed without memory or ranks."""
+"""The plan of a run's step: the program's own model, data, optimizer and step, simulated without memory or ranks."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from fullshard.core.optim import ShardedGradScaler
 from fullshard.errors import ConfigError
 from fullshard.planner import (
     STEPS,
-    Course,
     Hardware,
+    MemoryTimeline,
     Plan,
+    PlannedStep,
     Rates,
-    Rehearsed,
     candidates,
     highest,
     host_of_gpu,
     real_tensors,
-    rehearse_on,
+    simulate_on,
     speed_of,
     spend,
     time_step,
@@ -52,7 +52,7 @@ from fullshard.program.data import (
     step_shapes,
     steps,
 )
-from fullshard.program.models import AdaptedWeights, Objective, blocks_of, load_tokenizer, resolve_model
+from fullshard.program.models import AdapterWeights, Objective, blocks_of, load_tokenizer, resolve_model
 from fullshard.program.models.hub import reads_one_sequence
 from fullshard.program.train.around_steps import AT_ONCE, AroundSteps, HeldOutBatches, assumed
 from fullshard.program.train.run.step import StepSpec, issue_step
@@ -312,8 +312,8 @@ def plan_prepared(  # noqa: PLR0913 (each caller needs another part)
     if speed is not None and (roughly is None or found.fits()):
         batches = largest_steps(config, data, world_size)[-1] if given else middle_step(config, data, epoch)
         build = partial(_build, config, data, [batches[:most]], None, told)
-        rehearsal = rehearse_on(build, found.rank, world_size, device, rates)
-        values["timing"] = time_step(rehearsal.work, speed, times=max(len(batches) / most, 1))
+        simulation = simulate_on(build, found.rank, world_size, device, rates)
+        values["timing"] = time_step(simulation.work, speed, times=max(len(batches) / most, 1))
     tokens = len(data.train_set) * (data.train_set.source_stats.mean + data.train_set.target_stats.mean)
     plan = RunPlan(
         **values,
@@ -361,22 +361,22 @@ def try_step(config: RunConfig, data: Prepared, world_size: int) -> None:
     spec = replace(collate_spec(data.tokenizer, causal=data.causal), packed=config.training.packing)
     batch = collate([RowRef(shortest)], data.train_set, spec)
     build = partial(_build, uncompiled(config), data, [[batch]], None, _Told(lambda done, total: None, 0), first=0)
-    rehearse_on(build, 0, world_size, None, timed=False)
+    simulate_on(build, 0, world_size, None, timed=False)
 
 
-def draw_plan(config: RunConfig, data: Prepared, plan: RunPlan) -> Course:
+def draw_plan(config: RunConfig, data: Prepared, plan: RunPlan) -> MemoryTimeline:
     """Return the course of the fullest step of ``plan``, which :func:`plan_prepared` returned for this run."""
     told = _Told(lambda done, total: None, 0)
     config = uncompiled(for_devices(config, Devices.of_sheet(plan.device)))
     config = with_unsharded(config) if plan.accumulate == "unsharded" else config
     build = partial(_build, config, data, largest_steps(config, data, plan.world_size), None, told)
-    course = rehearse_on(build, plan.rank, plan.world_size, plan.device, draws=True).course
-    assert course is not None, "it was asked for"
-    return course
+    timeline = simulate_on(build, plan.rank, plan.world_size, plan.device, draws=True).timeline
+    assert timeline is not None, "it was asked for"
+    return timeline
 
 
 class _Told:
-    """Counts the steps of all rehearsals of a plan and tells each; keeps what the run chooses for its model."""
+    """Counts the steps of all simulations of a plan and tells each; keeps what the run chooses for its model."""
 
     def __init__(
         self,
@@ -433,7 +433,7 @@ def _build(
     comm: Comm,
     *,
     first: int = STEPS - 1,
-) -> Rehearsed:
+) -> PlannedStep:
     """Return the run's step, and what is ``around`` it: ``first`` steps, then one with micro-batches of each turn."""
     model = _sharded(config, data, comm)
     told.model(model)
@@ -449,7 +449,7 @@ def _build(
         issue_step(model, optimizer, next(each), comm, spec, scaler, late=scaler is None)
         told.step()
 
-    return Rehearsed(
+    return PlannedStep(
         model,
         optimizer,
         step,
@@ -636,16 +636,16 @@ def measure_rates(
     return planner.measure_rates(partial(_build_measured, config, data, batches), comm, world_size, progress)
 
 
-def _build_measured(config: RunConfig, data: Prepared, batches: list[Batch], comm: Comm) -> Rehearsed:
+def _build_measured(config: RunConfig, data: Prepared, batches: list[Batch], comm: Comm) -> PlannedStep:
     config = for_devices(config, Devices.of_ranks(comm))
     ready = prepare_model(config, data.tokenizer, memory_bytes=smallest_memory(comm))
-    if isinstance(ready.weights, AdaptedWeights):  # all by this rank: the others may not be there
+    if isinstance(ready.weights, AdapterWeights):  # all by this rank: the others may not be there
         ready.weights.compute_magnitudes(ready.model, SoloComm(torch.device("cpu")))
     shard_model(ready.model, config, comm, weights=ready.weights)
     model = ready.model.train()
     optimizer = make_optimizer(model, config)
     scaler = ShardedGradScaler(comm.device.type) if config.training.precision == "fp16" else None
     spec = step_spec(model, config, data)
-    return Rehearsed(
+    return PlannedStep(
         model, optimizer, lambda: issue_step(model, optimizer, batches, comm, spec, scaler, late=scaler is None)
     )

@@ -35,7 +35,7 @@ from fullshard.core.torch_private import (
     without_modes,
 )
 from fullshard.errors import ModelError
-from fullshard.planner.meter import Meter, spend
+from fullshard.planner.memory_tracker import MemoryTracker, spend
 from fullshard.planner.work import IN_PLACE, is_view
 
 KNOWN_NUMEL = 1 << 18
@@ -220,12 +220,12 @@ _MOST_SHAPES = 20_000
 """Operators that are remembered, some 2 kB each; a step of a large model has a few thousand different ones."""
 
 
-class HollowMode(dispatch_mode):
+class FakeMode(dispatch_mode):
     """Context in which operators compute shapes instead of values.
 
     Whole numbers that follow from known ones are computed, up to 262,144 elements a tensor, so that a model may look at
     its masks and the engine at its checksums. A single number that is drawn uniformly is 0.5, its mean, so that layers
-    run that are dropped with a smaller probability. Everything else is hollow: a float's value is never known.
+    run that are dropped with a smaller probability. Everything else is fake: a float's value is never known.
 
     Attributes:
         on_operator: Called with each operator, its arguments and its result.
@@ -235,10 +235,10 @@ class HollowMode(dispatch_mode):
         assumed: Returns the value when a program reads an unknown one; None: that is an error.
     """
 
-    def __init__(self, meter: Meter) -> None:
-        """Report every tensor to ``meter``."""
+    def __init__(self, tracker: MemoryTracker) -> None:
+        """Report every tensor to ``tracker``."""
         super().__init__()
-        self.meter = meter
+        self.tracker = tracker
         self.on_operator: Callable[[Any, Any, Any, Any], object] = self.ignore
         self.assumed: Callable[[], float] | None = None
         self.on_host: Callable[[list[torch.Tensor]], bool] | None = None
@@ -258,7 +258,7 @@ class HollowMode(dispatch_mode):
         """Return False: torch's guard costs 2 us an operator, and nothing is compiled while a mode is on."""
         return False
 
-    def __enter__(self) -> HollowMode:
+    def __enter__(self) -> FakeMode:
         """Start; also count memory changed without operators: resized storages, and copies of the random state."""
         self._outer, _planning.mode = _planning.mode, self
         _replace_functions(+1)
@@ -293,7 +293,7 @@ class HollowMode(dispatch_mode):
 
         Raises:
             ModelError: Its result depends on values, or torch does not know its shape.
-            TooMuchWorkError: See :func:`~fullshard.planner.meter.work_limit`.
+            TooMuchWorkError: See :func:`~fullshard.planner.memory_tracker.work_limit`.
         """
         self.operators += 1
         if not self.operators % _OPERATORS_A_CHECK:
@@ -320,9 +320,9 @@ class HollowMode(dispatch_mode):
         if self.on_host(given):
             for tensor in tensors_in((result,)):
                 if not tensor.is_meta:
-                    self.meter.to_host(tensor)
-        elif func is torch.ops.aten.copy_.default and self.meter.is_on_host(given[-1]):
-            self.meter.pulse(given[-1].numel() * given[-1].itemsize)
+                    self.tracker.to_host(tensor)
+        elif func is torch.ops.aten.copy_.default and self.tracker.is_on_host(given[-1]):
+            self.tracker.touch(given[-1].numel() * given[-1].itemsize)
 
     def _summed_in_place(self, one: Any, other: Any, alpha: Any = 1) -> torch.Tensor | None:
         """Return the gradient that autograd would add another one to, in place; None if it would make a third.
@@ -349,20 +349,20 @@ class HollowMode(dispatch_mode):
         """
         if torch.promote_types(scores.dtype, mask.dtype) != scores.dtype:
             return None
-        self.meter.see(mask)
-        self.meter.see(scores, hollow=True)
-        self.meter.pulse(temporary_bytes(torch.ops.aten.add_.Tensor, [scores, mask]))
+        self.tracker.see(mask)
+        self.tracker.see(scores, fake=True)
+        self.tracker.touch(temporary_bytes(torch.ops.aten.add_.Tensor, [scores, mask]))
         return scores.view_as(scores)
 
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
         given = tensors_in((*args, *kwargs.values()))
         for tensor in given:
-            self.meter.see(tensor)
+            self.tracker.see(tensor)
         way = _way_of(func)
         if way is not None:
             return way(self, func, args, kwargs)
         read = [] if func._schema.name in CONSTANTS_LIKE else given
-        known = not any(map(self.meter.is_hollow, read))
+        known = not any(map(self.tracker.is_fake, read))
         if func._schema.name == "aten::_local_scalar_dense" and not known:
             return self._assume(func)
         try:
@@ -370,7 +370,7 @@ class HollowMode(dispatch_mode):
         except (self._torchs.DataDependentOutputException, self._torchs.DynamicOutputShapeException) as error:
             if known:
                 return self._computed(func, args, kwargs)
-            if func is torch.ops.aten.index.Tensor and not any(map(self.meter.is_hollow, tensors_in(args[1]))):
+            if func is torch.ops.aten.index.Tensor and not any(map(self.tracker.is_fake, tensors_in(args[1]))):
                 return self._run(func, (args[0], self._places(args[1])), kwargs)
             raise _unknown(func) from error
         except self._torchs.UnsupportedOperatorException as error:
@@ -382,9 +382,9 @@ class HollowMode(dispatch_mode):
             result = self._computed(func, args, kwargs)
         else:
             for tensor in written_by(func, args, kwargs):
-                self.meter.see(tensor, hollow=True)
-            result = self._hollow(shapes, given)
-        self.meter.pulse(shapes.temporary_bytes)
+                self.tracker.see(tensor, fake=True)
+            result = self._fake_outputs(shapes, given)
+        self.tracker.touch(shapes.temporary_bytes)
         return result
 
     def _composed(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -409,12 +409,12 @@ class HollowMode(dispatch_mode):
         """Return the mean for a single uniform number."""
         if math.prod(args[0]) == 1:
             return self._computed(torch.full, (args[0], 0.5), {key: kwargs.get(key) for key in ("dtype", "device")})
-        return self._hollow(self._shapes_of(func, args, kwargs, []), [])
+        return self._fake_outputs(self._shapes_of(func, args, kwargs, []), [])
 
     def _computed(self, func: Any, args: Any, kwargs: Any) -> Any:
         result = func(*args, **kwargs)
         for tensor in tensors_in((result,)):
-            self.meter.see(tensor)
+            self.tracker.see(tensor)
         return result
 
     def _shapes_of(self, func: Any, args: Any, kwargs: Any, given: list[torch.Tensor]) -> Shapes:
@@ -457,7 +457,7 @@ class HollowMode(dispatch_mode):
         small = is_small(func, leaves, read)
         return Shapes(leaves, owners, spec, small, temporary_bytes(func, given, leaves) + beside, kept)
 
-    def _hollow(self, shapes: Shapes, given: list[torch.Tensor]) -> Any:
+    def _fake_outputs(self, shapes: Shapes, given: list[torch.Tensor]) -> Any:
         """Return tensors of these shapes; where one shares an input's memory, that input or a view of it."""
         outputs = []
         for leaf, owner in zip(shapes.leaves, shapes.owners, strict=True):
@@ -465,9 +465,9 @@ class HollowMode(dispatch_mode):
                 outputs.append(leaf)
             elif owner is None:
                 made = leaf.empty()
-                self.meter.see(made, hollow=True)
+                self.tracker.see(made, fake=True)
                 if shapes.kept_bytes:
-                    self.meter.resized(made.untyped_storage(), shapes.kept_bytes)
+                    self.tracker.resized(made.untyped_storage(), shapes.kept_bytes)
                 outputs.append(made)
             else:
                 outputs.append(leaf.view_of(given[owner]))
@@ -477,43 +477,43 @@ class HollowMode(dispatch_mode):
 class _Planning(threading.local):
     """What this thread plans."""
 
-    mode: HollowMode | None = None
+    mode: FakeMode | None = None
 
 
 _planning = _Planning()
 
 
-def planning() -> HollowMode | None:
+def planning() -> FakeMode | None:
     """Return the mode that this thread is in; None if it plans nothing."""
     return _planning.mode
 
 
-def _resize(mode: HollowMode, resize: Any, storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
+def _resize(mode: FakeMode, resize: Any, storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
     if storage.resizable():
         resize(storage, size)
-    mode.meter.resized(storage, size)
+    mode.tracker.resized(storage, size)
     return storage
 
 
-def _size(mode: HollowMode, size_of: Any, storage: torch.UntypedStorage) -> int:
-    return size_of(storage) if storage.resizable() else mode.meter.size_of(storage, size_of(storage))
+def _size(mode: FakeMode, size_of: Any, storage: torch.UntypedStorage) -> int:
+    return size_of(storage) if storage.resizable() else mode.tracker.size_of(storage, size_of(storage))
 
 
-def _random_state(mode: HollowMode, state: Any) -> torch.Tensor:
+def _random_state(mode: FakeMode, state: Any) -> torch.Tensor:
     made = state()
-    mode.meter.see(made)
+    mode.tracker.see(made)
     return made
 
 
-def _read_list(mode: HollowMode, to_list: Any, tensor: torch.Tensor) -> Any:
-    """Ask for values: ``tolist`` calls no operator, and hollow tensors have random content."""
-    if mode.meter.is_hollow(tensor):
+def _read_list(mode: FakeMode, to_list: Any, tensor: torch.Tensor) -> Any:
+    """Ask for values: ``tolist`` calls no operator, and fake tensors have random content."""
+    if mode.tracker.is_fake(tensor):
         tensor = torch.full(tensor.shape, mode._assume("tolist"), dtype=tensor.dtype)
     return to_list(tensor)
 
 
-def _attend(mode: HollowMode, attention: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """Note that attention runs, which adds its mask in place: see :meth:`HollowMode._masked_in_place`."""
+def _attend(mode: FakeMode, attention: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """Note that attention runs, which adds its mask in place: see :meth:`FakeMode._masked_in_place`."""
     mode._in_attention = True
     try:
         return attention(*args, **kwargs)
@@ -561,7 +561,7 @@ def _where_planned(theirs: Callable[..., Any], ours: Callable[..., Any]) -> Call
 
 
 def real_tensors() -> AbstractContextManager[Any]:
-    """Return a context inside a :class:`HollowMode` in which operators compute, and nothing is counted."""
+    """Return a context inside a :class:`FakeMode` in which operators compute, and nothing is counted."""
     return without_modes()
 
 
@@ -591,20 +591,20 @@ def _is_dense(tensor: torch.Tensor) -> bool:
     return torch.empty_like(tensor, device="meta").stride() == tensor.stride()
 
 
-def _viewed(_mode: HollowMode, func: Any, args: Any, kwargs: Any) -> Any:
+def _viewed(_mode: FakeMode, func: Any, args: Any, kwargs: Any) -> Any:
     return func(*args, **kwargs)
 
 
 @functools.cache
-def _way_of(func: Any) -> Callable[[HollowMode, Any, Any, Any], Any] | None:
+def _way_of(func: Any) -> Callable[[FakeMode, Any, Any, Any], Any] | None:
     """Return how an operator is run that reads and writes no element, or that calls others; None for all else."""
     name = func._schema.name
     if func is torch.ops.aten.rand.default:
-        return HollowMode._drawn
+        return FakeMode._drawn
     if name in _COMPOSED:
-        return HollowMode._composed
+        return FakeMode._composed
     if name in _SHAPE_ONLY:
-        return HollowMode._computed
+        return FakeMode._computed
     return _viewed if is_view(func) or torch.Tag.inplace_view in func.tags else None
 
 

@@ -55,11 +55,11 @@ class _Held:
     def __init__(self, nbytes: int, owner: str | None, ref: weakref.ref[torch.UntypedStorage]) -> None:
         self.nbytes = nbytes
         self.owner = owner
-        self.hollow = self.on_host = False
+        self.fake = self.on_host = False
         self.ref = ref
 
 
-class Meter:
+class MemoryTracker:
     """Counts live bytes by storage: views share one, and a storage counts until its last tensor is gone.
 
     Storages marked as the host's, and those made from them, are counted apart in ``host_live`` and ``host_peak``.
@@ -94,12 +94,12 @@ class Meter:
         self.peaks, self._highest = {}, 0
         self._change(0)
 
-    def see(self, tensor: torch.Tensor, *, hollow: bool = False) -> None:
+    def see(self, tensor: torch.Tensor, *, fake: bool = False) -> None:
         """Count the storage of ``tensor``, if it is new; tensors on the meta device have no memory.
 
         Args:
             tensor: An input or an output of an operator.
-            hollow: Whether the values of its storage are unknown from now on.
+            fake: Whether the values of its storage are unknown from now on.
         """
         if tensor.layout is not torch.strided or tensor.is_meta:
             return
@@ -110,7 +110,7 @@ class Meter:
             ref = weakref.ref(storage, partial(self._gone, key))
             held = self._held[key] = _Held(storage.nbytes(), self.owner(), ref)
             self._change(held.nbytes, owner=held.owner)
-        held.hollow = held.hollow or hollow
+        held.fake = held.fake or fake
 
     def to_host(self, tensor: torch.Tensor) -> None:
         """Count the storage of ``tensor`` as host memory from now on."""
@@ -126,12 +126,12 @@ class Meter:
         held = self._held.get(tensor.untyped_storage()._cdata) if not tensor.is_meta else None
         return held is not None and held.on_host
 
-    def is_hollow(self, tensor: torch.Tensor) -> bool:
+    def is_fake(self, tensor: torch.Tensor) -> bool:
         """Return whether the values of ``tensor`` are unknown."""
         if tensor.is_meta or tensor.layout is not torch.strided:
             return True
         held = self._held.get(tensor.untyped_storage()._cdata)
-        return held is not None and held.hollow
+        return held is not None and held.fake
 
     def resized(self, storage: torch.UntypedStorage, nbytes: int) -> None:
         """Count a storage again after it was resized in place."""
@@ -145,7 +145,7 @@ class Meter:
         held = self._held.get(storage._cdata)
         return otherwise if held is None else held.nbytes
 
-    def pulse(self, nbytes: int) -> None:
+    def touch(self, nbytes: int) -> None:
         """Count memory that an operator allocates and frees before it returns."""
         if nbytes:
             self._change(nbytes)

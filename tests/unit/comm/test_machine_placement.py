@@ -6,9 +6,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fullshard.core.comm import device_memory_bytes, placement, process, shutdown
+from fullshard.core.comm import device_memory_bytes, machine_placement, process, shutdown
 from fullshard.core.comm.gloo import GlooComm
-from fullshard.core.comm.placement import SHARED, Placement, agree, gpu_of_rank, placement_of
+from fullshard.core.comm.machine_placement import SHARED, Placement, agree, gpu_of_rank, placement_of
 
 SLOW = "collectives go through host memory, which is slow and meant for testing."
 
@@ -104,7 +104,7 @@ def test_joining(machine, caplog, other, backend, shared, said):
         machine.setenv("RANK", "1")
     finally:
         shutdown()
-    assert placement.Shared() == SHARED
+    assert machine_placement.Shared() == SHARED
 
 
 def test_init_joins_the_group_that_the_process_has():

@@ -1,4 +1,4 @@
-"""Copies of snapshots on other machines: each rank's goes to a partner on the next machine, in a ring.
+"""Copies of snapshots on other machines: each rank's goes to a peer on the next machine, in a ring.
 
 A rank listens on its own port and writes what arrives into its machine's directory, under the number of the rank that
 it belongs to. After a machine is lost, its ranks' snapshots come back the same way.
@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 
 from fullshard.core.comm import Mesh
-from fullshard.state.resilience.slot import BYTES_NAME, MANIFEST_NAME, Slot
+from fullshard.state.resilience.snapshot_buffer import BYTES_NAME, MANIFEST_NAME, SnapshotBuffer
 from fullshard.state.storage import SMALL, require_sealed
 
 SECONDS = 120.0
@@ -32,7 +32,7 @@ _STORED = b"1"
 _log = logging.getLogger("fullshard")
 
 
-class Partners:
+class PeerReplicas:
     """One rank's connections to the ranks of other machines; made by every rank, for copies of snapshots.
 
     Attributes:
@@ -46,7 +46,7 @@ class Partners:
         """
         here = int(os.environ.get("LOCAL_WORLD_SIZE", ranks.size))
         everywhere = set(ranks.all_gather_object(here))
-        # Machines with different numbers of ranks would need another pairing, so they have no partners.
+        # Machines with different numbers of ranks would need another pairing, so they have no peers.
         self.each = here if len(everywhere) == 1 and ranks.size % here == 0 else ranks.size
         self._rank, self._size = ranks.rank, ranks.size
         self._directory = directory
@@ -63,13 +63,13 @@ class Partners:
         return self.each < self._size
 
     @property
-    def partner(self) -> int:
+    def peer(self) -> int:
         """The rank of the next machine that keeps this rank's snapshots."""
         return (self._rank + self.each) % self._size
 
-    def slot_of(self, rank: int, serial: int) -> Slot:
-        """Return the slot on this machine of a rank's snapshot with a serial number; there are two for each rank."""
-        return Slot(self._directory / f"rank-{rank:05d}" / str(serial % 2))
+    def buffer_of(self, rank: int, serial: int) -> SnapshotBuffer:
+        """Return the buffer on this machine of a rank's snapshot with a serial number; there are two for each rank."""
+        return SnapshotBuffer(self._directory / f"rank-{rank:05d}" / str(serial % 2))
 
     def send(self, rank: int, directory: Path) -> None:
         """Send the complete snapshot in ``directory`` to another rank, and return when it is stored there.
@@ -110,8 +110,8 @@ class Partners:
             manifest = bytes(_read(line, bytearray(length)))
             require_sealed(manifest, needed=True)
             whole = json.loads(manifest)
-            slot = self.slot_of(int(whole["rank"]), int(whole["serial"]))
-            slot.store(manifest, nbytes, lambda view: _read(line, view))
+            buffer = self.buffer_of(int(whole["rank"]), int(whole["serial"]))
+            buffer.store(manifest, nbytes, lambda view: _read(line, view))
             line.sendall(_STORED)
 
 

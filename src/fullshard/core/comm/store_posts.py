@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 
-from fullshard.core.comm.whereabouts import has_ended, is_stopped, machine
+from fullshard.core.comm.stack_probe import has_ended, is_stopped, machine
 
 T = TypeVar("T")
 
@@ -25,16 +25,16 @@ PATIENCE_S = 1.0
 """Longest wait for the store's answer, in seconds; the program then continues without it."""
 
 _NEIGHBOUR_LOOKS = 40
-"""Number of times that a new board looks for other processes of this machine, which create theirs at the same time."""
+"""Number of times that a new posts looks for other processes of this machine, which create theirs at the same time."""
 
 _FOR_EVER = datetime.timedelta(days=365)
 
 
-class Line:
+class StoreConnection:
     """The thread that sends requests to the store, one after the other. One for each process.
 
     An unanswered request keeps the thread: no other thread may read the connection's bytes. It is answered when the
-    store's process runs again or the network is repaired; then the line is free again.
+    store's process runs again or the network is repaired; then the connection is free again.
     """
 
     def __init__(self) -> None:
@@ -90,7 +90,7 @@ class Line:
                 answer.set_exception(error)
 
 
-LINE = Line()
+STORE_CONNECTION = StoreConnection()
 
 
 class Heartbeats:
@@ -181,20 +181,20 @@ class RankFailure(NamedTuple):
     why: str
 
 
-class Board:
+class StorePosts:
     """The posts of a group's ranks, one for each, their failures, and at most one verdict. Any thread may use it.
 
     If the store is gone, the process that holds it has ended; after that, nothing is read or written.
     """
 
-    def __init__(self, store: Store, rank: int, size: int, line: Line = LINE) -> None:
-        """Share ``store``, a connection of this board's own, with the other ranks; each makes one board for a group."""
+    def __init__(self, store: Store, rank: int, size: int, line: StoreConnection = STORE_CONNECTION) -> None:
+        """Share ``store``, a connection of this posts's own, with the other ranks; each makes one posts for a group."""
         self.rank, self.size = rank, size
         self._store = store
         self._store.set_timeout(_FOR_EVER)  # the line bounds waits; an abandoned question would spoil the connection
         self._line = line
         self._lost = False
-        # A store may outlive a group and serve a later one of the same name, whose board must be a different one.
+        # A store may outlive a group and serve a later one of the same name, whose posts must be a different one.
         self._life = store.add(f"fullshard/lives/{rank}", 1)
         self._changes = 0
         self._posts: dict[int, Post] = {}

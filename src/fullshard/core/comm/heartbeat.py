@@ -18,9 +18,9 @@ import sys
 from collections.abc import Callable
 from typing import NamedTuple
 
-from fullshard.core.comm.board import Board
 from fullshard.core.comm.flight_recorder import FlightRecorder
-from fullshard.core.comm.whereabouts import main_thread_long_call, main_thread_stack, processor_ticks
+from fullshard.core.comm.stack_probe import main_thread_long_call, main_thread_stack, processor_ticks
+from fullshard.core.comm.store_posts import StorePosts
 from fullshard.errors import ConfigError, ProcessGroupError
 
 BEAT_S = 1.0
@@ -86,10 +86,12 @@ class _Other:
         self.named = ""  # how it was last named
 
 
-class Pulse:
+class HeartbeatMonitor:
     """Sends this rank's beats and evaluates the others'; one for each process, checked in the watchdog's thread."""
 
-    def __init__(self, recorder: FlightRecorder, board: Board, fail: Callable[[ProcessGroupError], None]) -> None:
+    def __init__(
+        self, recorder: FlightRecorder, store_posts: StorePosts, fail: Callable[[ProcessGroupError], None]
+    ) -> None:
         """Beat for the rank of ``recorder``; ``fail`` is called once, when another rank is dead.
 
         Raises:
@@ -97,7 +99,7 @@ class Pulse:
         """
         self._limits = _limits()
         self.recorder = recorder
-        self._board = board
+        self._posts = store_posts
         self._fail = fail
         self._others: dict[int, _Other] = {}
         self._count = self._issued = 0
@@ -108,7 +110,7 @@ class Pulse:
         """Do nothing: a rank that has ended is not dead."""
 
     def is_cause_of(self, error: BaseException) -> None:
-        """Return None: the pulse knows no errors of other ranks."""
+        """Return None: the heartbeat knows no errors of other ranks."""
 
     def check(self, now: float) -> None:
         """Beat, and look for dead ranks if this one is stuck; ``now`` is in seconds of a monotonic clock."""
@@ -116,7 +118,7 @@ class Pulse:
         if moved or now - self._checked > ASLEEP_S:
             self._issued, self._moved = self.recorder.last, now
             self._others.clear()
-            self._board.heartbeats.forget(now)
+            self._posts.heartbeats.forget(now)
         self._checked = now
         if now - self._beaten < BEAT_S:
             return
@@ -125,30 +127,30 @@ class Pulse:
         last = next(reversed(tuple(self.recorder.issued)), None)
         call = "" if last is None else last.text()
         beat = Beat(self._count, self._issued, call, main_thread_stack(), main_thread_long_call())
-        self._board.beat(json.dumps(beat))
-        self._board.look()
+        self._posts.beat(json.dumps(beat))
+        self._posts.look()
         stuck = now - self._moved > STUCK_S and not self._failed
         # Rank 0 often holds the store: when its process is stopped, its last beat cannot be read any more.
         watched = self._watched() if stuck else [0]
-        self._board.listen(watched, now)
+        self._posts.listen(watched, now)
         if stuck:
             for rank in watched:
                 self._look(rank, now)
 
     def _watched(self) -> list[int]:
         """Return the ranks that this one watches: a few watch all, and two of each machine watch those on it."""
-        me, near = self.recorder.rank, sorted(self._board.neighbours())
-        watched = range(self._board.size) if me < LOOKERS else near if me in near[:2] else []
+        me, near = self.recorder.rank, sorted(self._posts.neighbours())
+        watched = range(self._posts.size) if me < LOOKERS else near if me in near[:2] else []
         return [rank for rank in watched if rank != me]
 
     def _look(self, rank: int, now: float) -> None:
         """Name a rank that others wait for, and fail if it is dead."""
         other, beat = self._others.setdefault(rank, _Other(now)), self._beat_of(rank)
-        pid = self._board.neighbours().get(rank)
+        pid = self._posts.neighbours().get(rank)
         ticks = -1 if pid is None else processor_ticks(pid)
         if ticks != other.ticks:
             other.ticks, other.ran = ticks, now
-        other.stopped = (other.stopped or now) if self._board.stopped([rank]) else None
+        other.stopped = (other.stopped or now) if self._posts.stopped([rank]) else None
         kind, state, dead = self._state(rank, other, pid, now)
         stack = ""
         if beat is not None:
@@ -166,16 +168,16 @@ class Pulse:
             self._fail(error)
 
     def _beat_of(self, rank: int) -> Beat | None:
-        text = self._board.heartbeats.texts.get(rank)
+        text = self._posts.heartbeats.texts.get(rank)
         return None if text is None else Beat(*json.loads(text))
 
     def _state(self, rank: int, other: _Other, pid: int | None, now: float) -> tuple[str, str, bool]:
         """Return a rank's trouble as a kind and in words, empty if there is none, and whether the rank is dead."""
-        beat, silent_s = self._beat_of(rank), self._board.heartbeats.silent_s(rank, now)
+        beat, silent_s = self._beat_of(rank), self._posts.heartbeats.silent_s(rank, now)
         if other.stopped is not None:
             state = f"the process of rank {rank} ({pid}, on this machine) is stopped; `kill -CONT {pid}` continues it"
             return "stopped", state, now - other.stopped > STOPPED_S
-        if silent_s > SILENT_S and self._board.silent_s() < SILENT_S:
+        if silent_s > SILENT_S and self._posts.silent_s() < SILENT_S:
             inside = beat.long if beat is not None else ""
             limit = self._limits[pid is None] * (2 if inside else 1)
             state = (

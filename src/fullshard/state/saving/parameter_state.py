@@ -39,7 +39,7 @@ class StateValue:
 
 
 @dataclass(frozen=True)
-class Stepped:
+class ParameterState:
     """One parameter that an optimizer steps."""
 
     local: LocalTensor  # this rank's part of the parameter
@@ -96,7 +96,7 @@ class Stepped:
         return torch.empty(shape, dtype=dtype, device=device)
 
 
-def stepped(held: Sequence[LocalTensor], optimizer: Stepping) -> list[Stepped]:
+def stepped(held: Sequence[LocalTensor], optimizer: Stepping) -> list[ParameterState]:
     """Return the parameters that an optimizer steps on this rank, in its order; no communication.
 
     Args:
@@ -108,7 +108,7 @@ def stepped(held: Sequence[LocalTensor], optimizer: Stepping) -> list[Stepped]:
     """
     by_param = by_parameter(held)
     return [
-        Stepped(local_of(by_param, param), param, state, group, optimizer)
+        ParameterState(local_of(by_param, param), param, state, group, optimizer)
         for param, state, group in parameter_states(optimizer)
     ]
 
@@ -133,7 +133,7 @@ def local_of(by_param: Mapping[int, LocalTensor], param: nn.Parameter) -> LocalT
     return found
 
 
-def saved_options(own: Sequence[Stepped], options: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
+def saved_options(own: Sequence[ParameterState], options: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return the hyperparameters that each of the optimizer's parameters was saved with, in the order of ``own``.
 
     Args:

@@ -9,13 +9,13 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from fullshard.variables import ATTEMPT_VARIABLE, KEEP_LOCK_NAME, KEEP_VARIABLE, RESTARTS_VARIABLE
+from fullshard.variables import ATTEMPT_VARIABLE, RESTARTS_VARIABLE, SCRATCH_LOCK_NAME, SCRATCH_VARIABLE
 
 _BEGUN = "begun"
 
 
 @dataclass(frozen=True)
-class KeepDirectory:
+class ScratchDirectory:
     """State that one run keeps on this machine between attempts."""
 
     directory: Path  # of this run, inside the launcher's
@@ -23,9 +23,9 @@ class KeepDirectory:
     last: bool = False  # True if there is no later attempt to keep state for
 
     @classmethod
-    def of(cls, run: object) -> KeepDirectory | None:
+    def of(cls, run: object) -> ScratchDirectory | None:
         """Return where the run with the checkpoints ``run`` keeps its state; None without a launcher that restarts."""
-        kept, attempt = os.environ.get(KEEP_VARIABLE), int(os.environ.get(ATTEMPT_VARIABLE, "0"))
+        kept, attempt = os.environ.get(SCRATCH_VARIABLE), int(os.environ.get(ATTEMPT_VARIABLE, "0"))
         last = os.environ.get(RESTARTS_VARIABLE) == "0"
         if not kept or (last and attempt == 0):
             return None
@@ -35,7 +35,7 @@ class KeepDirectory:
     def mean_life_s(self) -> float | None:
         """Return the mean duration of the attempts so far; None in the first one. Any rank."""
         with contextlib.suppress(OSError):
-            since = (self.directory.parent / KEEP_LOCK_NAME).stat().st_mtime
+            since = (self.directory.parent / SCRATCH_LOCK_NAME).stat().st_mtime
             return (time.time() - since) / self.attempt if self.attempt else None
         return None
 

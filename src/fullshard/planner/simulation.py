@@ -22,8 +22,8 @@ from fullshard.core.engine.step.recorder import Kind, SilentRecorder, Transfer
 from fullshard.core.quantized import QuantizedLinear
 from fullshard.core.torch_private import in_backward, tree_leaves
 from fullshard.errors import ConfigError
-from fullshard.planner.hollow import HollowMode, planning
-from fullshard.planner.meter import PHASES, Meter, TooMuchWorkError
+from fullshard.planner.fake_tensors import FakeMode, planning
+from fullshard.planner.memory_tracker import PHASES, MemoryTracker, TooMuchWorkError
 from fullshard.planner.ranks import Ledger
 from fullshard.planner.work import Work
 
@@ -85,7 +85,7 @@ class Span:
 
 
 @dataclass(frozen=True)
-class Course:
+class MemoryTimeline:
     """One step of a plan; places are numbers of operators that were called before."""
 
     operators: int  # number of operators in the step
@@ -95,8 +95,8 @@ class Course:
     units: tuple[str, ...]  # names, root first
 
 
-class CourseRecorder(SilentRecorder):
-    """Notes the course of one step at a time."""
+class TimelineRecorder(SilentRecorder):
+    """Notes the memory timeline of one step at a time."""
 
     def __init__(self, operators: Callable[[], int]) -> None:
         """Start empty; ``operators`` returns the number of calls so far."""
@@ -137,13 +137,13 @@ class CourseRecorder(SilentRecorder):
         if not works:
             self._open.pop((unit, kind), None)
 
-    def course(self, units: Sequence[str]) -> Course:
-        """Return the course of the step that ends here; everything after the units belongs to the optimizer."""
+    def timeline(self, units: Sequence[str]) -> MemoryTimeline:
+        """Return the timeline of the step that ends here; everything after the units belongs to the optimizer."""
         operators = self._place()
         updates = max((span.end for span in self._spans), default=operators)
         spans = [*self._spans, Span("", "optimizer", updates, operators)]
         names = self._samples[0][1] if self._samples else {}
-        return Course(
+        return MemoryTimeline(
             operators=operators,
             places=tuple(place for place, _ in self._samples),
             parts={name: tuple(parts[name] for _, parts in self._samples) for name in names},
@@ -155,28 +155,28 @@ class CourseRecorder(SilentRecorder):
 class _Apart(Device):
     """The device of a rank with separate host memory: lanes see that their shards are not on it."""
 
-    def __init__(self, meter: Meter, reduces_behind: int) -> None:
+    def __init__(self, tracker: MemoryTracker, reduces_behind: int) -> None:
         super().__init__(torch.device("cpu"))
         self.reduces_behind = reduces_behind
         self.device = torch.device("meta")  # no tensor is on it, so shards always count as elsewhere
-        self._meter = meter
+        self._tracker = tracker
 
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(numel, dtype=dtype)
 
     def empty_host(self, numel: int, dtype: torch.dtype, *, pinned: bool) -> torch.Tensor:
         made = torch.empty(numel, dtype=dtype)
-        self._meter.to_host(made)
+        self._tracker.to_host(made)
         return made
 
 
 def host_of_gpu() -> Device | None:
-    """Return a device that has host memory apart, in the rehearsal of a rank on a GPU; None elsewhere."""
+    """Return a device that has host memory apart, in the simulation of a rank on a GPU; None elsewhere."""
     mode = planning()
-    return _Apart(mode.meter, 0) if mode is not None and mode.has_host else None
+    return _Apart(mode.tracker, 0) if mode is not None and mode.has_host else None
 
 
-def set_apart(model: torch.nn.Module, mode: HollowMode, phase: Callable[[], str]) -> None:
+def set_apart(model: torch.nn.Module, mode: FakeMode, phase: Callable[[], str]) -> None:
     """Count the shards of ``model`` as the host's from now on, and everything made only from them.
 
     Args:
@@ -187,26 +187,26 @@ def set_apart(model: torch.nn.Module, mode: HollowMode, phase: Callable[[], str]
     Raises:
         ConfigError: Weights are replicated.
     """
-    meter, runtime = mode.meter, runtime_of(model)
+    tracker, runtime = mode.tracker, runtime_of(model)
     lanes = [lane for unit in runtime.units for lane in unit.lanes]
     if any(isinstance(lane.full, PermanentBuffer) for lane in lanes):
         raise ConfigError(
             "A plan for GPUs does not support sharding.cpu_offload with replicated weights yet (no_shard, or sharding."
             "frozen: replicate). Plan sharding.strategy=full_shard and sharding.frozen=shard."
         )
-    apart = _Apart(meter, runtime.device.reduces_behind)
+    apart = _Apart(tracker, runtime.device.reduces_behind)
     for lane in lanes:
-        meter.to_host(lane.shard)
+        tracker.to_host(lane.shard)
         lane.device = apart
 
     def on_host(given: list[torch.Tensor]) -> bool:
-        return all(map(meter.is_on_host, given)) if given else phase() == "optimizer"
+        return all(map(tracker.is_on_host, given)) if given else phase() == "optimizer"
 
     mode.on_host = on_host
 
 
 STEPS = 3
-"""Steps of a rehearsal: the first makes the optimizer's state and learns the order of units."""
+"""Steps of a simulation: the first makes the optimizer's state and learns the order of units."""
 
 PARTS = (
     "shards",
@@ -221,21 +221,23 @@ PARTS = (
 
 
 @dataclass(frozen=True)
-class Rehearsed:
-    """The program to rehearse."""
+class PlannedStep:
+    """The program to simulate."""
 
     model: nn.Module  # sharded
     optimizer: torch.optim.Optimizer  # over its shards
     step: Callable[[], object]  # clears gradients, then forward, backward and the optimizer's step
     steps: int = STEPS  # number of steps
-    after: Mapping[str, Callable[[Meter], None]] = field(default_factory=dict)  # phases between steps, in their order
+    after: Mapping[str, Callable[[MemoryTracker], None]] = field(
+        default_factory=dict
+    )  # phases between steps, in their order
     host: Mapping[str, Callable[[], int]] = field(default_factory=dict)  # bytes that it keeps in host memory, by kind
     # the assumed value of an unknown number that is read outside of the model's forward; None: reading one is an error
     assumed: Callable[[], float] | None = None
 
 
 @dataclass(frozen=True)
-class Rehearsal:
+class Simulation:
     """What one rank holds and sends in a step; bytes."""
 
     peaks: dict[str, int]  # highest live bytes, by phase
@@ -245,13 +247,13 @@ class Rehearsal:
     sent: dict[str, tuple[int, int]]  # collectives of a step and the bytes they send, by kind
     elements: int  # elements of parameters that this rank holds, without padding
     work: Work  # of the last step; empty if not requested
-    course: Course | None = None  # of the step with the highest moment; None: not asked for
+    timeline: MemoryTimeline | None = None  # of the step with the highest moment; None: not asked for
     host: Mapping[str, int] = field(default_factory=dict)  # further bytes in host memory, by kind
     unplanned: tuple[str, ...] = ()  # phases after the steps that were too much work
 
 
-def rehearse(
-    build: Callable[[Comm], Rehearsed],
+def simulate(
+    build: Callable[[Comm], PlannedStep],
     rank: int,
     size: int,
     *,
@@ -259,7 +261,7 @@ def rehearse(
     draws: bool = False,
     has_host: bool = False,
     timed: bool = True,
-) -> Rehearsal:
+) -> Simulation:
     """Run ``build``, its steps and the phases after them as ``rank`` of ``size`` ranks; needs no memory, no other rank.
 
     Args:
@@ -267,7 +269,7 @@ def rehearse(
         rank: The rank to simulate.
         size: Number of ranks.
         reduces_behind: See :class:`fullshard.comm.Device`: 0 as on the CPU, 1 as on CUDA.
-        draws: Whether to note the course of the fullest step too, which takes longer.
+        draws: Whether to note the memory timeline of the fullest step too, which takes longer.
         timed: Whether to record the work of the last step, for its time; takes a third of that step's planning.
         has_host: True if host memory is separate from the device's, as with a GPU: offloaded shards are counted apart,
             and no memory is kept for large quantised weights.
@@ -276,8 +278,8 @@ def rehearse(
         ModelError: A step depends on values.
         UserError: Those of ``build``.
     """
-    meter, ledger = Meter(), Ledger(rank, size)
-    with warnings.catch_warnings(), _only_new_garbage(), HollowMode(meter) as mode:
+    tracker, ledger = MemoryTracker(), Ledger(rank, size)
+    with warnings.catch_warnings(), _only_new_garbage(), FakeMode(tracker) as mode:
         warnings.simplefilter("ignore")  # about a run that does not take place
         mode.has_host = has_host
         made = build(ledger.world)
@@ -286,12 +288,12 @@ def rehearse(
         for workspace in workspaces:
             workspace.keeps = not has_host
             workspace.most_parts = None if draws else 2
-        before = meter.peaks.get("before_first_step", 0)
+        before = tracker.peaks.get("before_first_step", 0)
         gc.collect()  # what building left in cycles
-        watch = _Watch(made, meter, mode, draws=draws)
+        watch = _Watch(made, tracker, mode, draws=draws)
         if has_host and runtime_of(made.model).root.policy.offload is not None:
             set_apart(made.model, mode, watch.phase)
-            before -= meter.host_live  # lanes go to the host one after the other
+            before -= tracker.host_live  # lanes go to the host one after the other
         work = Work(watch.phase)
         for step in range(made.steps):
             ledger.clear()
@@ -303,10 +305,10 @@ def rehearse(
             made.step()
             watch.end_step()
         mode.on_operator, ledger.note = mode.ignore, ledger.ignore
-        peaks = {"before_first_step": before, **{phase: meter.peaks.get(phase, 0) for phase in PHASES[1:]}}
-        account, sent = {**watch.account.peak, "total": watch.account.peak_total}, ledger.sent()
-        host, left = _after_steps(made, meter, peaks)
-    return Rehearsal(
+        peaks = {"before_first_step": before, **{phase: tracker.peaks.get(phase, 0) for phase in PHASES[1:]}}
+        account, sent = {**watch.tracker.peak, "total": watch.tracker.peak_total}, ledger.sent()
+        host, left = _after_steps(made, tracker, peaks)
+    return Simulation(
         peaks=peaks,
         parts=watch.parts,
         activations=watch.activations(),
@@ -314,24 +316,24 @@ def rehearse(
         sent=sent,
         elements=sum(stop - start for start, stop in watch.ranges()),
         work=work,
-        course=watch.course,
+        timeline=watch.timeline,
         host=host,
         unplanned=tuple(left),
     )
 
 
-def _after_steps(made: Rehearsed, meter: Meter, peaks: dict[str, int]) -> tuple[dict[str, int], list[str]]:
+def _after_steps(made: PlannedStep, tracker: MemoryTracker, peaks: dict[str, int]) -> tuple[dict[str, int], list[str]]:
     """Run the phases after the steps, and add their peaks; return the host's memory, and the phases without a plan."""
-    meter.on_change = lambda: None
-    meter.restart(lambda: "host", lambda: None)  # these are neither in a step nor between steps
+    tracker.on_change = lambda: None
+    tracker.restart(lambda: "host", lambda: None)  # these are neither in a step nor between steps
     host = {kind: size() for kind, size in made.host.items()}
-    host |= {"offloaded": meter.host_peak} if meter.host_peak else {}
+    host |= {"offloaded": tracker.host_peak} if tracker.host_peak else {}
     left = list(made.after)
     with suppress(TooMuchWorkError):  # the steps' needs are known, and usually the largest
         for name, run in made.after.items():
-            meter.restart(partial(str, name), lambda: None)
-            run(meter)
-            peaks[name] = meter.peaks[name]
+            tracker.restart(partial(str, name), lambda: None)
+            run(tracker)
+            peaks[name] = tracker.peaks[name]
             left.remove(name)
     return host, left
 
@@ -352,16 +354,16 @@ def _only_new_garbage() -> Iterator[None]:
 class _Watch(SilentRecorder):
     """Tracks the phase of a step, and the parts of its bytes at each new maximum."""
 
-    def __init__(self, made: Rehearsed, meter: Meter, mode: HollowMode, *, draws: bool) -> None:
-        self.course: Course | None = None
-        self._drawn = CourseRecorder(lambda: mode.operators)
+    def __init__(self, made: PlannedStep, tracker: MemoryTracker, mode: FakeMode, *, draws: bool) -> None:
+        self.timeline: MemoryTimeline | None = None
+        self._drawn = TimelineRecorder(lambda: mode.operators)
         self._draws = draws
         self.parts: dict[str, int] = dict.fromkeys(PARTS, 0)
         self._owned: dict[str, int] = {}
         self._runtime = runtime_of(made.model)
-        self.account = self._runtime.account
+        self.tracker = self._runtime.tracker
         self._optimizer = made.optimizer
-        self._meter = meter
+        self._tracker = tracker
         self._mode, self._assumed = mode, made.assumed
         mode.assumed = made.assumed
         self._gradients: dict[str, int] = {}
@@ -371,8 +373,8 @@ class _Watch(SilentRecorder):
         self._runtime.watch(self)
         made.model.register_forward_pre_hook(self._forward_begins, prepend=True)
         made.model.register_forward_hook(self._forward_ends)
-        meter.owner = Blocks(made.model, lambda: self.phase() == "forward").owner
-        meter.restart(self.phase, self._note)
+        tracker.owner = Blocks(made.model, lambda: self.phase() == "forward").owner
+        tracker.restart(self.phase, self._note)
 
     def _forward_begins(self, _model: object, _args: object) -> None:
         if not in_backward():
@@ -394,18 +396,18 @@ class _Watch(SilentRecorder):
         """Record what is held between steps."""
         self._phase = "forward"
         self._gradients = self._gradients_now()
-        self._state = _state_bytes(self._optimizer, self._meter)
-        self._held = self._meter.live - sum(self._known().values())
+        self._state = _state_bytes(self._optimizer, self._tracker)
+        self._held = self._tracker.live - sum(self._known().values())
         self._is_fullest = self._knows_gradients = False
         self._drawn.clear()
         if self._draws:
-            self._meter.on_change = lambda: self._drawn.sample_parts(self._parts_now())
+            self._tracker.on_change = lambda: self._drawn.sample_parts(self._parts_now())
 
     def end_step(self) -> None:
-        """Keep the course of a step that was fuller than all before."""
-        self._meter.on_change = lambda: None
+        """Keep the memory timeline of a step that was fuller than all before."""
+        self._tracker.on_change = lambda: None
         if self._draws and self._is_fullest:
-            self.course = self._drawn.course([unit.name for unit in self._runtime.units])
+            self.timeline = self._drawn.timeline([unit.name for unit in self._runtime.units])
 
     def begin(self, unit: str, kind: Kind) -> None:
         """See :meth:`SilentRecorder.begin`."""
@@ -447,7 +449,7 @@ class _Watch(SilentRecorder):
         return {unit.name: unit.gradient_bytes() for unit in self._runtime.units}
 
     def _known(self) -> dict[str, int]:
-        live = self.account.live
+        live = self.tracker.live
         return {
             "shards": live["shards"] - self._offloaded(),
             "optimizer_state": self._state,
@@ -463,18 +465,18 @@ class _Watch(SilentRecorder):
 
     def _parts_now(self) -> dict[str, int]:
         known = self._known()
-        rest = self._meter.live - sum(known.values()) - self._held
+        rest = self._tracker.live - sum(known.values()) - self._held
         return {**known, "buffers_and_batch": self._held, "activations_and_temporaries": rest}
 
     def _note(self) -> None:
         self.parts = self._parts_now()
-        self._owned = self._meter.owned.copy()
+        self._owned = self._tracker.owned.copy()
         self._is_fullest = True
 
 
-def _state_bytes(optimizer: torch.optim.Optimizer, meter: Meter) -> int:
+def _state_bytes(optimizer: torch.optim.Optimizer, tracker: MemoryTracker) -> int:
     """Return the bytes of an optimizer's state on the device; a storage that several parameters share counts once."""
     tensors = [leaf for leaf in tree_leaves(list(optimizer.state.values())) if isinstance(leaf, torch.Tensor)]
-    own = (tensor.untyped_storage() for tensor in tensors if not meter.is_on_host(tensor))
+    own = (tensor.untyped_storage() for tensor in tensors if not tracker.is_on_host(tensor))
     storages = {storage._cdata: storage.nbytes() for storage in own}
     return sum(storages.values())

@@ -7,10 +7,9 @@ import pytest
 import torch
 from torch.distributed import HashStore
 
-from fullshard.core.comm import pulse
-from fullshard.core.comm.board import Board, Line
+from fullshard.core.comm import heartbeat
 from fullshard.core.comm.flight_recorder import FlightRecorder
-from fullshard.core.comm.pulse import (
+from fullshard.core.comm.heartbeat import (
     ASLEEP_S,
     BEAT_S,
     FAR_S,
@@ -19,9 +18,10 @@ from fullshard.core.comm.pulse import (
     NAME_S,
     SILENT_S,
     STOPPED_S,
-    Pulse,
+    HeartbeatMonitor,
 )
-from fullshard.core.comm.whereabouts import main_thread_long_call
+from fullshard.core.comm.stack_probe import main_thread_long_call
+from fullshard.core.comm.store_posts import StoreConnection, StorePosts
 from fullshard.errors import ConfigError
 
 
@@ -29,17 +29,20 @@ class Ranks:
     """Two ranks; the processes of both are known to rank 0 unless they are far from each other."""
 
     def __init__(self, monkeypatch, *, far=False, size=2):
-        store, line = HashStore(), Line()
-        self.boards = [Board(store, rank, size, line) for rank in range(size)]
+        store, line = HashStore(), StoreConnection()
+        self.store_posts_of = [StorePosts(store, rank, size, line) for rank in range(size)]
         self.recorders = [FlightRecorder(rank) for rank in range(size)]
         self.failed = []
-        self.pulses = [Pulse(*pair, self.failed.append) for pair in zip(self.recorders, self.boards, strict=True)]
+        self.monitors = [
+            HeartbeatMonitor(*pair, self.failed.append)
+            for pair in zip(self.recorders, self.store_posts_of, strict=True)
+        ]
         self.now, self.ticks, self.stopped = 0.0, 0, set()
-        for board in self.boards:
-            monkeypatch.setattr(board, "look", lambda: None)
-            monkeypatch.setattr(board, "_pids", {} if far else {rank: 1000 + rank for rank in range(size)})
-            monkeypatch.setattr(board, "stopped", lambda ranks: dict.fromkeys(self.stopped & set(ranks), 0))
-        monkeypatch.setattr(pulse, "processor_ticks", lambda pid: self.ticks)
+        for store_posts in self.store_posts_of:
+            monkeypatch.setattr(store_posts, "look", lambda: None)
+            monkeypatch.setattr(store_posts, "_pids", {} if far else {rank: 1000 + rank for rank in range(size)})
+            monkeypatch.setattr(store_posts, "stopped", lambda ranks: dict.fromkeys(self.stopped & set(ranks), 0))
+        monkeypatch.setattr(heartbeat, "processor_ticks", lambda pid: self.ticks)
 
     def issue(self, *ranks):
         for rank in ranks:
@@ -50,7 +53,7 @@ class Ranks:
         for _ in range(round(seconds / 0.25)):
             self.now += 0.25
             self.ticks += computing
-            for rank, one in enumerate(self.pulses):
+            for rank, one in enumerate(self.monitors):
                 if rank not in without:
                     one.check(self.now)
 
@@ -110,7 +113,7 @@ def test_a_rank_in_one_long_call_is_not_dead_while_it_computes(two, caplog):
 )
 def test_a_rank_that_does_not_beat_and_takes_no_time_is_dead_after_the_limit(monkeypatch, far, call, given):
     """Of another machine it is longer, twice as long in a call that may hold the interpreter, or what users set."""
-    monkeypatch.setattr(pulse, "main_thread_long_call", lambda: call)
+    monkeypatch.setattr(heartbeat, "main_thread_long_call", lambda: call)
     if given is not None:
         monkeypatch.setenv(LIMIT_VARIABLE, given)
     ranks = Ranks(monkeypatch, far=far)
@@ -158,7 +161,7 @@ def test_a_rank_that_was_stopped_itself_blames_nobody(two):
 
 def test_of_many_ranks_a_few_look_at_all_and_two_of_a_machine_at_its_own(monkeypatch):
     many = Ranks(monkeypatch, size=12)
-    for board in many.boards:
-        monkeypatch.setattr(board, "_pids", {rank: rank for rank in (8, 9, 10)})
-    watched = [one._watched() for one in many.pulses]
+    for store_posts in many.store_posts_of:
+        monkeypatch.setattr(store_posts, "_pids", {rank: rank for rank in (8, 9, 10)})
+    watched = [one._watched() for one in many.monitors]
     assert [len(ranks) for ranks in watched] == [11, 11, 11, 11, 0, 0, 0, 0, 2, 2, 0, 0]
