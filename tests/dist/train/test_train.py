@@ -70,7 +70,7 @@ def test_the_engines_account_is_the_planned_one(own_ranks):
 
 @pytest.mark.slow
 def test_the_plan_of_the_demo_agrees_with_what_its_ranks_then_hold(tmp_path):
-    """Of so few rows, the largest batch of the epoch is in the step whose memory is measured."""
+    """The plan's batch is the largest of all ranks: one of them has it, the others may hold less."""
     few = ["data.max_train_samples=1024", "training.num_train_epochs=1", "training.eval_strategy=no"]
     plan = call("plan", str(DEMO), *few, "--world", "2", "--json").stdout
     run = ["train", str(DEMO), *few, "training.save_strategy=no", f"output_dir={tmp_path}", "nproc=2"]
@@ -79,7 +79,8 @@ def test_the_plan_of_the_demo_agrees_with_what_its_ranks_then_hold(tmp_path):
     peaks = [(planned["peak"], measured["peak"]) for planned, measured in held(tmp_path)]
     assert json.loads(plan)["peak_bytes"] == max(planned for planned, _ in peaks)
     for planned, measured in peaks:
-        assert planned == pytest.approx(measured, rel=0.02)
+        assert 0.9 * planned < measured < 1.001 * planned
+    assert max(measured for _, measured in peaks) == pytest.approx(max(planned for planned, _ in peaks), rel=1e-3)
 
 
 def test_every_held_out_row_is_predicted_once(own_ranks):
