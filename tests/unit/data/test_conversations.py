@@ -114,6 +114,16 @@ def test_tools_parts_weights_and_turns_after_the_last_answer(tmp_path):
     assert "; 3 turns after a last answer are left out" in table.notes[0]
 
 
+def test_a_key_of_a_format_that_a_turn_does_not_use_is_its_own(tmp_path):
+    asked = {"role": "user", "content": "one", "value": "high", "from": None}
+    both = {"role": "assistant", "content": "1", "from": "gpt", "value": "one"}
+    found = read_split(write_rows(tmp_path / "rows.jsonl", [{"messages": [asked, both]}]), "train").examples[0]
+    assert found.conversation.messages == (
+        {"role": "user", "content": "one", "value": "high"},
+        {"role": "assistant", "content": "1"},
+    )
+
+
 def test_three_answers_are_three_rows_of_an_encoder_decoder(tmp_path):
     turns = [*OPENAI, {"role": "user", "content": "three"}, {"role": "assistant", "content": "3"}]
     table = read_split(write_rows(tmp_path / "rows.jsonl", [{"messages": turns}]), "train")

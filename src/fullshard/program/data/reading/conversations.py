@@ -327,7 +327,8 @@ def _turn(where: str, turn: object) -> dict[str, Any]:
     role = _ROLE_OF.get(named.strip().lower()) if isinstance(named, str) else None
     if role is None:
         raise UnusableRowError(f"{where} has the unknown role {named!r}; known are {', '.join(_ROLE_OF)}")
-    known = {key for one in FORMATS for key in (one.role, one.content)}
+    # Of a format that a turn does not use, a key is the turn's own, such as ``text`` beside role and content.
+    known = {key for one in FORMATS if turn.get(one.role) is not None for key in (one.role, one.content)}
     more = {key: _plain(value) for key, value in turn.items() if key not in known and value is not None}
     content = _content(f"{where} ({named})", turn.get(format.content), may_lack=bool(more.get("tool_calls")))
     if not content.strip() and role not in _MAY_BE_BLANK and not more.get("tool_calls"):
