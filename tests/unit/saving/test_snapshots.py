@@ -19,7 +19,7 @@ from fullshard.core.optim.average import ExponentialMovingAverage
 from fullshard.core.testing import run_ranks
 from fullshard.errors import CheckpointError
 from fullshard.state.resilience import checksums, scratch as scratch_directory, snapshot_buffer, snapshots
-from fullshard.state.resilience.snapshot_buffer import SnapshotHeader, SnapshotBuffer
+from fullshard.state.resilience.snapshot_buffer import SnapshotBuffer, SnapshotHeader
 from fullshard.state.resilience.snapshots import _interval
 from fullshard.state.saving.parameter_state import stepped
 from fullshard.state.saving.pieces import plan_save
