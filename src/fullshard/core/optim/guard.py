@@ -231,7 +231,7 @@ _MATRICES = frozenset(
 """Names in lower case of classes that use a full parameter and that a trial cannot judge, or must not run."""
 
 _Verdicts = dict[Split | None, bool | str]
-"""Verdict by division of the parameters (None: not divided): whether a class may step them, or why it is unknown."""
+"""Verdict by how parameters are split (None: not split): whether a class may step them, or why it is unknown."""
 
 _tried: WeakKeyDictionary[Optimizer, _Verdicts] = WeakKeyDictionary()
 _plain: WeakSet[Optimizer] = WeakSet()

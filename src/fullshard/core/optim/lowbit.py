@@ -609,17 +609,17 @@ class AdamW8bit(NarrowAdamW):
         """
         shared: dict[nn.Parameter, dict[int, torch.Tensor]] = {}
         reduces = []
-        for comm, row_splits in self._splits_by_comm():
+        for comm, splits in self._splits_by_comm():
             values = []
-            for param, row_split in row_splits:
+            for param, block in splits:
                 # On the device of the collectives, even if shards are elsewhere. Zeros if there is no gradient here.
                 value = torch.zeros(2, device=comm.device)
                 if param in groups:
-                    run = _ElementRun(_range(param)[0], *row_split.held)
+                    run = _ElementRun(_range(param)[0], *block.held)
                     moments = self._moments(param, run, groups[param]["betas"])
                     value.copy_(torch.stack([moment.abs().amax() for moment in moments]))
-                    shared.setdefault(param, {})[row_split.index] = value
-                values.append(OwnerValue(row_split.owners, value))
+                    shared.setdefault(param, {})[block.index] = value
+                values.append(OwnerValue(block.owners, value))
             reduces.append(OwnerReduce(comm, values, "scales of 8-bit blocks", op="max", at_once=True))
         return shared, reduces
 
