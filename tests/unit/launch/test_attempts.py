@@ -13,7 +13,7 @@ import pytest
 
 from fullshard.errors import CheckpointError, ProcessGroupError
 from fullshard.program.launch import attempts, launch
-from fullshard.program.launch.attempts import Reached, Restarts, kept_directory
+from fullshard.program.launch.attempts import Reached, Restarts, scratch_directory
 from fullshard.program.launch.failure import Failure
 from fullshard.program.launch.programs import again
 from fullshard.program.launch.programs.again import ReachedSink, resume_again
@@ -267,7 +267,7 @@ def test_directories_of_killed_launchers_are_removed_and_those_of_others_are_not
     (left / "lock").touch()
     just_made = tmp_path / "fullshard-keep-new"
     just_made.mkdir()
-    with kept_directory() as mine, kept_directory() as second:
+    with scratch_directory() as mine, scratch_directory() as second:
         assert stat.S_IMODE(mine.stat().st_mode) == 0o700
         assert mine.exists()
         assert second.exists()
