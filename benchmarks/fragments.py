@@ -222,7 +222,7 @@ class Allocator:
 
 
 class Recording(MemoryTracker):
-    """A plan's meter that also lists what is allocated and freed, as ``(key, bytes)``, 0 bytes to free.
+    """A plan's memory tracker that also lists what is allocated and freed, as ``(key, bytes)``, 0 bytes to free.
 
     Attributes:
         logs: The lists of building and of each step.

@@ -7,7 +7,7 @@ one process, no memory. Then it is trained for three steps on gloo processes, wi
 before the model is built: the allocator's own record, with temporaries inside operators. A run with packing or a budget
 of tokens takes the steps of its own first epoch, twice: the largest batch may come before the optimizer has a state.
 Compared are the peak of the steps (that of the rank with most), the bytes sent and the number of collectives of the
-last step, and the engine's own account. Errors are signed shares of the measured figure: below
+last step, and the engine's own buffers. Errors are signed shares of the measured figure: below
 zero, the plan was too small. A *false fit* is a plan that calls a memory one byte smaller than the measured peak
 large enough; ``Plan.fits`` asks for 1 % more than the plan's peak.
 

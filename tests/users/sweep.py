@@ -32,7 +32,7 @@ NAME = "the.weight"
 
 @dataclass(frozen=True)
 class Subject:
-    """A parameter cut for two ranks: its shape, the elements of a shard of its lane, and what is never split."""
+    """A parameter split over two ranks: its shape, the elements of a shard of its lane, and what is never split."""
 
     shape: tuple
     shard_numel: int
@@ -181,11 +181,11 @@ def flat(value):
 def sharded(subject, comm):
     """Return what makes a shard of this rank of a full tensor."""
     meta = subject.meta(comm.rank)
-    cut = row_split_of(meta, comm)
+    row_split = row_split_of(meta, comm)
     start, stop = meta.element_range
 
     def wrap(full):
-        return as_shard(full.flatten()[start:stop].reshape(meta.local_shape).clone(), cut)
+        return as_shard(full.flatten()[start:stop].reshape(meta.local_shape).clone(), row_split)
 
     return wrap
 
@@ -194,22 +194,22 @@ class Part(NamedTuple):
     """A shard taken apart, so that ranks' results can be put together afterwards."""
 
     rows: torch.Tensor
-    cut: RowSplit
+    row_split: RowSplit
 
 
 def frozen(values):
     """Take shards apart."""
-    return [Part(one.to_local().clone(), one.cut) if isinstance(one, Shard) else one for one in values]
+    return [Part(one.to_local().clone(), one.row_split) if isinstance(one, Shard) else one for one in values]
 
 
 def assemble(parts):
-    """Return the full tensor of (rows, cut) of every rank."""
-    cut = parts[0][1]
-    if cut.key is None:
+    """Return the full tensor of (rows, row split) of every rank."""
+    row_split = parts[0][1]
+    if row_split.key is None:
         return torch.cat([rows for rows, _ in parts])
-    if cut.parts:
+    if row_split.parts:
         pieces, at = [], [0] * len(parts)
-        for place in range(len(cut.parts)):
+        for place in range(len(row_split.parts)):
             mine = []
             for rank, (rows, joined) in enumerate(parts):
                 of, _, here = joined.parts[place]

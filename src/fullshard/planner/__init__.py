@@ -1,4 +1,9 @@
-"""Planner: runs the real model, engine and optimizer as one rank of many, without memory, and counts the bytes."""
+"""Planner: runs the real model, engine and optimizer as one rank of many, without memory, and counts the bytes.
+
+Files, in reading order: ``memory_tracker`` (live bytes), ``work`` (the operators and collectives of a step),
+``fake_tensors`` (operators without memory), ``ranks`` (the other ranks), ``simulation`` (the steps of one rank),
+``rates`` (measured times), ``timing`` (a step's time), ``plan`` (the result), ``bench`` (measures the rates).
+"""
 
 from fullshard.planner.bench import measure_rates as measure_rates
 from fullshard.planner.fake_tensors import UnplannedStepError as UnplannedStepError, real_tensors as real_tensors

@@ -62,7 +62,7 @@ class Wide(torch.nn.Module):
 
 
 def memory(comm):
-    """Tracked peak of forward and backward beside what there was before, and the engine's own account."""
+    """Tracked peak of forward and backward beside what there was before, and what the engine's own tracker counts."""
     torch.manual_seed(0)
     model = fullshard.fully_shard(Wide(), comm)
     x = torch.randn(2, 256)

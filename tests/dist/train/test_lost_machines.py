@@ -59,7 +59,7 @@ def test_resume_never_holds_for_the_first_attempt_on_all_machines(tmp_path, calm
 
 
 @pytest.mark.parametrize(("count", "victim"), [(2, 1), (2, 0), (3, 1)])
-def test_a_machine_that_is_lost_and_started_again_continues_from_its_partners_copy(tmp_path, calm, count, victim):
+def test_a_machine_that_is_lost_and_started_again_continues_from_its_peers_copy(tmp_path, calm, count, victim):
     with Run(tmp_path / "run", count) as run:
         run.trains_past(6)
         run.machines.lose(victim)

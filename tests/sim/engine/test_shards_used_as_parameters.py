@@ -269,12 +269,12 @@ def test_ranks_whose_backward_skips_different_blocks_issue_the_same_gathers(pref
     reference, models = replicas(SkippingLM, SIZE)
     tokens = batches(1, SIZE * ROWS_PER_RANK)[0]
     for rank in range(SIZE):
-        reference.row_split = skipped if rank else ()
+        reference.cut = skipped if rank else ()
         (lm_loss(reference, tokens[2 * rank : 2 * rank + 2]) / SIZE).backward()
 
     def work(comm):
         model = fully_shard(models[comm.rank], comm, wrap=BLOCKS, prefetch=prefetch)
-        model.row_split = skipped if comm.rank else ()
+        model.cut = skipped if comm.rank else ()
         for _ in range(2):
             model.zero_grad()
             lm_loss(model, rows_for(comm, tokens)).backward()
@@ -548,7 +548,7 @@ def test_collectives_in_another_order_are_told_where_no_collective_tells():
         model = fully_shard(models[comm.rank], DeafComm(comm.world, comm.rank), wrap=BLOCKS)
         lm_loss(model, data[0]).backward()
         older = lm_loss(model, data[0])
-        model.row_split = (2,) if comm.rank else ()
+        model.cut = (2,) if comm.rank else ()
         with pytest.raises(MismatchError, match="different orders"):
             lm_loss(model, data[1]).backward()
         return older.item()

@@ -322,21 +322,21 @@ def test_of_the_same_gradients_ranks_make_the_same_bits_in_bfloat16(layout, monk
     draw = torch.Generator().manual_seed(1)
     steps = [{n: torch.randn(p.shape, generator=draw) for n, p in model.named_parameters()} for _ in range(2)]
 
-    def run(model, row_split):
+    def run(model, set_gradient):
         optimizer = Muon(model.parameters(), lr=0.02)
         for gradients in steps:
             for name, param in model.named_parameters():
-                row_split(param, gradients[name])
+                set_gradient(param, gradients[name])
             optimizer.step()
 
-    def row_split(param, gradient):
+    def set_gradient(param, gradient):
         start, stop = param.shard_meta.element_range
         if start < stop:
             param.grad = gradient.reshape(-1)[start:stop].view(param.shape).clone()
 
     def work(comm):
         sharded = fully_shard(models[comm.rank], comm, **LAYOUTS[layout])
-        run(sharded, row_split)
+        run(sharded, set_gradient)
         return whole(sharded)
 
     run(model, lambda param, gradient: setattr(param, "grad", gradient))

@@ -405,20 +405,20 @@ def peaks(ranks, make, loss_of, **options):
         Those three, gathered bytes after forward and after backward; and bytes of the root and of a block.
     """
     model = shard(ranks, ranks.alike(make), **options)
-    account = runtime(model).tracker
+    tracker = runtime(model).tracker
     root, *blocks = (bytes_of(unit) for unit in runtime(model).units)
     expect(len(set(blocks)), 1, "sizes of blocks")
     for tokens in data_for(ranks, 3):
-        account.peak.update(account.live)
-        expect(account.live["gradients"], 0, "gradients before forward")
+        tracker.peak.update(tracker.live)
+        expect(tracker.live["gradients"], 0, "gradients before forward")
         loss = loss_of(model, ranks.rows(tokens))
-        between = account.live["gathered"]
-        forward = account.peak["gathered"]
-        expect(account.peak["gradients"], 0, "gradients in forward")
-        account.peak.update(account.live)
+        between = tracker.live["gathered"]
+        forward = tracker.peak["gathered"]
+        expect(tracker.peak["gradients"], 0, "gradients in forward")
+        tracker.peak.update(tracker.live)
         loss.backward()
-        backward = account.peak["gathered"], account.peak["gradients"]
-        expect((account.live["gathered"], account.live["gradients"]), (0, 0), "after backward")
+        backward = tracker.peak["gathered"], tracker.peak["gradients"]
+        expect((tracker.live["gathered"], tracker.live["gradients"]), (0, 0), "after backward")
         model.zero_grad()
     return (forward, between, *backward), root, blocks[0]
 

@@ -29,8 +29,8 @@ class Ranks:
     """Two ranks; the processes of both are known to rank 0 unless they are far from each other."""
 
     def __init__(self, monkeypatch, *, far=False, size=2):
-        store, line = HashStore(), StoreConnection()
-        self.store_posts_of = [StorePosts(store, rank, size, line) for rank in range(size)]
+        store, connection = HashStore(), StoreConnection()
+        self.store_posts_of = [StorePosts(store, rank, size, connection) for rank in range(size)]
         self.recorders = [FlightRecorder(rank) for rank in range(size)]
         self.failed = []
         self.monitors = [

@@ -23,9 +23,9 @@ from fullshard.errors import MismatchError, ProcessGroupError
 class Rank:
     """One rank of a group of the test."""
 
-    def __init__(self, store, number, ranks, line):
+    def __init__(self, store, number, ranks, connection):
         self.recorder = FlightRecorder(number)
-        self.store_posts = StorePosts(store, number, len(ranks), line)
+        self.store_posts = StorePosts(store, number, len(ranks), connection)
         self.broken_at = []
         self.now = 0.0
         self.watch = GroupWatch(self.recorder, self.store_posts, ranks, lambda: self.broken_at.append(self.now))
@@ -48,8 +48,8 @@ class Group:
 
     def __init__(self, size, store=None, ranks=None):
         self.store = store or HashStore()
-        self.line = StoreConnection()
-        self.ranks = [Rank(self.store, number, ranks or range(size), self.line) for number in range(size)]
+        self.connection = StoreConnection()
+        self.ranks = [Rank(self.store, number, ranks or range(size), self.connection) for number in range(size)]
         self.now = 0.0
 
     def run(self, seconds, without=()):
@@ -424,7 +424,8 @@ def test_a_silent_store_is_logged_and_the_watch_goes_on_when_it_answers(caplog, 
     for kind, rank in zip(("all-gather", "barrier"), group.ranks, strict=True):
         rank.wait(kind)
     group.store.runs.clear()
-    monkeypatch.setattr(watchdog, "ANSWER_S", PATIENCE_S / 10)  # real seconds: the line measures its silence itself
+    # Real seconds: the connection measures its silence itself.
+    monkeypatch.setattr(watchdog, "ANSWER_S", PATIENCE_S / 10)
     with caplog.at_level(logging.WARNING, "fullshard"):
         group.run(WAIT_S + 1)
     text = (
@@ -433,7 +434,7 @@ def test_a_silent_store_is_logged_and_the_watch_goes_on_when_it_answers(caplog, 
     )
     assert [message.split(". ", 1)[1] for message in caplog.messages] == [text] * 2
     group.store.runs.set()
-    with group.line._free:  # the question that waited is answered
+    with group.connection._free:  # the question that waited is answered
         pass
     group.run(2 * TICK_S + GRACE_S + WAIT_S)
     assert "rank 0: all-gather of 8 float32; rank 1: barrier" in group.verdicts()[0]

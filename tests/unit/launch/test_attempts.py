@@ -13,7 +13,7 @@ import pytest
 
 from fullshard.errors import CheckpointError, ProcessGroupError
 from fullshard.program.launch import attempts, launch
-from fullshard.program.launch.attempts import Reached, Restarts, kept_directory
+from fullshard.program.launch.attempts import Reached, Restarts, scratch_directory
 from fullshard.program.launch.failure import Failure
 from fullshard.program.launch.programs import again
 from fullshard.program.launch.programs.again import ReachedSink, resume_again
@@ -267,7 +267,7 @@ def test_directories_of_killed_launchers_are_removed_and_those_of_others_are_not
     (left / "lock").touch()
     just_made = tmp_path / "fullshard-keep-new"
     just_made.mkdir()
-    with kept_directory() as mine, kept_directory() as second:
+    with scratch_directory() as mine, scratch_directory() as second:
         assert stat.S_IMODE(mine.stat().st_mode) == 0o700
         assert mine.exists()
         assert second.exists()
@@ -276,16 +276,16 @@ def test_directories_of_killed_launchers_are_removed_and_those_of_others_are_not
     assert not mine.exists()
 
 
-def snapshot_of(keep, rank, slot, step):
-    path = keep / "run" / f"rank-{rank:05d}" / str(slot) / "manifest.json"
+def snapshot_of(keep, rank, number, step):
+    path = keep / "run" / f"rank-{rank:05d}" / str(number) / "manifest.json"
     path.parent.mkdir(parents=True)
     path.write_text(json.dumps({"step": step}))
 
 
 def test_the_line_says_the_step_of_a_snapshot_that_all_ranks_have(tmp_path, capfd):
     (tmp_path / "reached.json").write_text(json.dumps({"attempt": 0, "step": 9, "saved": 2}))
-    for rank, slot, step in ((0, 0, 8), (0, 1, 9), (1, 0, 8)):
-        snapshot_of(tmp_path, rank, slot, step)
+    for rank, number, step in ((0, 0, 8), (0, 1, 9), (1, 0, 8)):
+        snapshot_of(tmp_path, rank, number, step)
     (tmp_path / "run" / "rank-00001" / "1").mkdir()  # rank 1 was killed before it had completed the one of step 9
     Restarts(3, tmp_path).after(failure())
     assert "from step 8 or later" in capfd.readouterr().err

@@ -106,9 +106,7 @@ def test_cut_blocks_are_those_that_several_ranks_hold():
                         for index, of in held.items()
                         if rank in of and len(of) > 1
                     ]
-                    assert [
-                        (row_split.index, row_split.held, list(row_split.owners)) for row_split in split_blocks(meta)
-                    ] == expected
+                    assert [(block.index, block.held, list(block.owners)) for block in split_blocks(meta)] == expected
                     assert any_block_is_split(meta) == any(len(of) > 1 for of in held.values())
 
 

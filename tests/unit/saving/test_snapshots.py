@@ -18,8 +18,8 @@ from fullshard.core.optim import AdamW8bit, Muon, step_in_backward
 from fullshard.core.optim.average import ExponentialMovingAverage
 from fullshard.core.testing import run_ranks
 from fullshard.errors import CheckpointError
-from fullshard.state.resilience import checksums, scratch as scratch_directory, snapshot_buffer, snapshots
-from fullshard.state.resilience.snapshot_buffer import SnapshotHeader, SnapshotBuffer
+from fullshard.state.resilience import checksums, scratch, snapshot_buffer, snapshots
+from fullshard.state.resilience.snapshot_buffer import SnapshotBuffer, SnapshotHeader
 from fullshard.state.resilience.snapshots import _interval
 from fullshard.state.saving.parameter_state import stepped
 from fullshard.state.saving.pieces import plan_save
@@ -82,8 +82,8 @@ def attempt(size, directory, steps, *, optimizer_of=adamw, mesh_of=lambda comm: 
     return began[0], whole(runs)
 
 
-def slots(keep, rank):
-    """A rank's slots with a snapshot, by the step of it."""
+def buffers(keep, rank):
+    """A rank's buffers with a snapshot, by its step."""
     found = [SnapshotBuffer(path).read() for path in sorted(keep.glob(f"*/rank-{rank:05d}/*"))]
     return {one.described.step: one.directory for one in found if one is not None}
 
@@ -146,7 +146,7 @@ def cut_short(directory):
 @pytest.mark.parametrize("damage", [break_bytes, break_manifest, cut_short])
 def test_a_damaged_snapshot_on_one_rank_sends_all_to_the_one_before(damage, tmp_path, keep, monkeypatch):
     attempt(2, tmp_path / "run", 3)
-    damage(slots(keep, 1)[3])
+    damage(buffers(keep, 1)[3])
     monkeypatch.setenv("FULLSHARD_ATTEMPT", "1")
     _, undisturbed = attempt(2, tmp_path / "other", 4)
     began, state = attempt(2, tmp_path / "run", 4, fill=-7)
@@ -156,7 +156,7 @@ def test_a_damaged_snapshot_on_one_rank_sends_all_to_the_one_before(damage, tmp_
 
 def test_a_rank_that_is_killed_in_the_middle_leaves_the_one_before(tmp_path, keep, monkeypatch):
     attempt(2, tmp_path / "run", 3)
-    newest = SnapshotBuffer(slots(keep, 1)[3])
+    newest = SnapshotBuffer(buffers(keep, 1)[3])
     newest.write({"x": torch.ones(3)}, lambda pairs: lambda: None)  # what completes it is never called
     assert newest.read() is None
     monkeypatch.setenv("FULLSHARD_ATTEMPT", "1")
@@ -165,11 +165,11 @@ def test_a_rank_that_is_killed_in_the_middle_leaves_the_one_before(tmp_path, kee
 
 def test_snapshots_of_a_given_up_attempt_are_not_mixed_with_later_ones(tmp_path, keep, monkeypatch):
     attempt(2, tmp_path / "run", 3)
-    (slots(keep, 1)[3] / snapshot_buffer.MANIFEST_NAME).unlink()
+    (buffers(keep, 1)[3] / snapshot_buffer.MANIFEST_NAME).unlink()
     monkeypatch.setenv("FULLSHARD_ATTEMPT", "1")
     assert attempt(2, tmp_path / "run", 3, fill=-7)[0] == 2
     # Rank 0 has step 3 of both attempts' numbering; rank 1 loses that of the later one.
-    (slots(keep, 1)[3] / snapshot_buffer.MANIFEST_NAME).unlink()
+    (buffers(keep, 1)[3] / snapshot_buffer.MANIFEST_NAME).unlink()
     monkeypatch.setenv("FULLSHARD_ATTEMPT", "2")
     assert attempt(2, tmp_path / "run", 3, fill=-7)[0] == 2
 
@@ -344,7 +344,7 @@ def test_a_snapshot_of_another_dtype_is_refused(dtype, of_buffer, tmp_path, monk
 
 def test_a_snapshot_of_another_format_is_none(tmp_path, keep):
     attempt(1, tmp_path / "run", 1)
-    (directory,) = slots(keep, 0).values()
+    (directory,) = buffers(keep, 0).values()
     path = directory / snapshot_buffer.MANIFEST_NAME
     values = json.loads(path.read_text())
     del values["own_sha256"], values["format"]
@@ -441,11 +441,11 @@ def test_the_interval_is_shorter_where_failures_are_frequent_and_never_longer():
 def test_how_long_attempts_last_is_known_from_the_second_on(tmp_path, monkeypatch):
     (tmp_path / "lock").touch()
     now = (tmp_path / "lock").stat().st_mtime + 90
-    monkeypatch.setattr(scratch_directory, "time", SimpleNamespace(time=lambda: now))
-    lives = [scratch_directory.ScratchDirectory(tmp_path / "run", number).mean_life_s() for number in range(3)]
+    monkeypatch.setattr(scratch, "time", SimpleNamespace(time=lambda: now))
+    lives = [scratch.ScratchDirectory(tmp_path / "run", number).mean_life_s() for number in range(3)]
     assert lives == [None, 90.0, 45.0]
     (tmp_path / "lock").unlink()
-    assert scratch_directory.ScratchDirectory(tmp_path / "run", 1).mean_life_s() is None
+    assert scratch.ScratchDirectory(tmp_path / "run", 1).mean_life_s() is None
 
 
 def kept_by(directory, number, life_s=None):
@@ -556,7 +556,7 @@ def test_only_the_newest_is_added_up_unless_a_rank_lacks_it(tmp_path, keep, monk
     monkeypatch.setattr(snapshot_buffer, "checksum", lambda buffer: looked.append(1) or real(buffer))
     assert attempt(1, tmp_path / "run", 3)[0] == 3
     assert len(looked) == 1
-    break_bytes(slots(keep, 0)[3])
+    break_bytes(buffers(keep, 0)[3])
     looked.clear()
     assert attempt(1, tmp_path / "run", 2)[0] == 2
     assert len(looked) == 3  # the newest twice, and the one before

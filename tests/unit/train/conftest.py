@@ -26,14 +26,14 @@ def one_at_a_time(monkeypatch):
 def unmetered():
     """The memory meter is slow, and listens to the whole process, so that only one rank of it can measure."""
 
-    class MemoryTracker(contextlib.nullcontext):
+    class FakeMeter(contextlib.nullcontext):
         peak_bytes, start_bytes, timeline = 1, 0, ()
 
         def __init__(self, device):
             super().__init__()
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(step_module, "MemoryMeter", MemoryTracker)
+        patch.setattr(step_module, "MemoryMeter", FakeMeter)
         yield
 
 

@@ -110,7 +110,7 @@ class HeartbeatMonitor:
         """Do nothing: a rank that has ended is not dead."""
 
     def is_cause_of(self, error: BaseException) -> None:
-        """Return None: the heartbeat knows no errors of other ranks."""
+        """Return None: the monitor knows no errors of other ranks."""
 
     def check(self, now: float) -> None:
         """Beat, and look for dead ranks if this one is stuck; ``now`` is in seconds of a monotonic clock."""

@@ -25,7 +25,7 @@ PATIENCE_S = 1.0
 """Longest wait for the store's answer, in seconds; the program then continues without it."""
 
 _NEIGHBOUR_LOOKS = 40
-"""Number of times that a new posts looks for other processes of this machine, which create theirs at the same time."""
+"""Number of first looks in which a rank searches for the other processes of its machine, which register meanwhile."""
 
 _FOR_EVER = datetime.timedelta(days=365)
 
@@ -38,7 +38,7 @@ class StoreConnection:
     """
 
     def __init__(self) -> None:
-        """Prepare the line; the thread starts with the first request."""
+        """Prepare the connection; the thread starts with the first request."""
         self._free = threading.Lock()
         self._questions: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -187,14 +187,14 @@ class StorePosts:
     If the store is gone, the process that holds it has ended; after that, nothing is read or written.
     """
 
-    def __init__(self, store: Store, rank: int, size: int, line: StoreConnection = STORE_CONNECTION) -> None:
-        """Share ``store``, a connection of this posts's own, with the other ranks; each makes one posts for a group."""
+    def __init__(self, store: Store, rank: int, size: int, connection: StoreConnection = STORE_CONNECTION) -> None:
+        """Share ``store``, a client of this object's own, with the other ranks; each makes one object for a group."""
         self.rank, self.size = rank, size
         self._store = store
-        self._store.set_timeout(_FOR_EVER)  # the line bounds waits; an abandoned question would spoil the connection
-        self._line = line
+        self._store.set_timeout(_FOR_EVER)  # ask() bounds waits; an abandoned one spoils the connection
+        self._connection = connection
         self._lost = False
-        # A store may outlive a group and serve a later one of the same name, whose posts must be a different one.
+        # A store may outlive a group and serve a later one of the same name, whose posts must not mix with these.
         self._life = store.add(f"fullshard/lives/{rank}", 1)
         self._changes = 0
         self._posts: dict[int, Post] = {}
@@ -299,7 +299,7 @@ class StorePosts:
 
     def silent_s(self) -> float:
         """Return the seconds for which the store has not answered."""
-        return 0.0 if self._lost else self._line.silent_s()
+        return 0.0 if self._lost else self._connection.silent_s()
 
     def stopped(self, ranks: Iterable[int]) -> dict[int, int]:
         """Return those of ``ranks`` whose process is on this machine and stopped, with its process id."""
@@ -312,15 +312,15 @@ class StorePosts:
     def _register(self) -> None:
         """Publish this process's id to the others of this machine, so that they can tell whether it is stopped."""
         if machine():
-            slot = self._store.add(self._key(f"machine/{machine()}"), 1)
-            self._store.set(self._key(f"machine/{machine()}/{slot}"), f"{self.rank} {os.getpid()}")
+            number = self._store.add(self._key(f"machine/{machine()}"), 1)
+            self._store.set(self._key(f"machine/{machine()}/{number}"), f"{self.rank} {os.getpid()}")
 
     def _meet_neighbours(self, store: Store) -> None:
         if not machine():
             return
         count = store.add(self._key(f"machine/{machine()}"), 0)
-        for slot in range(len(self._pids) + 1, count + 1):
-            key = self._key(f"machine/{machine()}/{slot}")
+        for number in range(len(self._pids) + 1, count + 1):
+            key = self._key(f"machine/{machine()}/{number}")
             if not store.check([key]):
                 return  # the entry is just being written
             rank, pid = store.get(key).split()
@@ -333,10 +333,7 @@ class StorePosts:
         if self._lost:
             return default
         try:
-            return self._line.ask(lambda: question(self._store), default, PATIENCE_S)
+            return self._connection.ask(lambda: question(self._store), default, PATIENCE_S)
         except RuntimeError:
             self._lost = True
             return default
-
-
-T = TypeVar("T")

@@ -69,9 +69,9 @@ class GroupWatch:
 
     Attributes:
         recorder: This rank's collectives, and the one that it waits in.
-        posts: Where the group's ranks tell each other where they are.
+        store_posts: Where the group's ranks tell each other where they are.
         broken: True if the group is unusable, so that every wait must fail at once.
-        heartbeat: The process's beats, if the group has all ranks; they end with it.
+        monitor: Sends and reads beats, if the group has all ranks; it ends with the watch.
     """
 
     def __init__(
@@ -411,7 +411,7 @@ def _origin(error: BaseException, me: int) -> tuple[int, str]:
 
 
 class Watched(Protocol):
-    """An object that the watchdog's thread checks: a :class:`GroupWatch`, or the process's heartbeat."""
+    """Checked by the watchdog's thread: a :class:`GroupWatch`, or the process's :class:`HeartbeatMonitor`."""
 
     def check(self, now: float) -> None:
         """Look for trouble, at ``now`` seconds of a monotonic clock."""

@@ -159,7 +159,7 @@ def note_fingerprint(optimizer: Optimizer) -> None:
     of_model: dict[int, tuple[list[Fingerprint], Fingerprint]] = {}
     number = 0
     for group in optimizer.param_groups:
-        params = [p for p in group["params"] if hasattr(p, "shard_claims") and not _steps_in_backward(p)]
+        params = [p for p in group["params"] if hasattr(p, "shard_fingerprints") and not _steps_in_backward(p)]
         if not params:
             continue
         options = tuple(f"{key}={value!r}" for key, value in group.items() if _is_compared(key, value))
@@ -231,7 +231,7 @@ _MATRICES = frozenset(
 """Names in lower case of classes that use a full parameter and that a trial cannot judge, or must not run."""
 
 _Verdicts = dict[Split | None, bool | str]
-"""Verdict by division of the parameters (None: not divided): whether a class may step them, or why it is unknown."""
+"""Verdict by how parameters are split (None: not split): whether a class may step them, or why it is unknown."""
 
 _tried: WeakKeyDictionary[Optimizer, _Verdicts] = WeakKeyDictionary()
 _plain: WeakSet[Optimizer] = WeakSet()
@@ -311,10 +311,8 @@ def refuse_parts(optimizer: Optimizer) -> None:
     elif _is_of_blocks(optimizer):
         rule = f"{kind.__name__} quantises blocks of {BLOCK} elements, and ranks hold parts of blocks"
         metas = [(p, meta_of(p)) for p in _sharded(optimizer)]
-        row_split = [
-            p for p, m in metas if any(m.layout.local_range(m.placement, rank)[0] % BLOCK for rank in m.owners)
-        ]
-        _refuse(row_split, rule, "fullshard.optim.AdamW8bit")
+        shared = [p for p, m in metas if any(m.layout.local_range(m.placement, rank)[0] % BLOCK for rank in m.owners)]
+        _refuse(shared, rule, "fullshard.optim.AdamW8bit")
     elif settings is None and not kind.__module__.startswith("torchao."):  # on the CPU theirs fail, or compile kernels
         _judge(optimizer)
 

@@ -442,8 +442,10 @@ def split_blocks(meta: ShardMeta) -> tuple[SplitBlock, ...]:
     Examples:
         >>> from fullshard.core.layout.unit_layout import plan_unit
         >>> lane = plan_unit(((9, 48),), 3).lanes[0]  # ranks hold 144 elements each
-        >>> cut_blocks(ShardMeta("w", (), (9, 48), lane, lane.placements[0], rank=1))
-        (CutBlock(index=0, held=(144, 256), owners=range(0, 2)), CutBlock(index=1, held=(256, 288), owners=range(1, 3)))
+        >>> for block in split_blocks(ShardMeta("w", (), (9, 48), lane, lane.placements[0], rank=1)):
+        ...     print(block.index, block.held, block.owners)
+        0 (144, 256) range(0, 2)
+        1 (256, 288) range(1, 3)
     """
     start, stop = meta.element_range
     if start == stop:
@@ -607,17 +609,17 @@ class AdamW8bit(NarrowAdamW):
         """
         shared: dict[nn.Parameter, dict[int, torch.Tensor]] = {}
         reduces = []
-        for comm, row_splits in self._splits_by_comm():
+        for comm, splits in self._splits_by_comm():
             values = []
-            for param, row_split in row_splits:
+            for param, block in splits:
                 # On the device of the collectives, even if shards are elsewhere. Zeros if there is no gradient here.
                 value = torch.zeros(2, device=comm.device)
                 if param in groups:
-                    run = _ElementRun(_range(param)[0], *row_split.held)
+                    run = _ElementRun(_range(param)[0], *block.held)
                     moments = self._moments(param, run, groups[param]["betas"])
                     value.copy_(torch.stack([moment.abs().amax() for moment in moments]))
-                    shared.setdefault(param, {})[row_split.index] = value
-                values.append(OwnerValue(row_split.owners, value))
+                    shared.setdefault(param, {})[block.index] = value
+                values.append(OwnerValue(block.owners, value))
             reduces.append(OwnerReduce(comm, values, "scales of 8-bit blocks", op="max", at_once=True))
         return shared, reduces
 
@@ -631,12 +633,10 @@ class AdamW8bit(NarrowAdamW):
         if self._plan[0] != now:
             plan = []
             for comm, of_comm in by_comm(params):
-                row_split = [param for param in of_comm if self.communicates(param)]
-                if row_split:
+                shared = [param for param in of_comm if self.communicates(param)]
+                if shared:
                     require_same_parameters(comm, of_comm, "AdamW8bit")
-                    plan.append(
-                        (comm, [(param, block) for param in row_split for block in split_blocks(meta_of(param))])
-                    )
+                    plan.append((comm, [(param, block) for param in shared for block in split_blocks(meta_of(param))]))
             self._plan = (now, plan)
         return self._plan[1]
 

@@ -27,7 +27,7 @@ class Places:
         """Record where the parameters of ``model`` are registered now."""
         self.model = type(model).__name__
         self._modules = weakref.WeakSet(model.modules())
-        self._slots = {
+        self._registered = {
             id(param): (weakref.ref(param), weakref.ref(module), key)
             for module in model.modules()
             for key, param in module._parameters.items()
@@ -36,7 +36,7 @@ class Places:
 
     def now_of(self, param: nn.Parameter) -> nn.Parameter | None:
         """Return the parameter registered in place of ``param`` now, perhaps itself; None if it is not the model's."""
-        noted, home, key = self._slots.get(id(param), (None, None, ""))
+        noted, home, key = self._registered.get(id(param), (None, None, ""))
         module = home() if home is not None and noted is not None and noted() is param else None
         if module is not None:
             return module._parameters[key]
@@ -51,10 +51,10 @@ def repoint(optimizer: Optimizer, places: Sequence[Places]) -> None:
     ``fully_shard`` keeps the user's Parameter objects and gives them their shard's rows, except those on the meta
     device, which it replaces. The optimizer's state is still that of the full parameters.
 
-    Groups keep their options and their order, also where a learning rate schedule holds them. State of a parameter's
-    shape is cut to the elements of this rank and moved to the shard's device; statistics of rows, columns or blocks are
-    cut as the optimizer's ``state_part`` describes; single numbers, such as ``step``, stay unchanged. Parameters that
-    are shards already, or were left out of sharding, are not touched.
+    Groups keep their options and their order, also where a learning rate schedule holds them. Of state of a parameter's
+    shape, this rank's elements are moved to the shard's device; statistics of rows, columns or blocks are split as the
+    optimizer's ``state_part`` describes; single numbers, such as ``step``, stay unchanged. Parameters that are shards
+    already, or were left out of sharding, are not touched.
 
     Args:
         optimizer: A torch optimizer; changed in place.
@@ -68,7 +68,7 @@ def repoint(optimizer: Optimizer, places: Sequence[Places]) -> None:
     new = {id(p): next((now for place in places if (now := place.now_of(p)) is not None), None) for p in old}
     _refuse_strangers(optimizer, new, places)
     states = [
-        (param, shard, _cut(optimizer, optimizer.state[param], shard))
+        (param, shard, _part_of_state(optimizer, optimizer.state[param], shard))
         for param in old
         if (shard := new[id(param)]) is not None and param in optimizer.state and hasattr(shard, "shard_meta")
     ]
@@ -95,21 +95,21 @@ def _refuse_strangers(optimizer: Optimizer, new: Mapping[int, nn.Parameter | Non
         )
 
 
-def _cut(optimizer: Optimizer, state: Mapping[str, Any], shard: nn.Parameter) -> dict[str, Any]:
+def _part_of_state(optimizer: Optimizer, state: Mapping[str, Any], shard: nn.Parameter) -> dict[str, Any]:
     """Return this rank's part of the state of an unsharded parameter."""
     meta = meta_of(shard)
     # An optimizer whose state is not all elementwise describes its parts, and has no state where there are no rows.
     describe: Callable[[nn.Parameter, str], StatePart | None] | None = getattr(optimizer, "state_part", None)
     if describe is not None and meta.rank not in meta.owners:
         return {}
-    row_split: dict[str, Any] = {}
+    own: dict[str, Any] = {}
     for key, value in state.items():
         if not isinstance(value, torch.Tensor) or key == "step":
-            row_split[key] = value
+            own[key] = value
         else:
             part = describe(shard, key) if describe is not None else None
-            row_split[key] = _own(value, part or elementwise(meta), shard, key)
-    return row_split
+            own[key] = _own(value, part or elementwise(meta), shard, key)
+    return own
 
 
 def _own(value: torch.Tensor, part: StatePart, shard: nn.Parameter, key: str) -> torch.Tensor:

@@ -153,7 +153,8 @@ class RowsOptimizer(Optimizer):
         if they were the full matrix.
         """
         for param in self._params():
-            marks = {key: value for key, value in vars(param).items() if key in ("shard_meta", "shard_comm", "cut")}
+            marked = vars(param)
+            marks = {key: marked[key] for key in ("shard_meta", "shard_comm", "row_split") if key in marked}
             vars(copy.deepcopy(param, memo)).update(marks)
         made = type(self).__new__(type(self))
         memo[id(self)] = made

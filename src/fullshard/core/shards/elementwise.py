@@ -49,7 +49,7 @@ def rows_of_full(value: Any, row_split: RowSplit, like: torch.Tensor) -> Any:
 
     Args:
         value: An argument of a function.
-        row_split: The Row split of the shard in the same operation.
+        row_split: The row split of the shard in the same operation.
         like: That shard.
 
     Raises:
@@ -284,7 +284,7 @@ def flatten(func: Any, args: Args, kwargs: Kwargs) -> torch.Tensor:
     if result.dim() != 1 or end != max(1, value.dim()) - 1:
         raise refusal(func.__name__, args)
     row_split = value.row_split.flat(value)
-    return as_shard(value.view(-1) if result is value else result, row_split)  # a view, to keep the argument's own cut
+    return as_shard(value.view(-1) if result is value else result, row_split)  # a view: the argument keeps its own
 
 
 def unsqueeze(func: Any, args: Args, kwargs: Kwargs) -> torch.Tensor:

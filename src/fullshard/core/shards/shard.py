@@ -1,4 +1,4 @@
-"""The class of shards, how a tensor's rows are cut over ranks, and what shards communicate."""
+"""The class of shards, how a tensor's rows are split over ranks, and what shards communicate."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def untraced(function: Untraced) -> Untraced:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class RowSplit:
-    """The division of dimension 0 of a tensor over ranks. Rows of a vector are its elements.
+    """How dimension 0 of a tensor is split over ranks. Rows of a vector are its elements.
 
     Attributes:
         name: The parameter, for messages.
@@ -400,7 +400,8 @@ def restore(stripped: Iterable[tuple[nn.Parameter, torch.Tensor | None]]) -> Non
     for param, before in stripped:
         gradient = param.grad
         if gradient is not None and gradient is before:
-            gradient.__class__ = Shard  # it still has its cut; setting it again would double the time of this loop
+            # It still has its row split; setting it again would double the time of this loop.
+            gradient.__class__ = Shard
         elif gradient is not None:
             as_shard(gradient, param.row_split)  # type: ignore[attr-defined]
         elif "stripped_gradient" in vars(param):
@@ -410,7 +411,7 @@ def restore(stripped: Iterable[tuple[nn.Parameter, torch.Tensor | None]]) -> Non
 
 def restore_all(params: Iterable[nn.Parameter]) -> None:
     """Turn parameters back into shards that a step which raised has left plain."""
-    restore((param, None) for param in params if type(param) is nn.Parameter and "cut" in vars(param))
+    restore((param, None) for param in params if type(param) is nn.Parameter and "row_split" in vars(param))
 
 
 def refusal(name: str, values: Any) -> ShardingError:

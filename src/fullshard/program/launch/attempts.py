@@ -191,7 +191,7 @@ def in_memory(directory: str | Path) -> int:
 
 
 @contextlib.contextmanager
-def kept_directory() -> Iterator[Path]:
+def scratch_directory() -> Iterator[Path]:
     """Yield a new directory for :data:`SCRATCH_VARIABLE`, in memory if there is /dev/shm; it is removed at the end.
 
     First removes directories of launchers that were killed, because they hold memory.

@@ -28,10 +28,10 @@ from fullshard.program.launch.attempts import (
     Reached,
     Restarts,
     in_memory,
-    kept_directory,
     last_note,
     mark_lost,
     mark_started,
+    scratch_directory,
 )
 from fullshard.program.launch.failure import Failure
 from fullshard.program.launch.messages import say
@@ -120,11 +120,11 @@ def launch(
         KeyboardInterrupt: A second Ctrl-C or SIGTERM, or one before the ranks could save; all ranks have ended.
     """
     with (
-        kept_directory() as kept,
-        tempfile.TemporaryDirectory(prefix="fullshard-") as scratch,
-        contextlib.closing(_starter(command, nproc, kept)) as starter,
+        scratch_directory() as scratch,
+        tempfile.TemporaryDirectory(prefix="fullshard-") as failure_files,
+        contextlib.closing(_starter(command, nproc, scratch)) as starter,
     ):
-        ranks = Ranks(starter, Path(scratch))
+        ranks = Ranks(starter, Path(failure_files))
 
         def look() -> None:
             if notice.file is not None and notice.file.exists():
@@ -133,16 +133,16 @@ def launch(
 
         with listening(ranks):
             try:
-                return _run(ranks, nproc, Restarts(max_restarts, kept), max_restarts, str(kept), look)
+                return _run(ranks, nproc, Restarts(max_restarts, scratch), max_restarts, str(scratch), look)
             except StopAsked:
-                return _stopped(ranks, str(kept), notice.grace_s, saves=saves)
+                return _stopped(ranks, str(scratch), notice.grace_s, saves=saves)
             finally:
                 ranks.asked = True  # a request that comes now is too late
                 ranks.stop()
 
 
 def _run(
-    ranks: Ranks, nproc: int, restarts: Restarts, most: int, kept: str, look: Callable[[], None]
+    ranks: Ranks, nproc: int, restarts: Restarts, most: int, scratch: str, look: Callable[[], None]
 ) -> Failure | None:
     """Start the ranks, again after each failure that may pass, until they succeed or are not started again."""
     while True:
@@ -156,7 +156,7 @@ def _run(
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(port),
         }
-        failure = _attempt(ranks, common, nproc, kept, look)
+        failure = _attempt(ranks, common, nproc, scratch, look)
         then = None if failure is None else restarts.after(failure)
         if then is None or isinstance(then, Failure):
             return then
@@ -167,19 +167,19 @@ def _run(
 
 
 def _attempt(
-    ranks: Ranks, common: Mapping[str, str], nproc: int, kept: str, look: Callable[[], None]
+    ranks: Ranks, common: Mapping[str, str], nproc: int, scratch: str, look: Callable[[], None]
 ) -> Failure | None:
     """Start the ranks and wait until one has failed or all have ended."""
-    mark_started(kept)
+    mark_started(scratch)
     try:
         ranks.start([{**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(nproc)], look)
     except ForkServerError as error:
         look()
-        mark_lost(kept)
+        mark_lost(scratch)
         return silent_failure(None, error.args[0], time.time(), reports=True)
     ranks.wait_for_end(look)
     if ranks.any_failed():
-        mark_lost(kept)
+        mark_lost(scratch)
     return _result(ranks, ranks.codes)
 
 
@@ -191,7 +191,7 @@ def _result(ranks: Ranks, codes: Sequence[int]) -> Failure | None:
     return next(iter(ranks.failures()), None)
 
 
-def _stopped(ranks: Ranks, kept: str, grace_s: float | None, *, saves: bool) -> Failure | None:
+def _stopped(ranks: Ranks, scratch: str, grace_s: float | None, *, saves: bool) -> Failure | None:
     """Let the ranks save, and return how the run ended.
 
     Raises:
@@ -200,7 +200,7 @@ def _stopped(ranks: Ranks, kept: str, grace_s: float | None, *, saves: bool) -> 
     began = ranks.running
     in_time = ranks.ask(signal.SIGTERM, grace_s=math.inf if grace_s is None else grace_s)
     codes = ranks.codes if began else []
-    reached = last_note(kept) or Reached(0)
+    reached = last_note(scratch) or Reached(0)
     if ranks.insisted:
         raise KeyboardInterrupt
     if not in_time:
@@ -211,14 +211,14 @@ def _stopped(ranks: Ranks, kept: str, grace_s: float | None, *, saves: bool) -> 
     # Without ranks, or if one was not training yet, or not any more.
     if not codes or {-signal.SIGTERM, -signal.SIGUSR1, INTERRUPTED_EXIT_CODE} & set(codes):
         if saves:
-            step = in_memory(kept)
+            step = in_memory(scratch)
             lost = f"; step {step:,} was in memory only and is lost" if step > reached.saved else ""
             say(f"no step was being trained, so this stop saved no checkpoint and deleted none{lost}")
         raise KeyboardInterrupt
     return _result(ranks, codes)
 
 
-def _starter(command: Sequence[str], nproc: int, kept: Path) -> Starter:
+def _starter(command: Sequence[str], nproc: int, scratch: Path) -> Starter:
     """Return how to start ranks: as forks on Linux, unless there may be a GPU.
 
     A fork of a process that has initialised a GPU cannot use it, and it is unverified that no import does so.
@@ -229,7 +229,7 @@ def _starter(command: Sequence[str], nproc: int, kept: Path) -> Starter:
         "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
         **os.environ,
         **default_variables(nproc),
-        SCRATCH_VARIABLE: str(kept),
+        SCRATCH_VARIABLE: str(scratch),
         LAUNCHER_VARIABLE: str(os.getpid()),
     }
     if command[1] == "-m" and sys.platform == "linux" and not _has_gpu_driver():

@@ -121,18 +121,18 @@ class Ranks:
         insisted: True after a second one, which has killed the ranks.
     """
 
-    def __init__(self, starter: Starter, scratch: Path, output: Output | None = None) -> None:
+    def __init__(self, starter: Starter, failure_files: Path, output: Output | None = None) -> None:
         """Prepare; nothing is started yet.
 
         Args:
             starter: Starts the processes.
-            scratch: Directory for the ranks' failure files.
+            failure_files: Directory for the ranks' failure files.
             output: Receives the output of ranks of a script, which end in any way. None: ranks of fullshard's programs,
                 which report every error and inherit the launcher's output.
         """
         self.asked = self.insisted = False
         self._starter = starter
-        self._scratch = scratch
+        self._failure_files = failure_files
         self._output = output
         self._reports = output is None
         self._good = (0, STOPPED_EXIT_CODE) if self._reports else (0,)
@@ -173,10 +173,10 @@ class Ranks:
         self._starts += 1
         self._ranks = []
         self._stopped = False
-        scratch = self._scratch / str(self._starts)
-        scratch.mkdir()
+        directory = self._failure_files / str(self._starts)
+        directory.mkdir()
         numbers = [int(variables["RANK"]) for variables in environments]
-        paths = [scratch / f"rank{number}.json" for number in numbers]
+        paths = [directory / f"rank{number}.json" for number in numbers]
         own = [{**env, FAILURE_FILE_VARIABLE: str(path)} for env, path in zip(environments, paths, strict=True)]
 
         def look_too() -> None:

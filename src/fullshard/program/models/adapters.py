@@ -306,7 +306,7 @@ def _prefix_shape(model: PreTrainedModel) -> dict[str, int]:
 
 
 class AdapterWeights:
-    """Weight source for ``fully_shard(peft_model, weights=AdaptedWeights(Pretrained(path), values))``, one per rank."""
+    """Weight source for ``fully_shard(peft_model, weights=AdapterWeights(Pretrained(path), values))``, one per rank."""
 
     def __init__(self, base: Pretrained, values: Mapping[str, Tensor]) -> None:
         """Keep the adapter's values as long as this object exists.

@@ -63,23 +63,23 @@ class AroundSteps:
         held_out, causal = self._held_out, self._data.causal
 
         @torch.no_grad()
-        def evaluate(_meter: MemoryTracker) -> None:
+        def evaluate(_tracker: MemoryTracker) -> None:
             assert held_out is not None, "else there is no such phase"
             with evaluation_mode(model):
                 loss_sum(model, held_out.loss.to(comm.device), causal=causal)
 
-        def write(meter: MemoryTracker) -> None:
+        def write(tracker: MemoryTracker) -> None:
             assert held_out is not None, "else there is no such phase"
             with evaluation_mode(model):
-                self._writes.run(model, self._data.tokenizer, held_out.text.to(comm.device), meter)
+                self._writes.run(model, self._data.tokenizer, held_out.text.to(comm.device), tracker)
 
-        def save(_meter: MemoryTracker) -> None:
+        def save(_tracker: MemoryTracker) -> None:
             self._pieces(model, optimizer, comm)
             stream_start(model, _FULL_SAVE_STEPS)
 
-        def resume(meter: MemoryTracker) -> None:
+        def resume(tracker: MemoryTracker) -> None:
             read = resume_unread(model, optimizer)
-            meter.restart(meter.phase, lambda: None)  # without the state that was there
+            tracker.restart(tracker.phase, lambda: None)  # without the state that was there
             read()
 
         settings = self._config.evaluation
@@ -92,9 +92,9 @@ class AroundSteps:
         return {**found, "saving": save, "resuming": resume}
 
     @staticmethod
-    def _at_once(model: Any, run: Callable[[MemoryTracker], None], meter: MemoryTracker) -> None:
+    def _at_once(model: Any, run: Callable[[MemoryTracker], None], tracker: MemoryTracker) -> None:
         with unsharded(model, write_back=False):
-            run(meter)
+            run(tracker)
 
     def host(self, model: Any, optimizer: Any, comm: Comm) -> Mapping[str, Callable[[], int]]:
         """Return functions for the bytes that the host additionally keeps for ``model``, by kind."""
@@ -142,35 +142,35 @@ class _Writing:
         self._tokens: list[list[int]] = []  # of each token the bytes alive after each change
         self._highest = 0  # at the fullest moment of the last token
 
-    def run(self, model: Any, tokenizer: Any, batch: Batch, meter: MemoryTracker) -> None:
-        """Generate for ``batch``, and have ``meter`` count the fullest moment of the last token."""
+    def run(self, model: Any, tokenizer: Any, batch: Batch, tracker: MemoryTracker) -> None:
+        """Generate for ``batch``, and have ``tracker`` count the fullest moment of the last token."""
         # generate calls this module for every token, also inside an adapter.
-        hook = base_of(model).register_forward_pre_hook(lambda *_: self._token_begins(meter))
-        changed = meter.on_change
+        hook = base_of(model).register_forward_pre_hook(lambda *_: self._token_begins(tracker))
+        changed = tracker.on_change
 
         def note() -> None:
             if self._tokens:
-                self._tokens[-1].append(meter.live)
+                self._tokens[-1].append(tracker.live)
 
-        meter.on_change = note
+        tracker.on_change = note
         # A beam search asks whether to continue, a greedy one whether all rows are finished.
         self.asks_whether_it_goes_on = self._spec.num_beams > 1
         try:
             generate(model, tokenizer, batch, self._spec)
         except _EnoughError:
-            meter.touch(max(0, self._highest - meter.live))
+            tracker.touch(max(0, self._highest - tracker.live))
         finally:
             self.asks_whether_it_goes_on = False
-            meter.on_change = changed
+            tracker.on_change = changed
             hook.remove()
 
-    def _token_begins(self, meter: MemoryTracker) -> None:
+    def _token_begins(self, tracker: MemoryTracker) -> None:
         """Stop at the limit, which no value reveals, or once the tokens so far determine the remaining ones."""
         equal = len({len(one) for one in self._tokens[-_TOKENS:]}) == 1
         if (equal and len(self._tokens) > _TOKENS) or len(self._tokens) == self._spec.max_new_tokens:
             self._highest = self._last_token()
             raise _EnoughError
-        self._tokens.append([meter.live])
+        self._tokens.append([tracker.live])
 
     def _last_token(self) -> int:
         """Return the live bytes at the fullest moment of the last token, extrapolated by moments from three tokens."""

@@ -195,8 +195,8 @@ def _best(tried: list[Tried], device: Hardware, tell: Callable[[str], None]) -> 
 
 def has_begun(config: RunConfig, comm: Comm) -> bool:
     """Return whether an earlier attempt of the same launcher has passed its start; every rank calls it."""
-    keep = ScratchDirectory.of(checkpoints_directory(config))
-    return any(comm.all_gather_object(keep is not None and keep.begun() > 0))
+    scratch = ScratchDirectory.of(checkpoints_directory(config))
+    return any(comm.all_gather_object(scratch is not None and scratch.begun() > 0))
 
 
 def recorded(config: RunConfig, setting: str, before: Any = None, *, begun: bool) -> Any:

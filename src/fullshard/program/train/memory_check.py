@@ -259,9 +259,9 @@ def check_memory(
         MemoryLimitError: It does not fit; on every rank, with the same text.
     """
     config = load(())
-    keep = ScratchDirectory.of(checkpoints_directory(config))
-    file = None if keep is None else keep.directory / f"plan-{comm.rank}-{_key(config, comm.size)}.json"
-    if keep is not None and keep.attempt:
+    scratch = ScratchDirectory.of(checkpoints_directory(config))
+    file = None if scratch is None else scratch.directory / f"plan-{comm.rank}-{_key(config, comm.size)}.json"
+    if scratch is not None and scratch.attempt:
         found = _read(file)
         if all(comm.all_gather_object(found is not None)):
             if not found:
@@ -364,8 +364,8 @@ def _gathering_once(everyone: list[_Rank], kind: str, *, snapshots: bool) -> lis
 
 def _keeps_snapshots(config: RunConfig) -> bool:
     """Return whether this attempt takes snapshots for a later one."""
-    keep = ScratchDirectory.of(checkpoints_directory(config))
-    return keep is not None and not keep.last
+    scratch = ScratchDirectory.of(checkpoints_directory(config))
+    return scratch is not None and not scratch.last
 
 
 def _tell_of_snapshots(everyone: Sequence[_Rank], tell: Callable[[str], None]) -> None:

@@ -365,7 +365,7 @@ def try_step(config: RunConfig, data: Prepared, world_size: int) -> None:
 
 
 def draw_plan(config: RunConfig, data: Prepared, plan: RunPlan) -> MemoryTimeline:
-    """Return the course of the fullest step of ``plan``, which :func:`plan_prepared` returned for this run."""
+    """Return the memory timeline of the fullest step of ``plan``, which :func:`plan_prepared` returned for this run."""
     told = _Told(lambda done, total: None, 0)
     config = uncompiled(for_devices(config, Devices.of_sheet(plan.device)))
     config = with_unsharded(config) if plan.accumulate == "unsharded" else config

@@ -79,11 +79,11 @@ class PeerReplicas:
         """
         host, port, token = self._addresses[rank]
         manifest = (directory / MANIFEST_NAME).read_bytes()
-        with socket.create_connection((host, port), SECONDS) as line, (directory / BYTES_NAME).open("rb") as file:
+        with socket.create_connection((host, port), SECONDS) as connection, (directory / BYTES_NAME).open("rb") as file:
             nbytes = os.fstat(file.fileno()).st_size
-            line.sendall(token + _HEAD.pack(len(manifest), nbytes) + manifest)
-            line.sendfile(file)
-            if line.recv(1) != _STORED:
+            connection.sendall(token + _HEAD.pack(len(manifest), nbytes) + manifest)
+            connection.sendfile(file)
+            if connection.recv(1) != _STORED:
                 raise OSError(f"rank {rank} did not store the snapshot of rank {self._rank}")
 
     def _listen(self, listener: socket.socket, token: bytes) -> None:
@@ -91,31 +91,31 @@ class PeerReplicas:
         with listener:
             while True:
                 try:
-                    line, _ = listener.accept()
+                    connection, _ = listener.accept()
                 except OSError as error:  # no descriptors left, say: the sender tries another time
                     _log.warning("Snapshots of other machines cannot be received at present: %s.", error)
                     time.sleep(1.0)
                     continue
-                threading.Thread(target=self._receive, args=(line, token), daemon=True).start()
+                threading.Thread(target=self._receive, args=(connection, token), daemon=True).start()
 
-    def _receive(self, line: socket.socket, token: bytes) -> None:
+    def _receive(self, connection: socket.socket, token: bytes) -> None:
         """Store one snapshot; if that fails, the connection ends without an answer, which tells the sender."""
-        with line, contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            line.settimeout(SECONDS)
-            if not hmac.compare_digest(bytes(_read(line, bytearray(_TOKEN_BYTES))), token):
+        with connection, contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            connection.settimeout(SECONDS)
+            if not hmac.compare_digest(bytes(_read(connection, bytearray(_TOKEN_BYTES))), token):
                 return
-            length, nbytes = _HEAD.unpack(_read(line, bytearray(_HEAD.size)))
+            length, nbytes = _HEAD.unpack(_read(connection, bytearray(_HEAD.size)))
             if length > SMALL.nbytes:
                 return
-            manifest = bytes(_read(line, bytearray(length)))
+            manifest = bytes(_read(connection, bytearray(length)))
             require_sealed(manifest, needed=True)
             whole = json.loads(manifest)
             buffer = self.buffer_of(int(whole["rank"]), int(whole["serial"]))
-            buffer.store(manifest, nbytes, lambda view: _read(line, view))
-            line.sendall(_STORED)
+            buffer.store(manifest, nbytes, lambda view: _read(connection, view))
+            connection.sendall(_STORED)
 
 
-def _read(line: socket.socket, target: bytearray | memoryview) -> bytearray | memoryview:
+def _read(connection: socket.socket, target: bytearray | memoryview) -> bytearray | memoryview:
     """Fill ``target`` from a connection.
 
     Raises:
@@ -123,7 +123,7 @@ def _read(line: socket.socket, target: bytearray | memoryview) -> bytearray | me
     """
     view = memoryview(target)
     while len(view):
-        count = line.recv_into(view)
+        count = connection.recv_into(view)
         if count == 0:
             raise OSError("the connection ended in the middle of a snapshot")
         view = view[count:]

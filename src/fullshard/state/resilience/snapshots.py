@@ -67,7 +67,7 @@ class Snapshots:
         costs: Seconds of training that each snapshot has cost this rank, including the first ones.
     """
 
-    def __init__(self, ranks: Mesh, keep: ScratchDirectory, every: Every) -> None:
+    def __init__(self, ranks: Mesh, scratch: ScratchDirectory, every: Every) -> None:
         """Prepare snapshots every ``every`` steps, or as often as costs ``SHARE`` of the time.
 
         If failures follow each other so fast that more time is lost by them, the interval that loses least is used.
@@ -75,11 +75,11 @@ class Snapshots:
         self.every = FIRST_GAP if every == "auto" else every
         self.costs: list[float] = []
         self._ranks = ranks
-        self._keep = keep
+        self._scratch = scratch
         self._measured = every == "auto"
-        self._life_s = keep.mean_life_s()
+        self._life_s = scratch.mean_life_s()
         self._pace: Sequence[float] | None = None  # see :class:`SnapshotHeader`; the same on every rank
-        self._replicas = PeerReplicas(ranks, keep.directory)
+        self._replicas = PeerReplicas(ranks, scratch.directory)
         self._buffers = [self._replicas.buffer_of(ranks.rank, number) for number in range(_GENERATIONS)]
         self._serial = 0
         self._next: int | None = None
@@ -88,7 +88,7 @@ class Snapshots:
         self._written_s = 0.0  # its wall time
         self._stall_s: float | None = None  # None: none written in this attempt
         self._problem: str | None = None
-        self._off = keep.last
+        self._off = scratch.last
         self._ticked: float | None = None
         self._steps_s: list[float] = []
 
@@ -133,7 +133,7 @@ class Snapshots:
         self._next = step + self.every
         rank, size = self._ranks.rank, self._ranks.size
         described = SnapshotHeader(
-            step, rank, size, self._keep.attempt, self._serial, self.every, self._pace, values, plain
+            step, rank, size, self._scratch.attempt, self._serial, self.every, self._pace, values, plain
         )
         buffer = self._buffers[self._serial % _GENERATIONS]
         self._serial += 1
@@ -197,7 +197,7 @@ class Snapshots:
         rank, size = self._ranks.rank, self._ranks.size
         here = int(os.environ.get("LOCAL_WORLD_SIZE", size))
         first = int(os.environ.get("LOCAL_RANK", rank % here))
-        owners = sorted(int(path.name.removeprefix("rank-")) for path in self._keep.directory.glob("rank-*"))
+        owners = sorted(int(path.name.removeprefix("rank-")) for path in self._scratch.directory.glob("rank-*"))
 
         def read() -> dict[tuple[int, Key, int], Snapshot]:
             buffers = [
@@ -293,7 +293,7 @@ class Snapshots:
             return
         if rooms and self._ranks.rank == 0:
             nbytes = max(nbytes for nbytes, _ in rooms)
-            _log.info("snapshots in %s: %s for each rank", self._keep.directory, format_bytes(nbytes))
+            _log.info("snapshots in %s: %s for each rank", self._scratch.directory, format_bytes(nbytes))
         slowest = max(one[3] for one in everyone)
         if self._measured and slowest and len(self.costs) > _GENERATIONS:
             self._pace = max(one[1] for one in everyone), max(one[2] for one in everyone), slowest
@@ -312,9 +312,9 @@ class Snapshots:
         A container's /dev/shm often has 64 MB, which loaders' workers and NCCL need too.
         """
         with contextlib.suppress(OSError):
-            found = os.statvfs(self._keep.directory.parent)
+            found = os.statvfs(self._scratch.directory.parent)
             machine = self._ranks.rank // self._replicas.each
-            here = f"file system ({self._keep.directory.parent}): machine {machine}"
+            here = f"file system ({self._scratch.directory.parent}): machine {machine}"
             return {**free_memory(torch.device("cpu")), here: found.f_bavail * found.f_frsize}
         return free_memory(torch.device("cpu"))
 

@@ -36,10 +36,10 @@ class InMemory(Snapshots):
         attempt: Number of this attempt, from 0.
     """
 
-    def __init__(self, ranks: Mesh, keep: ScratchDirectory, every: Every) -> None:
+    def __init__(self, ranks: Mesh, scratch: ScratchDirectory, every: Every) -> None:
         """Write nothing yet."""
-        super().__init__(ranks, keep, every)
-        self.attempt = keep.attempt
+        super().__init__(ranks, scratch, every)
+        self.attempt = scratch.attempt
         self._made: list[int] | None = None
         self._frozen: list[int] | None = None  # checksums that replace frozen parameters; None: these are kept
 
@@ -48,7 +48,7 @@ class InMemory(Snapshots):
 
         Every rank calls it.
         """
-        return max(self._ranks.all_gather_object(self._keep.begun()))
+        return max(self._ranks.all_gather_object(self._scratch.begun()))
 
     def mark_begun(self, ranks: int) -> None:
         """Record that this attempt of a run that began on ``ranks`` ranks has passed its start; every rank calls it.
@@ -56,7 +56,7 @@ class InMemory(Snapshots):
         Raises:
             OSError: The file system refused.
         """
-        self._keep.mark_begun(ranks)
+        self._scratch.mark_begun(ranks)
 
     def note_made(self, model: nn.Module) -> None:
         """Record the frozen parameters as made from files or seeds, before a checkpoint is loaded; any rank."""

@@ -452,8 +452,8 @@ def verify(path: str | Place, progress: Progress = lambda done, total: None) -> 
     sizes = [_nbytes(found, WEIGHT_SUFFIXES[:-1]) for found, _ in work]  # an estimate of what will be read
     results, done = [], 0
     for (found, what), size in zip(work, sizes, strict=True):
-        meter = _Throughput(progress, done, sum(sizes))
-        result = _verify_one(found, what, meter)
+        throughput = _Throughput(progress, done, sum(sizes))
+        result = _verify_one(found, what, throughput)
         if result.problems and not found.exists():
             notes.append(f"{found} was deleted while it was being verified")
         else:
@@ -493,15 +493,15 @@ class _Throughput:
         self._progress(min(self._before + self.nbytes, self._total), self._total)
 
 
-def _verify_one(path: Place, kind: Kind, meter: _Throughput) -> VerifyResult:
+def _verify_one(path: Place, kind: Kind, throughput: _Throughput) -> VerifyResult:
     if kind is Kind.CHECKPOINT:
-        return _verify_checkpoint(path, meter)
+        return _verify_checkpoint(path, throughput)
     if path.is_file() and is_shard_name(path.name) and (path.parent / INDEX_NAME).is_file():
-        return _verify_shard(path, meter)
-    return _verify_weights(path, kind, meter)
+        return _verify_shard(path, throughput)
+    return _verify_weights(path, kind, throughput)
 
 
-def _verify_checkpoint(path: Place, meter: _Throughput) -> VerifyResult:
+def _verify_checkpoint(path: Place, throughput: _Throughput) -> VerifyResult:
     """Verify a sharded checkpoint: marker, sizes, index, headers, small files, and every block's checksum."""
     problems: list[Problem] = []
     done = _check_marker(path, problems)
@@ -521,14 +521,14 @@ def _verify_checkpoint(path: Place, meter: _Throughput) -> VerifyResult:
     opened = {
         name: _open(path / name, path, problems) for name in names if (path / name).exists() or name not in missing
     }
-    problems += _check_files({name: file for name, file in opened.items() if file is not None}, index, meter)
+    problems += _check_files({name: file for name, file in opened.items() if file is not None}, index, throughput)
     base = None if index.base is None else index.base.facts
     return VerifyResult(
-        path, Kind.CHECKPOINT, meter.blocks, len(index.tensors), meter.nbytes, tuple(problems), unhashed, base
+        path, Kind.CHECKPOINT, throughput.blocks, len(index.tensors), throughput.nbytes, tuple(problems), unhashed, base
     )
 
 
-def _verify_shard(path: Place, meter: _Throughput) -> VerifyResult:
+def _verify_shard(path: Place, throughput: _Throughput) -> VerifyResult:
     """Verify one rank's file of a checkpoint by the index next to it, and nothing else of the checkpoint."""
     top, problems = path.parent, list[Problem]()
     done = _check_marker(top, problems)
@@ -536,9 +536,9 @@ def _verify_shard(path: Place, meter: _Throughput) -> VerifyResult:
     problems = [problem for problem in problems if problem.file in (path.name, INDEX_NAME, COMPLETE_NAME)]
     file = _open(path, top, problems)
     if index is not None and file is not None:
-        problems += _check_files({path.name: file}, index, meter)
+        problems += _check_files({path.name: file}, index, throughput)
     tensors = 0 if file is None else len(file.tensors)
-    return VerifyResult(path, Kind.WEIGHTS, meter.blocks, tensors, meter.nbytes, tuple(problems))
+    return VerifyResult(path, Kind.WEIGHTS, throughput.blocks, tensors, throughput.nbytes, tuple(problems))
 
 
 def _check_hashes(path: Place, done: Completion) -> Iterator[Problem]:
@@ -608,12 +608,12 @@ def _open(file: Place, top: Place, problems: list[Problem]) -> SafetensorsFile |
         return None
 
 
-def _check_files(files: Mapping[str, SafetensorsFile], index: Index, meter: _Throughput) -> Iterator[Problem]:
+def _check_files(files: Mapping[str, SafetensorsFile], index: Index, throughput: _Throughput) -> Iterator[Problem]:
     """Check every run that the index lists in ``files``, by name, and that they contain no other tensors."""
     for name, entry in index.tensors.items():
         for piece in entry.pieces:
             if piece.file in files:
-                yield from _check_piece(files[piece.file], name, entry, piece, meter)
+                yield from _check_piece(files[piece.file], name, entry, piece, throughput)
     for file_name, file in files.items():
         for name in file.tensors:
             entry = index.tensors.get(name)
@@ -622,7 +622,7 @@ def _check_files(files: Mapping[str, SafetensorsFile], index: Index, meter: _Thr
 
 
 def _check_piece(
-    file: SafetensorsFile, name: str, entry: TensorEntry, piece: PieceEntry, meter: _Throughput
+    file: SafetensorsFile, name: str, entry: TensorEntry, piece: PieceEntry, throughput: _Throughput
 ) -> Iterator[Problem]:
     """Check one run of one tensor: its entry in the file against the index, then its blocks."""
     stored = file.tensors.get(name)
@@ -655,30 +655,30 @@ def _check_piece(
         except CheckpointError as error:
             yield Problem(piece.file, _without(str(error), file.path), *where)
             return
-        meter.add(block.nbytes)
+        throughput.add(block.nbytes)
         found = crc_of(block)
         if found != written:
             text = f"bytes {where[1]:,} to {where[2]:,} ({name}) have checksum {found:08x}, expected {written:08x}"
             yield Problem(piece.file, text, *where)
 
 
-def _verify_weights(path: Place, kind: Kind, meter: _Throughput) -> VerifyResult:
+def _verify_weights(path: Place, kind: Kind, throughput: _Throughput) -> VerifyResult:
     """Verify files without checksums: headers, their index, and that every byte can be read."""
     problems = list(_check_json(path, path)) if path.is_dir() else []
     try:
         files = _weights_of(path)
     except CheckpointError as error:
-        return VerifyResult(path, kind, 0, 0, meter.nbytes, (*problems, *_every_problem(path, error)))
+        return VerifyResult(path, kind, 0, 0, throughput.nbytes, (*problems, *_every_problem(path, error)))
     for name, stored in files.tensors.items():
         numel, step = prod(stored.shape), STAGING_BYTES // stored.dtype.itemsize
         try:
             for low in range(0, numel, step):
                 block = torch.empty(min(step, numel - low), dtype=stored.dtype)
                 files.read(name, low, block)
-                meter.add(block.nbytes)
+                throughput.add(block.nbytes)
         except CheckpointError as error:
             problems.append(Problem(path.name, _without(str(error), path), name))
-    return VerifyResult(path, kind, 0, len(files.tensors), meter.nbytes, tuple(problems))
+    return VerifyResult(path, kind, 0, len(files.tensors), throughput.nbytes, tuple(problems))
 
 
 def _every_problem(path: Place, first: CheckpointError) -> list[Problem]:

@@ -116,12 +116,12 @@ def test_it_comes_back_on_another_number_of_ranks_and_the_runs_stay_together():
         model.load_state_dict(weights)
         optimizer = torch.optim.AdamW(groups_of(model), lr=0.5)
         rank0 = state if comm.rank == 0 else None
-        row_split = {
+        own_part = {
             "to_load": lambda: FSDP.optim_state_dict_to_load(model, optimizer, state),
             "shard": lambda: FSDP.shard_full_optim_state_dict(state, model, optim=optimizer),
             "scatter": lambda: FSDP.scatter_full_optim_state_dict(rank0, model, optim=optimizer),
         }[how]()
-        optimizer.load_state_dict(row_split)
+        optimizer.load_state_dict(own_part)
         assert [group["lr"] for group in optimizer.param_groups] == [3e-3, 1e-2]
         train(model, optimizer, lm_loss, seed=3)
         return model.state_dict()

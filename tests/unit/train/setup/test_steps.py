@@ -53,7 +53,7 @@ def test_settings_that_were_changed_hold():
     assert began_with(changed, None) == changed
 
 
-@pytest.mark.parametrize("values", [{}, {"partition": None}, {"division": {"ranks": 2}}, {"division": 3}])
+@pytest.mark.parametrize("values", [{}, {"division": None}, {"division": {"ranks": 2}}, {"division": 3}])
 def test_values_of_older_versions_have_none(values):
     assert BatchPartition.began(values) is None
 

@@ -7,7 +7,7 @@ step's own forward, so a changed order (an evaluation in between, a second path)
 
 Collectives are issued in plan order only. If this rank's backward skips a call that other ranks run (a block whose
 output this rank did not use), it issues the skipped collectives on the way, with zeros for gradients: every rank issues
-the same sequence, and none waits for a partner that never comes.
+the same sequence, and none waits for a rank that never comes.
 """
 
 from __future__ import annotations

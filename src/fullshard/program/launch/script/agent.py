@@ -49,7 +49,7 @@ class Agent:
     """
 
     def __init__(
-        self, plan: MachinePlan, ranks: Ranks, output: Output, kept: Path, *, max_restarts: int, timeout_s: float
+        self, plan: MachinePlan, ranks: Ranks, output: Output, scratch: Path, *, max_restarts: int, timeout_s: float
     ) -> None:
         """Prepare; nothing is started yet.
 
@@ -57,7 +57,7 @@ class Agent:
             plan: The machines.
             ranks: The ranks.
             output: Prints the launcher's messages.
-            kept: The directory that outlives the ranks, where rank 0 notes what it has saved.
+            scratch: The scratch directory, where rank 0 notes what it has saved.
             max_restarts: How many times to restart all ranks after one has failed.
             timeout_s: Seconds to wait for all machines.
         """
@@ -66,7 +66,7 @@ class Agent:
         self._plan = plan
         self._ranks = ranks
         self._output = output
-        self._kept = kept
+        self._scratch = scratch
         self._most = max_restarts
         self._timeout_s = timeout_s
         self._failed_times = 0
@@ -243,7 +243,7 @@ class Agent:
 
     def _saved(self) -> int | None:
         """Return the step of the newest checkpoint that rank 0 recorded on this machine; None if there is no record."""
-        noted = last_note(self._kept)
+        noted = last_note(self._scratch)
         return None if noted is None else noted.saved
 
     def _rendezvous_error(self, error: Exception) -> str:

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from fullshard.program.launch.attempts import kept_directory
+from fullshard.program.launch.attempts import scratch_directory
 from fullshard.program.launch.failure import Failure, brief, in_words
 from fullshard.program.launch.local import default_variables
 from fullshard.program.launch.output import Output, Stream, terminal_columns
@@ -89,12 +89,12 @@ def run_script(job: Job) -> Outcome:
     }
     output = Output(standard, columns=terminal_columns(sys.stderr.buffer))
     environment = _defaults(job.plan) | dict(job.environment)
-    with tempfile.TemporaryDirectory(prefix="fullshard-") as scratch, kept_directory() as kept:
-        environment |= {SCRATCH_VARIABLE: str(kept), RESTARTS_VARIABLE: str(job.max_restarts)}
+    with tempfile.TemporaryDirectory(prefix="fullshard-") as failure_files, scratch_directory() as scratch:
+        environment |= {SCRATCH_VARIABLE: str(scratch), RESTARTS_VARIABLE: str(job.max_restarts)}
         environment = {**os.environ, **environment, LAUNCHER_VARIABLE: str(os.getpid())}
         command = [sys.executable, str(CHILD), *job.arguments]
-        ranks = Ranks(Interpreters(command, environment, piped=True), Path(scratch), output)
-        agent = Agent(job.plan, ranks, output, kept, max_restarts=job.max_restarts, timeout_s=job.timeout_s)
+        ranks = Ranks(Interpreters(command, environment, piped=True), Path(failure_files), output)
+        agent = Agent(job.plan, ranks, output, scratch, max_restarts=job.max_restarts, timeout_s=job.timeout_s)
         with listening(ranks):
             agent.run()
         failures = ranks.failures()

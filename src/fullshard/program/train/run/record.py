@@ -253,7 +253,7 @@ def explain(error: BaseException, comm: Comm, parts: Assembly | None, planned: P
 
 
 def _measured(comm: Comm, parts: Assembly | None) -> dict[str, int]:
-    """Return the engine's account of this rank's memory, the peak of its allocator or process, and what is free."""
+    """Return what the engine counts of this rank's memory, the peak of its allocator or process, and what is free."""
     sizes: dict[str, int] = {}
     if parts is not None:
         held = memory_summary(parts.model)

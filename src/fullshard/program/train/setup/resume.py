@@ -143,7 +143,7 @@ class StartingPoint:
     """Where a run starts."""
 
     settings: Mapping[str, Any]  # settings that affect training, by dotted key; saved in the run's checkpoints
-    asked: BatchPartition  # division of a step that the settings request on the current ranks
+    asked: BatchPartition  # partition of a step that the settings request on the current ranks
     began: BatchPartition  # the same at the run's start
     path: Place | None = None  # the checkpoint to resume from; None: the run starts from scratch
     values: Mapping[str, Any] | None = None  # the values that the run saved in that checkpoint
@@ -170,7 +170,7 @@ class StartingPoint:
 
     @property
     def partition(self) -> BatchPartition:
-        """Division of a step's rows over the current ranks.
+        """Partition of a step's rows over the current ranks.
 
         Raises:
             ConfigError: They cannot be divided equally.
@@ -186,7 +186,7 @@ class StartingPoint:
         return replace(self, values=values).keeping(BatchPartition.began(values) or self.began)
 
     def keeping(self, began: BatchPartition) -> StartingPoint:
-        """Return the start with the global batch of a run that began with another division, unless settings changed."""
+        """Return the start with the global batch of a run that began partitioned otherwise, unless settings changed."""
         start = replace(self, began=began_with(self.asked, began))
         settings = {**self.settings, GLOBAL_BATCH: start.partition.global_batch}
         notes = dict.fromkeys((*self.notes, *start._partition_notes()))

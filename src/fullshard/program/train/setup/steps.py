@@ -18,7 +18,7 @@ from fullshard.program.train.setup.prepare import Prepared
 
 @dataclass(frozen=True)
 class BatchPartition:
-    """The division of one optimizer step."""
+    """How the rows of one optimizer step are partitioned over ranks and micro-batches."""
 
     ranks: int  # number of ranks
     each: int  # rows of a micro-batch on one rank; with a token budget, its tokens including padding
@@ -27,7 +27,7 @@ class BatchPartition:
 
     @classmethod
     def of(cls, config: RunConfig, ranks: int) -> BatchPartition:
-        """Return the division that the settings request on a number of ranks."""
+        """Return the partition that the settings request on a number of ranks."""
         settings = config.training
         tokens = settings.per_device_train_batch_tokens
         each = settings.per_device_train_batch_size if tokens is None else tokens
@@ -35,7 +35,7 @@ class BatchPartition:
 
     @classmethod
     def began(cls, values: Mapping[str, Any]) -> BatchPartition | None:
-        """Return the division at a run's start from the values of a checkpoint; None if an older version wrote it."""
+        """Return the partition at a run's start from the values of a checkpoint; None if an older version wrote it."""
         try:
             found = cls(**values["division"])
         except (KeyError, TypeError):
@@ -54,7 +54,7 @@ class BatchPartition:
         return self.ranks * self.accumulation if self.by_tokens else self.global_batch
 
     def on(self, ranks: int) -> BatchPartition:
-        """Return the division of the same rows over another number of ranks, in micro-batches that are not larger.
+        """Return the partition of the same rows over another number of ranks, in micro-batches that are not larger.
 
         Raises:
             ConfigError: They cannot be divided equally.
@@ -75,14 +75,14 @@ class BatchPartition:
         return replace(self, ranks=ranks, each=each, accumulation=share // each)
 
     def settings(self, config: RunConfig) -> RunConfig:
-        """Return the settings that request this division."""
+        """Return the settings that request this partition."""
         each = "per_device_train_batch_tokens" if self.by_tokens else "per_device_train_batch_size"
         changed = {each: self.each, "gradient_accumulation_steps": self.accumulation}
         return config.model_copy(update={"training": config.training.model_copy(update=changed)})
 
 
 def began_with(asked: BatchPartition, began: BatchPartition | None) -> BatchPartition:
-    """Return the division that a run keeps: the one it ``began`` with, unless the settings now request another.
+    """Return the partition that a run keeps: the one it ``began`` with, unless the settings now request another.
 
     ``asked`` is for the current ranks, ``began`` for those that the run had then; None: not known.
     """

@@ -1,4 +1,4 @@
-"""Ranks that are stopped, busy or elsewhere while another waits for them: ``pulse_main.py DIRECTORY CASE BACKEND``.
+"""Ranks that are stopped, busy or elsewhere while another waits for them: ``heartbeat_main.py DIRECTORY CASE BACKEND``.
 
 Rank 1 does what CASE says, and then joins the all-reduce in which rank 0 waits. BACKEND is ``gloo`` or ``process``:
 torch's collectives as under NCCL, here over gloo. Each rank writes ``DIRECTORY/R.json``.

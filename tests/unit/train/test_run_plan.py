@@ -281,7 +281,7 @@ def test_host_memory_counts_on_cpu_ranks_and_not_on_a_gpu(tmp_path):
     assert "host: snapshots for restarts" in str(plan)
 
 
-def test_machines_keep_snapshots_of_their_partners(tmp_path):
+def test_machines_keep_snapshots_of_their_peers(tmp_path):
     path = write_run(tmp_path)
     one, several = (planned_roughly(path, ranks_each=each).host["snapshots"] for each in (2, 1))
     assert several == 2 * one

@@ -12,7 +12,7 @@ from support.processes import SOURCE
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 
-SCRIPT = Path(__file__).with_name("pulse_main.py")
+SCRIPT = Path(__file__).with_name("heartbeat_main.py")
 
 
 def ranks(directory, case, backend):
