@@ -201,6 +201,20 @@ def incompatible_keys(missing: list[str], unexpected: list[str]) -> Any:
     return _named("torch.nn.modules.module", "_IncompatibleKeys")(missing, unexpected)
 
 
+def is_inside_step(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether a hook is called for a step inside the step of the same optimizer, as ``super().step()``.
+
+    torch calls hooks for a class's own ``step`` only once an instance of just that class was made in the process.
+    """
+    calls, frame = 0, sys._getframe(1)
+    while frame is not None and calls < 2:
+        code = frame.f_code
+        is_call = code.co_name == "wrapper" and code.co_filename == sys.modules["torch.optim.optimizer"].__file__
+        calls += is_call and frame.f_locals.get("self") is optimizer
+        frame = frame.f_back
+    return calls == 2
+
+
 def hooks_around_every_step() -> list[Any]:
     """Return the hooks that run around the steps of all optimizers. Gone: no optimizer steps shards."""
     module = sys.modules["torch.optim.optimizer"]

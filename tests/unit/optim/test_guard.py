@@ -42,6 +42,22 @@ class ByElement(torch.optim.SGD):
         return super().step(closure)
 
 
+class Base(torch.optim.SGD):
+    """Its step is wrapped by torch once an instance of just this class was made."""
+
+    def step(self, closure=None):
+        return super().step(closure)
+
+
+class SeesParameters(Base):
+    """Notes what its step is given before and after the step of its base."""
+
+    def step(self, closure=None):
+        seen = [type(self.param_groups[0]["params"][0])]
+        super().step(closure)
+        self.seen = [*seen, type(self.param_groups[0]["params"][0])]
+
+
 def renamed(name, module="elsewhere"):
     return type(name, (torch.optim.SGD,), {"__module__": module})
 
@@ -616,3 +632,19 @@ def test_a_late_norm_in_a_step_in_backward_is_refused_where_other_ranks_would_be
 
     with pytest.raises(ShardingError, match=r"norm of shards needs every rank, but the step of (weight|bias) in backw"):
         run_ranks(4, work, timeout_s=20)
+
+
+def test_a_step_sees_the_same_parameters_after_the_step_of_its_base():
+    def work(comm):
+        model = sharded(comm)
+        optimizer = SeesParameters(model.parameters(), lr=0.1)
+        seen = []
+        for made in (False, True):
+            if made:
+                Base([nn.Parameter(torch.ones(1))], lr=0.1)
+            optimizer.step()
+            seen += optimizer.seen
+        return seen
+
+    for seen in run_ranks(2, work):
+        assert len(set(seen)) == 1

@@ -39,7 +39,7 @@ from fullshard.core.optim.trial import (
     why_not_on_shards,
 )
 from fullshard.core.shards import Shard, as_shard, on_rows, restore, restore_all, strip
-from fullshard.core.torch_private import hooks_around_every_step
+from fullshard.core.torch_private import hooks_around_every_step, is_inside_step
 from fullshard.errors import ConfigError, ShardingError
 
 # Stored on the optimizer: parameters may refer to their optimizer, as with step_in_backward, so the entries of a
@@ -503,6 +503,8 @@ class _CheckedClosure:
 
 
 def _before(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
+    if is_inside_step(optimizer):  # what follows ``super().step()`` sees the same parameters as what comes before it
+        return None
     refuse_parts(optimizer)
     members = members_of(optimizer)
     optimizer_itself, *given = args
@@ -526,6 +528,8 @@ def _before(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any])
 
 
 def _after(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    if is_inside_step(optimizer):
+        return
     members = members_before(optimizer)
     restore(members.stripped)
     if not members.stripped:
