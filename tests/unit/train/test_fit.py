@@ -231,8 +231,8 @@ def test_a_real_plan_recomputes_the_fewest_blocks_that_fit(planned_run):
     three = plan_prepared(load([f"{CHECKPOINTING}=3"]), data, 1, roughly=0)
     assert plain.needed_bytes > three.needed_bytes
     plan, config = plan_chosen(three.needed_bytes, load(), data, 1, roughly=0)
-    assert (run_plan.recomputed, run_plan.blocks, config.training.gradient_checkpointing) == (3, 4, 3)
-    assert replace(run_plan, chosen=()) == replace(three, chosen=())
+    assert (plan.recomputed, plan.blocks, config.training.gradient_checkpointing) == (3, 4, 3)
+    assert replace(plan, chosen=()) == replace(three, chosen=())
     assert str(plan).count("3 of 4 blocks") == 1  # as a choice; without one the plan says it itself
     assert "recomputed in backward: 3 of 4 blocks" in str(three)
 
@@ -284,7 +284,7 @@ def found(tmp_path, monkeypatch):
             data=None,
             world_size=2,
             rank=0,
-            bytes_of=lambda plan: run_plan.needs,
+            bytes_of=lambda plan: plan.needs,
             before=needs(load_run(path, overrides).training),
             limit=limit,
         )

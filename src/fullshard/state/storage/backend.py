@@ -3,8 +3,9 @@
 All other modules here work on names, bytes and indexes, and do not know which of the two is behind them. A disk commits
 a checkpoint by a rename, a store by its last object.
 
-For a new kind of store write no backend but a file system of fsspec: ``info``, ``find``, ``cat_file``, ``pipe_file`` (with
-``mode="create"``), ``rm_file``, and ``open(…, "wb")`` whose file can ``discard()``. Registered with fsspec, its URLs work.
+For a new kind of store write no backend but a file system of fsspec: ``info``, ``find``, ``cat_file``, ``pipe_file``
+(with ``mode="create"``), ``rm_file``, and ``open(…, "wb")`` whose file can ``discard()``. Registered with fsspec, its
+URLs work.
 """
 
 from __future__ import annotations
