@@ -278,6 +278,78 @@ def test_a_rank_that_fails_while_saving_is_the_failure(tmp_path):
     assert (outcome.exit_code, outcome.message) == (9, "disk full")
 
 
+@pytest.mark.parametrize(
+    ("ending", "exit_code"),
+    [
+        ("end = os._exit; os._exit = lambda code: (time.sleep(1.0), end(code)); fail('disk full', 2.0, 9)", 9),
+        ("os.kill(os.getpid(), signal.SIGSEGV)", 139),
+        ("os._exit(3)", 3),
+    ],
+    ids=["exits-later", "crashes", "says-nothing"],
+)
+def test_a_rank_that_ends_otherwise_while_the_others_save_is_the_failure(ending, exit_code, tmp_path, capfd):
+    command = script(
+        tmp_path,
+        f"""
+        import time
+        if rank == 1:
+            ready = meet("w")
+            os.kill(os.getppid(), signal.SIGTERM)
+            asked()
+            {ending}
+        meet("r")
+        asked()
+        asked()  # it waits for the other one
+        os._exit(130)
+        """,
+        ASKED,
+    )
+    outcome = launch(command, nproc=2)
+    assert (outcome.rank, outcome.exit_code) == (1, exit_code)
+    assert "no checkpoint" not in capfd.readouterr().err
+
+
+def test_a_request_while_ranks_end_after_a_failure_hides_it_not(tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr(ranks, "STOP_SECONDS", 1.0)
+    command = script(
+        tmp_path,
+        """
+        import time
+        if rank == 1:
+            meet("r")
+            fail("cause", 1.0, 9)
+        ready = meet("w")
+        asked()
+        if rank == 2:
+            os._exit(130)
+        time.sleep(0.3)
+        os.kill(os.getppid(), signal.SIGINT)
+        while True:
+            asked()
+        """,
+        ASKED,
+    )
+    outcome = launch(command, nproc=3)
+    assert (outcome.message, outcome.exit_code) == ("cause", 9)
+    assert "no checkpoint" not in capfd.readouterr().err
+
+
+def test_what_a_rank_has_started_ends_with_it_after_a_request(tmp_path):
+    command = script(
+        tmp_path,
+        f"""
+        import subprocess
+        deaf = lambda: signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        open("{tmp_path}/pid", "w").write(str(subprocess.Popen(["tail", "-f", "/dev/null"], preexec_fn=deaf).pid))
+        os.kill(os.getppid(), signal.SIGTERM)
+        save()
+        """,
+        ASKED,
+    )
+    assert launch(command, nproc=1).exit_code == 75
+    assert list(map(has_ended, pids_of(tmp_path))) == [True]
+
+
 def test_the_second_signal_kills_ranks_that_take_their_time(tmp_path):
     """They would need longer than the launcher waits after a failure."""
     command = script(

@@ -197,9 +197,11 @@ def _stopped(ranks: Ranks, scratch: str, grace_s: float | None, *, saves: bool) 
     Raises:
         KeyboardInterrupt: The ranks were not training, or there was a second request.
     """
-    began = ranks.running
+    if ranks.running and ranks.ending:  # one had failed before
+        return _result(ranks, [])
+    began = ranks.running and bool(ranks.numbers)
     in_time = ranks.ask(signal.SIGTERM, grace_s=math.inf if grace_s is None else grace_s)
-    codes = ranks.codes if began else []
+    codes = ranks.codes
     reached = last_note(scratch) or Reached(0)
     if ranks.insisted:
         raise KeyboardInterrupt
@@ -209,7 +211,7 @@ def _stopped(ranks: Ranks, scratch: str, grace_s: float | None, *, saves: bool) 
         stopped = {"stopped": True, "step": reached.saved, "checkpoint": reached.path}
         return Failure(0, "RunStopped", text, None, STOPPED_EXIT_CODE, time.time(), stopped)
     # Without ranks, or if one was not training yet, or not any more.
-    if not codes or {-signal.SIGTERM, -signal.SIGUSR1, INTERRUPTED_EXIT_CODE} & set(codes):
+    if not began or {-signal.SIGTERM, -signal.SIGUSR1, INTERRUPTED_EXIT_CODE} & set(codes):
         if saves:
             step = in_memory(scratch)
             lost = f"; step {step:,} was in memory only and is lost" if step > reached.saved else ""

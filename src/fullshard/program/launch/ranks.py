@@ -119,6 +119,7 @@ class Ranks:
     Attributes:
         asked: True after the first request to stop.
         insisted: True after a second one, which has killed the ranks.
+        ending: True once the ranks of the last start are ended because one has failed.
     """
 
     def __init__(self, starter: Starter, failure_files: Path, output: Output | None = None) -> None:
@@ -130,7 +131,7 @@ class Ranks:
             output: Receives the output of ranks of a script, which end in any way. None: ranks of fullshard's programs,
                 which report every error and inherit the launcher's output.
         """
-        self.asked = self.insisted = False
+        self.asked = self.insisted = self.ending = False
         self._starter = starter
         self._failure_files = failure_files
         self._output = output
@@ -172,7 +173,7 @@ class Ranks:
         """
         self._starts += 1
         self._ranks = []
-        self._stopped = False
+        self._stopped = self.ending = False
         directory = self._failure_files / str(self._starts)
         directory.mkdir()
         numbers = [int(variables["RANK"]) for variables in environments]
@@ -267,6 +268,8 @@ class Ranks:
             return True
         for rank in self._ranks:
             rank.signal(number)
+            if self._reports:  # it saves, or ends by itself: a crash meanwhile is a failure
+                rank.sent.discard(number)
         began = time.monotonic()
         while not self.all_ended() and not (self._reports and self.any_failed()):
             passed_s = time.monotonic() - began
@@ -274,6 +277,8 @@ class Ranks:
                 self.kill()
                 return False
             self.wait(_LOOK_SECONDS)
+        if self.all_ended():
+            self.kill()  # what they have started
         return True
 
     def _any_saving(self) -> bool:
@@ -292,6 +297,7 @@ class Ranks:
         if self._stopped or not self._ranks:
             return
         if not self.all_ended() or self.any_failed():
+            self.ending = True
             say_ending(self._ranks[0].failure_path)
             for rank in self._ranks:
                 if not rank.failure_path.exists():

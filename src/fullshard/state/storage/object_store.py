@@ -217,8 +217,8 @@ class ObjectStore:
 
     def sizes(self, path: ObjectPath, names: Iterable[str] | None = None) -> dict[str, int]:
         """List a prefix in one request (one for each thousand objects), in which all names are found."""
-        found = sorted(path.sizes().items())
-        return {name: size for name, size in found if names is None or name in set(names)}
+        found, wanted = sorted(path.sizes().items()), None if names is None else set(names)
+        return {name: size for name, size in found if wanted is None or name in wanted}
 
     def names(self, directory: ObjectPath, step: int, attempt: str) -> tuple[ObjectPath, ObjectPath]:
         """Return the same prefix twice; no other save uses it."""

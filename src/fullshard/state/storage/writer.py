@@ -9,6 +9,7 @@ deletes the checkpoints not to be kept.
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import logging
 import threading
@@ -176,8 +177,13 @@ class Save:
             CheckpointError: The rank has failed, or takes too long.
         """
         while True:
-            with contextlib.suppress(FileNotFoundError):
+            try:
                 part = read_part(self.job, rank)
+            except OSError as error:
+                renamed = error.errno == errno.ESTALE  # on NFS, while it was read
+                if not (renamed or isinstance(error, FileNotFoundError)):
+                    raise
+            else:
                 self._moved_at = time.monotonic()
                 return part
             self._count(0)
