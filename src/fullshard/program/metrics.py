@@ -191,6 +191,7 @@ class Metric:
     package: str | None = None  # pip's name of the package that it needs
     module: str | None = None  # a module of that package
     of_labels: bool = False  # whether a prediction is right or wrong; its baseline is the most frequent training target
+    of_rows: bool = True  # whether it is the mean of the rows' scores, not a score of all rows together
     confusion: bool = False  # whether it needs a label set, and a confusion matrix is shown
     words: Callable[[References], str | None] | None = None  # how words are counted if not by the package's defaults
     hub_type: str | None = None  # its name on the Hub; None: the same
@@ -237,10 +238,16 @@ METRICS: Mapping[str, Metric] = {
             _bleu,
             package="sacrebleu",
             module="sacrebleu.metrics",
+            of_rows=False,
             words=_bleu_words,
         ),
         Metric(
-            "chrf", "chrF of all rows together, from 0 to 1", _chrf, package="sacrebleu", module="sacrebleu.metrics"
+            "chrf",
+            "chrF of all rows together, from 0 to 1",
+            _chrf,
+            package="sacrebleu",
+            module="sacrebleu.metrics",
+            of_rows=False,
         ),
         Metric(
             "perplexity",
@@ -385,7 +392,7 @@ def row_scores(metrics: Sequence[str], predictions: Sequence[str], references: R
     Raises:
         ConfigError: A metric needs a package that is not installed.
     """
-    found = _score_texts(metrics, predictions, references)
+    found = _score_texts([name for name in metrics if METRICS[name].of_rows], predictions, references)
     return {name: one for name, one in found.items() if isinstance(one, list)}
 
 

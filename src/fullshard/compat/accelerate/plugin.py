@@ -68,6 +68,7 @@ class FullyShardedDataParallelPlugin(_library.FullyShardedDataParallelPlugin):
     """
 
     cpu_offload: Any = None
+    activation_checkpointing_offload: Any = None  # which Accelerate has from 1.15 on
 
     def __post_init__(self) -> None:
         """Read the environment and convert words and numbers.

@@ -63,7 +63,7 @@ def _one_of_state(name: str) -> Callable[..., None]:
         bound = inspect.signature(theirs).bind(*args, **kwargs)
         bound.apply_defaults()
         given = bound.arguments
-        if not given["use_dcp"]:
+        if not given.get("use_dcp", True):  # earlier versions have no such argument
             raise ConfigError(
                 "fullshard saves and loads models and optimizers in torch's distributed format or as one file; got "
                 "use_dcp=False. Leave it out."

@@ -1,6 +1,6 @@
 """Arguments of ``FullyShardedDataParallel``, torch's own enums and settings, and a model's state-dict settings.
 
-``arguments`` turns the former into the engine's policies.
+``sharding`` turns the former into the engine's policies.
 """
 
 from __future__ import annotations

@@ -255,14 +255,17 @@ class FactoredOptimizer(RowsOptimizer):
                 rounds.append(_SplitSteps(self, comm, [(param, group_of[param]) for param in of_comm]))
         for param, group in group_of.items():
             if param.grad is not None and param.numel() and param not in split:
-                step = self._param_step(param, group)
-                self._use_totals(step, self._begin(step))
-                update = self._update(step)
-                self._write(step, update, sum_of_squares(update, step.dtype))
+                self._step_alone(self._param_step(param, group))
         for one in rounds:
             one.share_updates()
         for one in rounds:
             one.finish()
+
+    def _step_alone(self, step: ParamStep) -> None:
+        """Step a parameter of which this rank has everything; its update is freed before the next one is computed."""
+        self._use_totals(step, self._begin(step))
+        update = self._update(step)
+        self._write(step, update, sum_of_squares(update, step.dtype))
 
     def state_kinds(self, param: nn.Parameter, group: Mapping[str, Any]) -> dict[str, None]:
         """Return the keys of a parameter's state after a step."""

@@ -116,7 +116,8 @@ def prompt_text(
 
 def _kept_of(section: str, values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings of a section that travel with a model."""
-    return {name: value for name, value in values.items() if option_of(f"{section}.{name}").travels}
+    # A dotted name, which only a file of another program has, would be taken for a part of an option.
+    return {name: value for name, value in values.items() if "." not in name and option_of(f"{section}.{name}").travels}
 
 
 def _is_label_set(counts: Mapping[str, int]) -> bool:

@@ -1,6 +1,6 @@
 """A lane in memory: this rank's shard, the gathered buffer and the unsharded gradient.
 
-A buffer's memory is freed and allocated again while tensors view it; an tracker has the bytes of all.
+A buffer's memory is freed and allocated again while tensors view it; a tracker has the bytes of all.
 """
 
 from __future__ import annotations

@@ -229,8 +229,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
         for start in range(0, rows.shape[0], step):
             part = slice(start, start + step)
             weights = None if terms.weights is None else terms.weights[part]
-            logits = F.linear(rows[part], weight, bias).to(wide)
-            losses, slopes = _of_complete_logits(logits, labels[part], terms.objective, weights)
+            losses, slopes = _of_complete_logits(
+                F.linear(rows[part], weight, bias).to(wide), labels[part], terms.objective, weights
+            )  # the logits have no name here, so that they are freed before the products
             loss += losses.sum()
             if slopes.dtype != rows.dtype:
                 slopes = torch.mul(slopes, ctx.factor, out=torch.empty_like(slopes, dtype=rows.dtype))

@@ -369,8 +369,8 @@ def _without_paths(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any
     def plain(key: str, value: Any) -> Any:
         if isinstance(value, Mapping):
             return _without_paths(value, f"{prefix}{key}.")
-        is_path = option_of(f"{prefix}{key}").names is not None and Path(str(value)).is_absolute()
-        return Path(value).name if is_path else value
+        names = prefix.startswith("model.config.") or option_of(f"{prefix}{key}").names is not None
+        return Path(str(value)).name if names and Path(str(value)).is_absolute() else value
 
     return {key: plain(key, value) for key, value in values.items()}
 
