@@ -1,4 +1,4 @@
-"""Write the reference pages that are made from the code: options, command line, Python API.
+"""Write the reference pages that are made from the code: options, command line, Python API, files.
 
 Example:
     python docs/generate.py            # writes docs/reference/
@@ -8,6 +8,7 @@ Example:
 from __future__ import annotations
 
 import argparse
+import ast
 import contextlib
 import importlib
 import inspect
@@ -25,6 +26,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+import fullshard
 from fullshard.program.cli.main import main
 from fullshard.program.config.schema import RunConfig
 from fullshard.program.config.section import own_option
@@ -116,6 +118,33 @@ def command_line_page() -> str:
     return text
 
 
+FILES_HEAD = """\
+# Files
+
+```bash
+ls src/fullshard
+```
+
+What each file of the source is for, by its own first sentence. How the rooms depend on each other:
+[Architecture](../concepts/architecture.md).
+"""
+
+
+def files_page() -> str:
+    """Return the page with every source file, wing by wing, and the first sentence of its docstring."""
+    root = Path(fullshard.__file__).parent
+    wings = ("core", "state", "planner", "program", "compat")
+    lines = [FILES_HEAD]
+    for wing in (*wings, "."):
+        lines.append(f"\n## {'beside the wings' if wing == '.' else wing}\n")
+        for path in sorted((root / wing).glob("*.py" if wing == "." else "**/*.py")):
+            doc = ast.get_docstring(ast.parse(path.read_text("utf-8"))) or ""
+            if path.name != "__init__.py":
+                first = re.split(r"(?<=\.)\s", " ".join(doc.split("\n\n")[0].split()))[0].rstrip(".")
+                lines.append(f"- `{path.relative_to(root)}`: {_markdown(first).strip()}")
+    return "\n".join(lines) + "\n"
+
+
 def python_page() -> str:
     """Return the page with every public name."""
     text = (
@@ -135,6 +164,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "options.md": options_page,
     "command-line.md": command_line_page,
     "python.md": python_page,
+    "files.md": files_page,
 }
 
 
