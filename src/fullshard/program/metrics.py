@@ -28,15 +28,16 @@ OTHER = "(other)"
 _NO_SPACES = r"\p{Han}\p{Hiragana}\p{Katakana}\p{Thai}\p{Lao}\p{Khmer}\p{Myanmar}"
 """Scripts without spaces between words."""
 
-_WORD = regex.compile(
+# Texts, not compiled: every verb reads the names of metrics, few score words.
+_WORD = (
     rf"(?V1)[[\p{{L}}\p{{N}}]&&[{_NO_SPACES}]]\p{{M}}*"  # a character with its marks
     # the joiners inside of Persian and Hindi words are no letters
     rf"|[[\p{{L}}\p{{N}}]--[{_NO_SPACES}]][[\p{{L}}\p{{M}}\p{{N}}\u200c\u200d]--[{_NO_SPACES}]]*"
 )
-_HAN = regex.compile(r"\p{Han}")
-_OTHER_NO_SPACES = regex.compile(rf"(?V1)[[{_NO_SPACES}]--\p{{Han}}]")
-_ANY_NO_SPACES = regex.compile(f"[{_NO_SPACES}]")
-_LETTER = regex.compile(r"\p{L}")
+_HAN = r"\p{Han}"
+_OTHER_NO_SPACES = rf"(?V1)[[{_NO_SPACES}]--\p{{Han}}]"
+_ANY_NO_SPACES = f"[{_NO_SPACES}]"
+_LETTER = r"\p{L}"
 _SENTENCE_END = re.compile(
     # also the ends of Hindi, Arabic, Urdu and Amharic sentences; those of Chinese and Japanese need no space after them
     r"(?<=[.!?।॥؟۔።])\s+|(?<=[。！？｡])(?![。！？｡”’」』）])\s*"  # noqa: RUF001
@@ -66,7 +67,7 @@ class WordsOfAnyScript:
         """Return the words of a text."""
         if text.isascii():
             return self._ascii_words.tokenize(text)
-        found = _WORD.findall(unicodedata.normalize("NFKC", text).lower())
+        found = regex.findall(_WORD, unicodedata.normalize("NFKC", text).lower())
         return [one for word in found for one in (self._ascii_words.tokenize(word) if word.isascii() else [word])]
 
 
@@ -90,15 +91,15 @@ def bleu_words(references: Sequence[str]) -> str:
     text = "".join(references)
     if text.isascii():
         return "13a"
-    without = len(_ANY_NO_SPACES.findall(text))
-    if _OTHER_NO_SPACES.search(text) and 2 * without > len(_LETTER.findall(text)):
+    without = len(regex.findall(_ANY_NO_SPACES, text))
+    if regex.search(_OTHER_NO_SPACES, text) and 2 * without > len(regex.findall(_LETTER, text)):
         return "char"
-    return "zh" if _HAN.search(text) else "13a"
+    return "zh" if regex.search(_HAN, text) else "13a"
 
 
 def _have_other_letters(references: References) -> bool:
     texts = (text for right in references for text in right if not text.isascii())
-    return any(not letter.isascii() for text in texts for letter in _LETTER.findall(text))
+    return any(not letter.isascii() for text in texts for letter in regex.findall(_LETTER, text))
 
 
 def _rouge_words(references: References) -> str | None:
