@@ -1,4 +1,4 @@
-"""The other ranks of a plan: they do what this one does, and nothing is sent."""
+"""The other ranks of a plan: their collectives send nothing, and a ``Ledger`` notes the kind and bytes of each."""
 
 from __future__ import annotations
 

@@ -4,7 +4,6 @@ from fullshard.core.comm.clock import Clock as Clock, clock_of as clock_of
 from fullshard.core.comm.device import Device as Device, add_rows as add_rows, device_of as device_of
 from fullshard.core.comm.gloo import GlooComm as GlooComm
 from fullshard.core.comm.heartbeat import ENDINGS as ENDINGS
-from fullshard.core.comm.ledger import LedgerEntry as LedgerEntry, RecordingComm as RecordingComm
 from fullshard.core.comm.memory import (
     MemoryMeter as MemoryMeter,
     allocated_bytes as allocated_bytes,
@@ -44,6 +43,7 @@ from fullshard.core.comm.protocol import (
     hides_messages as hides_messages,
     settle as settle,
 )
+from fullshard.core.comm.recording import LedgerEntry as LedgerEntry, RecordingComm as RecordingComm
 from fullshard.core.comm.run_together import (
     await_all as await_all,
     together as together,

@@ -1,4 +1,4 @@
-"""One rank's state of one step in two files: the bytes of its tensors, and a manifest that makes them a snapshot.
+"""One rank's state of one step in two files: the bytes of its tensors, and a manifest with their checksums.
 
 The bytes are mapped into the rank's memory and belong to the machine: a SIGKILL of the rank leaves them. The manifest
 is removed before the first byte changes and appears by a rename after the last one, so a rank that is killed in between
@@ -33,7 +33,7 @@ _ROW = 1024
 
 _MADV_POPULATE_READ = 22  # linux/mman.h
 
-_CHUNK_ROWS = 8192
+_CHECKSUM_ROWS = 8192
 """Rows per operation of the checksum: 64 MiB."""
 
 Pairs = Sequence[tuple[torch.Tensor, torch.Tensor]]
@@ -181,8 +181,8 @@ def checksum(buffer: torch.Tensor) -> list[int]:
     """
     words = buffer.view(torch.int64).view(-1, _ROW)
     total = placed = torch.zeros((), dtype=torch.int64)
-    for start in range(0, len(words), _CHUNK_ROWS):
-        rows = words[start : start + _CHUNK_ROWS].sum(1)
+    for start in range(0, len(words), _CHECKSUM_ROWS):
+        rows = words[start : start + _CHECKSUM_ROWS].sum(1)
         total = total + rows.sum()
         placed = placed + (rows * torch.arange(start + 1, start + 1 + len(rows))).sum()
     return [int(total), int(placed)]
@@ -192,7 +192,7 @@ def checksums(tensors: Iterable[torch.Tensor]) -> list[int]:
     """Return the :func:`checksum` of flat tensors of any dtype and device; a part at a time is in host memory."""
     tensors, row = list(tensors), 8 * _ROW
     longest = max((one.numel() * one.itemsize for one in tensors), default=0)
-    buffer = torch.empty(min(_CHUNK_ROWS, -(-longest // row)) * row, dtype=torch.uint8)
+    buffer = torch.empty(min(_CHECKSUM_ROWS, -(-longest // row)) * row, dtype=torch.uint8)
     total = placed = 0
     for place, one in enumerate((one for one in tensors if one.numel()), start=1):
         for part in one.detach().view(torch.uint8).split(max(1, buffer.numel())):

@@ -1,4 +1,7 @@
-"""Export of a sharded checkpoint to a Hugging Face or peft directory, in one process with little memory."""
+"""Choice of a run's checkpoint (latest, best or a step), and its export to a Hugging Face or peft directory.
+
+One process, with little memory.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A rank's part of a tensor, described so that torch's distributed checkpoints (DCP) can write and read it."""
+"""A tensor class for one rank's part, which torch's distributed checkpoints (DCP) write and read, and pickle holds."""
 
 from __future__ import annotations
 

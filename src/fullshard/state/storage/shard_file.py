@@ -1,4 +1,4 @@
-"""The runs of tensors that one rank saves, and its file of them in a sharded checkpoint.
+"""One rank's runs of tensors (``Piece``), and the writer of its shard file, which returns the rank's part of the index.
 
 In the file they are 1-D tensors of the safetensors format, with a checksum per block. Independent of the engine.
 """

@@ -1,4 +1,4 @@
-"""A recording implementation of the protocol: which collectives were issued, in which order, and their bytes."""
+"""A communicator that lists the collectives issued through it, in their order, with the bytes of each."""
 
 from __future__ import annotations
 
