@@ -1,4 +1,4 @@
-"""What is done to each transformer block of a model: activation checkpointing, and torch.compile, which evaluation leaves out."""
+"""What is done to each block of a model: activation checkpointing, and torch.compile, which evaluation leaves out."""
 
 from __future__ import annotations
 
