@@ -287,7 +287,10 @@ def test_a_rank_that_fails_while_saving_is_the_failure(tmp_path):
     ],
     ids=["exits-later", "crashes", "says-nothing"],
 )
-def test_a_rank_that_ends_otherwise_while_the_others_save_is_the_failure(ending, exit_code, tmp_path, capfd):
+def test_a_rank_that_ends_otherwise_while_the_others_save_is_the_failure(
+    ending, exit_code, tmp_path, monkeypatch, capfd
+):
+    monkeypatch.setattr(ranks, "STOP_SECONDS", 2.0)
     command = script(
         tmp_path,
         f"""
