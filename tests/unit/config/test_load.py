@@ -190,8 +190,8 @@ def test_unknown_key_names_the_nearest_real_one(run_file, override, nearest):
 
 def test_unknown_key_like_no_other_lists_what_there_is(run_file):
     assert problems(run_file, "zzz=1")[1] == (
-        "zzz: unknown key; the run file has output_dir, seed, nproc, resume, model, data, training, sharding, "
-        "evaluation, card"
+        "zzz: unknown key; the run file has output_dir, seed, nproc, resume, model, data, training, speed, "
+        "sharding, evaluation, card"
     )
     assert problems(run_file, "model.tokenizer.zzz=1")[1] == (
         "model.tokenizer.zzz: unknown key; model.tokenizer has model.tokenizer.vocab_size"

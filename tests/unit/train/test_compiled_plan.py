@@ -10,10 +10,10 @@ import torch
 from fullshard.core.comm import MemoryMeter
 from fullshard.program.config import load_run
 from fullshard.program.models import compile_blocks
+from fullshard.program.speed import compiled
 from fullshard.program.train.run.assemble import assemble
 from fullshard.program.train.run.step import StepSpec, issue_step
 from fullshard.program.train.run_plan import largest_steps, plan_prepared
-from fullshard.program.train.setup import model as setup
 from fullshard.program.train.setup.prepare import prepare
 from support.alone import alone
 from support.planned import write_run
@@ -69,7 +69,7 @@ def test_compiled_by_inductor(tmp_path, name, width, more):
 def test_compiled_to_operators(tmp_path, monkeypatch):
     """Graphs of forward and backward as for inductor, but run operator by operator, which takes no C++ compiler."""
     to_operators = {"backend": "aot_eager", "dynamic": True}
-    monkeypatch.setattr(setup, "compile_blocks", lambda model, dynamic: compile_blocks(model, **to_operators))
+    monkeypatch.setattr(compiled, "compile_blocks", lambda model, dynamic: compile_blocks(model, **to_operators))
     plan, held = assert_at_most_planned(tmp_path, models(128)["llama"], 1, [])
     assert held > plan.peak_bytes - plan.compiled_bytes, "a block's gradients arrive together"
 

@@ -30,6 +30,7 @@ from fullshard.program.config.section import (
     options_of,
     section_in,
 )
+from fullshard.program.config.speed import SpeedConfig
 from fullshard.program.config.training import TrainingConfig
 from fullshard.program.metrics import METRICS
 
@@ -166,6 +167,7 @@ class RunConfig(ConfigSection):
     model: Annotated[ModelConfig, STATE]
     data: Annotated[DataConfig, SAME]
     training: Annotated[TrainingConfig, SAME] = TrainingConfig()
+    speed: Annotated[SpeedConfig, SAME] = SpeedConfig()
     sharding: Annotated[ShardingConfig, SAME] = ShardingConfig()
     evaluation: Annotated[EvaluationConfig, SAME] = EvaluationConfig()
     card: Annotated[CardConfig, SAME] = CardConfig()
@@ -205,6 +207,12 @@ class RunConfig(ConfigSection):
         if self.card.benchmark_task is not None and self.data.dataset_name is None:
             raise ValueError("card.benchmark_task names a task of the benchmark data.dataset_name, which is not set")
         return self
+
+    @property
+    def ways(self) -> tuple[str, ...]:
+        """The ways of the run: ``speed.ways``, and ``compile`` also for ``training.torch_compile``."""
+        compiled = ("compile",) if self.training.torch_compile else ()
+        return tuple(dict.fromkeys((*self.speed.ways, *compiled)))
 
     def of_set(self, name: str | None) -> RunConfig:
         """Return the settings for new rows; of a mixture, with the columns and prefix of one of its sets.

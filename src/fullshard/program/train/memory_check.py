@@ -329,7 +329,7 @@ def _check(
         _limit(everyone, fullest),
         chosen,
     )
-    compiled = load(()).training.torch_compile
+    compiled = "compile" in load(()).ways
     if short is not None and not compiled:  # an upper bound does not show that a run cannot fit
         need = _need(checked, load, data, comm)
         text = _refusal(short, everyone[fullest].plan, need) if comm.rank == 0 else None  # type: ignore[arg-type]

@@ -327,7 +327,7 @@ def plan_prepared(  # noqa: PLR0913 (each caller needs another part)
         recomputed=told.recomputed,
         at_once={name.removesuffix(AT_ONCE): size for name, size in at_once.items()},
     )
-    return _with_compiled(plan, told.block_bytes) if asked.training.torch_compile else plan
+    return _with_compiled(plan, told.block_bytes) if "compile" in asked.ways else plan
 
 
 def _with_compiled(plan: RunPlan, block_bytes: int) -> RunPlan:
@@ -598,7 +598,9 @@ def longest_rows(rows: TokenizedSet, count: int, *, causal: bool) -> Sequence[in
 
 def uncompiled(config: RunConfig) -> RunConfig:
     """Return the settings without compiling: blocks then compute the same in operators that can be followed."""
-    return config.model_copy(update={"training": config.training.model_copy(update={"torch_compile": False})})
+    ways = tuple(name for name in config.speed.ways if name != "compile")
+    training = config.training.model_copy(update={"torch_compile": False})
+    return config.model_copy(update={"training": training, "speed": config.speed.model_copy(update={"ways": ways})})
 
 
 def step_spec(model: Any, config: RunConfig, data: Prepared) -> StepSpec:

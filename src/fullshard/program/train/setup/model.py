@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -39,7 +39,6 @@ from fullshard.program.models import (
     build_model,
     build_skeleton,
     can_fuse,
-    compile_blocks,
     converted_names,
     decoder_inputs,
     enable_activation_checkpointing,
@@ -56,6 +55,7 @@ from fullshard.program.models import (
     set_attention_dropout,
 )
 from fullshard.program.models.packing import PackedRows, enable_packing, packed_inputs
+from fullshard.program.speed import Facts, apply_ways
 from fullshard.program.train.setup.activation_offload import ActivationOffload
 from fullshard.program.train.setup.devices import Choice, Devices, for_devices
 from fullshard.program.train.setup.quantization import (
@@ -151,8 +151,6 @@ def _change_forward(model: PreTrainedModel, config: RunConfig) -> None:
     asked = config.training.gradient_checkpointing
     if asked not in (False, "auto"):  # the memory check resolves auto; where nothing is planned, nothing is recomputed
         enable_activation_checkpointing(model, None if asked is True else int(asked))
-    if config.training.torch_compile:
-        compile_blocks(model, dynamic=True)  # lengths of rows vary
     if config.training.packing:
         enable_packing(model, config.data.max_source_length + config.data.max_target_length)
 
@@ -350,6 +348,8 @@ def shard_model(model: nn.Module, config: RunConfig, comm: Comm, weights: Weight
     """
     if isinstance(weights, AdapterWeights):
         weights.compute_magnitudes(model, comm)
+    if config.ways:
+        apply_ways(cast("PreTrainedModel", model), config.ways, speed_facts(config, comm.device))
     try:
         _shard(model, config, comm, weights)
         check_wrapped(model)
@@ -357,6 +357,13 @@ def shard_model(model: nn.Module, config: RunConfig, comm: Comm, weights: Weight
             ActivationOffload(model, blocks_of(model), runtime_of(model).device)
     except WrapError as error:
         raise WrapError(_with_run_file_remedies(str(error), config)) from error
+
+
+def speed_facts(config: RunConfig, device: torch.device) -> Facts:
+    """Return what ways may ask about a run whose precision is chosen; any rank."""
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(config.training.precision, torch.float32)
+    longest = config.data.max_source_length + config.data.max_target_length
+    return Facts(device, dtype, config.training.packing, longest)
 
 
 def _with_run_file_remedies(text: str, config: RunConfig) -> str:

@@ -1,0 +1,30 @@
+"""The run file's ``speed`` section: the ways in which the model's own code is run."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, Self, get_args
+
+from pydantic import model_validator
+
+from fullshard.program.config.section import SAME, ConfigSection
+
+AttentionWay = Literal["bias_sdpa", "flex", "varlen", "flash"]
+KernelsWay = Literal["liger"]
+BlocksWay = Literal["compile"]
+WayName = AttentionWay | KernelsWay | BlocksWay
+
+
+class SpeedConfig(ConfigSection):
+    """Ways to run the model's own code faster. `fullshard tune` measures them and writes its choice here."""
+
+    ways: Annotated[tuple[WayName, ...], SAME] = ()
+    """Ways to use, at most one of each kind. Attention: bias_sdpa, flex, varlen, flash; kernels: liger; blocks:
+    compile, which is Hugging Face's training.torch_compile. Empty: the model computes as in transformers."""
+
+    @model_validator(mode="after")
+    def _one_of_each_kind(self) -> Self:
+        for kind in (AttentionWay, KernelsWay, BlocksWay):
+            found = [name for name in self.ways if name in get_args(kind)]
+            if len(found) > 1:
+                raise ValueError(f"ways has {' and '.join(found)}, which change the same part of the model; give one")
+        return self
