@@ -31,7 +31,7 @@ from typing import Any
 import torch
 from measure import silenced
 from peft import LoraConfig, get_peft_model
-from plan_runs import EVALUATION, LORA, Mark, Progress, Run
+from plan_runs import EVALUATION, LORA, Mark, Run
 from ranks import on_ranks, quiet
 from torch import nn
 from transformers import (
@@ -54,7 +54,6 @@ import fullshard
 from fullshard import MixedPrecision, ShardingStrategy, optim
 from fullshard.core.comm import Comm, MemoryMeter, RecordingComm
 from fullshard.core.comm.mesh import axes_of
-from fullshard.planner import PlannedStep, Rates, Timing, measure_rates, simulate, time_step
 from fullshard.planner.plan import MARGIN
 from fullshard.program.models import fuse_head, model_loss
 
@@ -205,40 +204,8 @@ class Configuration:
             **self.options,
         ).as_dict()
 
-    def prepare(self) -> None:
-        """Do what every rank needs: nothing."""
-
-    def timing(self, rates: Rates) -> Timing:
-        """Plan the time of its step."""
-        return time_step(simulate(self.planned_step, 0, self.ranks).work, rates)
-
-    def rates(self, comm: Comm, progress: Progress) -> Rates:
-        """Measure the machine with its steps; every rank."""
-        return measure_rates(self.planned_step, comm, comm.size, progress)
-
-    def mean_step(self, comm: Comm) -> Callable[[], None]:
-        """Return its step; every rank."""
-        return self.planned_step(comm).step
-
-    def planned_step(self, comm: Comm) -> PlannedStep:
-        """Return it over one axis."""
-        model, optimizer, steps = self._made([comm])
-        return PlannedStep(model, optimizer, partial(steps[0], lambda phase: None))
-
     def build(self, axes: Sequence[Comm]) -> tuple[Any, list[Callable[[Mark], None]]]:
         """Return the sharded model and its steps."""
-        model, _, steps = self._made(axes)
-        return model, steps
-
-    def _loss(self, model: Any, batch: dict[str, Any]) -> torch.Tensor:
-        """Return the loss of a batch, the model's own or the one that its head computes."""
-        if self.tables == "gather":
-            return model(**batch).loss
-        inputs = {**batch, "decoder_input_ids": batch["labels"]} if self.model in SEQ2SEQ else dict(batch)
-        labels = inputs.pop("labels")
-        return model_loss(model, lambda: model(**inputs).logits, labels) / labels.numel()
-
-    def _made(self, axes: Sequence[Comm]) -> tuple[Any, torch.optim.Optimizer, list[Callable[[Mark], None]]]:
         ranks: Any = axes[0] if self.ranks_each is None else tuple(axes)
         model: Any = fullshard.fully_shard(self.make(), ranks, **self.options)
         optimizer = OPTIMIZERS[self.optimizer](model)
@@ -254,7 +221,15 @@ class Configuration:
             mark("optimizer")
             optimizer.step()
 
-        return model, optimizer, [step] * STEPS
+        return model, [step] * STEPS
+
+    def _loss(self, model: Any, batch: dict[str, Any]) -> torch.Tensor:
+        """Return the loss of a batch, the model's own or the one that its head computes."""
+        if self.tables == "gather":
+            return model(**batch).loss
+        inputs = {**batch, "decoder_input_ids": batch["labels"]} if self.model in SEQ2SEQ else dict(batch)
+        labels = inputs.pop("labels")
+        return model_loss(model, lambda: model(**inputs).logits, labels) / labels.numel()
 
 
 def configurations() -> list[Configuration | Run]:
@@ -391,27 +366,15 @@ def compared(one: Configuration | Run, predicted: dict[str, Any], measured: dict
 
 
 def summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return the figures over all rows; those of times if ``plan_time.py`` has measured some."""
+    """Return the figures over all rows."""
     errors = [row["memory_error"] for row in rows]
-    timed = [row["time"]["error"] for row in rows if "time" in row]
     return {
-        **(_summary_of_times(timed) if timed else {}),
         "configurations": len(rows),
         "measured_by_day": dict(Counter(row.get("day", "earlier") for row in rows)),
         "memory_median_error": round(statistics.median(map(abs, errors)), 6),
         "memory_worst_error": max(map(abs, errors)),
         "false_fits": sum(row["false_fit"] for row in rows),
         "exact": {key: sum(row["exact"][key] for row in rows) for key in ("collectives", "sent_bytes", "account")},
-    }
-
-
-def _summary_of_times(errors: Sequence[float]) -> dict[str, Any]:
-    return {
-        "timed": len(errors),
-        "time_median_error": round(statistics.median(map(abs, errors)), 4),
-        "time_worst_error": max(map(abs, errors)),
-        "time_median_signed_error": round(statistics.median(errors), 4),
-        "time_above_15_percent": sum(abs(error) > 0.15 for error in errors),
     }
 
 
@@ -434,8 +397,7 @@ def main() -> None:
         apart = [key for key, same in row["exact"].items() if not same]
         text = f"[{number}/{len(due)}] {row['memory_error']:+.3%} {one.name} {' '.join(apart)}"
         print(text, file=sys.stderr, flush=True)
-        time_of_before = {"time": rows[one.name]["time"]} if "time" in rows.get(one.name, {}) else {}
-        rows[one.name] = {**row, **time_of_before}
+        rows[one.name] = row
         found = list(rows.values())
         written = {"summary": summary(found), "torch": torch.__version__, "rows": found}
         options.out.write_text(json.dumps(written, indent=1) + "\n")

@@ -13,21 +13,17 @@ import yaml
 from transformers import PreTrainedModel
 
 from fullshard.core.comm import Comm
-from fullshard.planner import Rates, Timing
 from fullshard.program.config import RunConfig, load_run
 from fullshard.program.data import Batch, steps
 from fullshard.program.models import Objective, train_tokenizer
 from fullshard.program.train.evaluation.evaluate import evaluate
 from fullshard.program.train.run.assemble import Assembly, assemble
 from fullshard.program.train.run.step import StepSpec, issue_step
-from fullshard.program.train.run_plan import largest_steps, measure_rates, middle_step, plan_prepared
+from fullshard.program.train.run_plan import largest_steps, plan_prepared
 from fullshard.program.train.setup.prepare import prepare
 
 Mark = Callable[[str], None]
 """Says that a phase begins."""
-
-Progress = Callable[[int, int], None]
-"""Called before each step that is measured, with their numbers."""
 
 EVALUATION = "evaluation"
 """The phase of a plan's evaluation of the loss."""
@@ -110,30 +106,6 @@ class Run:
     def predict(self) -> dict[str, Any]:
         """Plan the run; its tokens are in the cache afterwards."""
         return plan_prepared(self.config, prepare(self.config), self.ranks).as_dict()
-
-    def prepare(self) -> None:
-        """Write its files and tokenize, before ranks read them."""
-        prepare(self.config)
-
-    def timing(self, rates: Rates) -> Timing:
-        """Plan the time of its step of mean size."""
-        data = prepare(self.config)
-        timing = plan_prepared(self.config, data, self.ranks, rates=rates).timing
-        assert timing is not None, "the rates give one"
-        return timing
-
-    def rates(self, comm: Comm, progress: Progress) -> Rates:
-        """Measure the machine with its step of mean size; every rank."""
-        return measure_rates(self.config, prepare(self.config), comm, comm.size, progress)
-
-    def mean_step(self, comm: Comm) -> Callable[[], None]:
-        """Return its step of mean size; every rank."""
-        config = self.config
-        data = prepare(config)
-        parts = assemble(config, comm, data)
-        parts.model.train()
-        batches = middle_step(config, data, parts.plan)
-        return lambda: _step(parts, batches, lambda phase: None)
 
     def build(self, axes: Sequence[Comm]) -> tuple[Any, list[Callable[[Mark], None]]]:
         """Return the model and its steps: thrice the largest, or of batches of all sizes the run's epoch, twice."""

@@ -45,7 +45,6 @@ VERBS = (
         "report",
         "inspect",
         "plan",
-        "bench",
         "export",
         "verify",
         "share",

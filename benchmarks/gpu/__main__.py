@@ -27,8 +27,8 @@ FIRST_CASES = (
     ("kernels", ("",)),
     ("step", _MODELS),
     ("memory", _MODELS),
-    # What has run least: rates and plans, quantised layers and the program, tables at home.
-    ("tests", ("test_bench_gpu", "test_train_gpu", "test_staged_gpu", "")),
+    # What has run least: quantised layers and the program, tables at home.
+    ("tests", ("test_train_gpu", "test_staged_gpu", "")),
 )
 """Stages of ``first`` in their order, and parts of names of cases: those with the first part, then the second, …"""
 BUDGET_S = 450.0

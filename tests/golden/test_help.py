@@ -25,7 +25,6 @@ HERE = Path(__file__).parent / "help"
         "config check",
         "inspect",
         "plan",
-        "bench",
         "export",
         "verify",
         "share",

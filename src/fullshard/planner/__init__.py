@@ -2,10 +2,9 @@
 
 Files, in reading order: ``memory_tracker`` (live bytes), ``work`` (the operators and collectives of a step),
 ``fake_tensors`` (operators without memory), ``ranks`` (the other ranks), ``simulation`` (the steps of one rank),
-``rates`` (measured times), ``timing`` (a step's time), ``plan`` (the result), ``bench`` (measures the rates).
+``timing`` (a step's time), ``plan`` (the result).
 """
 
-from fullshard.planner.bench import measure_rates as measure_rates
 from fullshard.planner.fake_tensors import UnplannedStepError as UnplannedStepError, real_tensors as real_tensors
 from fullshard.planner.memory_tracker import (
     MemoryTracker as MemoryTracker,
@@ -22,13 +21,6 @@ from fullshard.planner.plan import (
     highest as highest,
     plan as plan,
     simulate_on as simulate_on,
-    speed_of as speed_of,
-)
-from fullshard.planner.rates import (
-    Rates as Rates,
-    rates_before as rates_before,
-    read_rates as read_rates,
-    write_rates as write_rates,
 )
 from fullshard.planner.simulation import (
     STEPS as STEPS,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,9 +19,8 @@ from fullshard.errors import ConfigError
 from fullshard.planner.fake_tensors import FakeMode
 from fullshard.planner.memory_tracker import MemoryTracker
 from fullshard.planner.ranks import Ledger
-from fullshard.planner.rates import Rates, read_rates
 from fullshard.planner.simulation import OUTSIDE, PARTS, REST, PlannedStep, Simulation, simulate
-from fullshard.planner.timing import Hardware, SheetSpeed, Timing, hardware, time_step
+from fullshard.planner.timing import Hardware, Timing, hardware, time_step
 from fullshard.sizes import format_bytes
 
 MARGIN = 0.01
@@ -99,7 +97,7 @@ class Plan:
         sent_bytes: Bytes sent to other ranks in a step, by kind of collective.
         collectives: Number of collectives in a step, by kind.
         device: The planned GPU; None: CPU ranks.
-        timing: The time of a step; None if no speed is known.
+        timing: The time of a step by the GPU's data sheet; None on CPU ranks.
         host: What a rank keeps in host memory besides. Of a run file ``checkpoint_copies``, from the first checkpoint
             that is written while training continues, and ``snapshots``, from which a lost rank is started again. On
             GPUs also ``offloaded``: the peak of offloaded shards, their gradients, the optimizer's state, activations.
@@ -242,7 +240,6 @@ def plan(  # noqa: PLR0913 (what is trained, on how many ranks, on what)
     rank: int | None = None,
     ranks_each: int | None = None,
     gpu: str | Hardware | None = None,
-    rates: str | Path | None = None,
     optimizer_fn: Callable[[nn.Module], torch.optim.Optimizer] | None = None,
     loss_fn: Callable[[nn.Module, Any], torch.Tensor] | None = None,
     **options: Any,
@@ -262,7 +259,6 @@ def plan(  # noqa: PLR0913 (what is trained, on how many ranks, on what)
         ranks_each: Ranks of each machine, for the hybrid strategies, which shard inside a machine.
         gpu: The GPU of each rank, one of ``fullshard.planner.names()``, or a description: adds what it holds besides
             tensors and how long a step takes, from its data sheet. None: CPU ranks, no time.
-        rates: The file that ``fullshard bench`` wrote: how long a step takes on the machine that it was measured on.
         optimizer_fn: Makes the optimizer from the sharded model; None: torch's fused AdamW over all parameters.
         loss_fn: Returns the loss of the model on a batch; None: ``model(**batch).loss``.
         options: Those of :func:`fullshard.fully_shard` but ``mesh``, ``weights``, ``first_values`` and ``device``. On
@@ -292,7 +288,7 @@ def plan(  # noqa: PLR0913 (what is trained, on how many ranks, on what)
 
     ranks = candidates(sharded, world_size) if rank is None else [rank]
     device = hardware(gpu) if isinstance(gpu, str) else gpu
-    return highest(build, ranks, world_size, device, None if rates is None else read_rates(Path(rates), world_size))
+    return highest(build, ranks, world_size, device)
 
 
 def highest(
@@ -300,35 +296,17 @@ def highest(
     ranks: Sequence[int],
     world_size: int,
     device: Hardware | None = None,
-    rates: Rates | None = None,
     *,
     timed: bool = True,
 ) -> Plan:
     """Return the plan of the fullest of ``ranks`` in any phase; of equal ones, of the fullest in a step.
 
-    See :func:`simulate`; without a time unless ``timed``.
+    See :func:`simulate`; without a time unless ``timed`` and on a device.
     """
-    speed = speed_of(device, rates) if timed else None
-    runs = ((rank, simulate_on(build, rank, world_size, device, rates, timed=speed is not None)) for rank in ranks)
-    found = (planned(run, rank, world_size, device, speed) for rank, run in runs)
+    timed = timed and device is not None
+    runs = ((rank, simulate_on(build, rank, world_size, device, timed=timed)) for rank in ranks)
+    found = (planned(run, rank, world_size, device, timed=timed) for rank, run in runs)
     return max(found, key=lambda plan: (plan.highest_bytes, plan.peak_bytes))
-
-
-def speed_of(device: Hardware | None, rates: Rates | None) -> SheetSpeed | Rates | None:
-    """Return the speed of operators: measured rates, otherwise the data sheet; None if there is neither.
-
-    Raises:
-        ConfigError: The rates are those of a CPU and the plan is for GPUs, or the reverse.
-    """
-    if rates is not None:
-        measured, planned = ("GPUs" if gpu else "CPU ranks" for gpu in (rates.queues, device is not None))
-        if measured != planned:
-            raise ConfigError(
-                f"The rates were measured on {measured}, but the plan is for {planned}. Name a GPU with --gpu for "
-                "rates of GPUs, and none for those of CPU ranks."
-            )
-        return rates
-    return None if device is None else SheetSpeed(device)
 
 
 def simulate_on(
@@ -336,29 +314,22 @@ def simulate_on(
     rank: int,
     world_size: int,
     device: Hardware | None,
-    rates: Rates | None = None,
     *,
     draws: bool = False,
     timed: bool = True,
 ) -> Simulation:
     """Return the simulation of ``rank`` by the rules of CUDA's streams, without a GPU by those of the CPU.
 
-    CPU ranks are on one machine, unless the rates are of ranks whose messages travel during computation.
+    CPU ranks are on one machine.
     """
-    behind = int(rates is not None and rates.travels) if device is None else CudaDevice.reduces_behind
+    behind = 0 if device is None else CudaDevice.reduces_behind
     has_host = device is not None and device.has_host
     with planned_memory(None if device is None else device.memory_bytes):
         return simulate(build, rank, world_size, reduces_behind=behind, draws=draws, has_host=has_host, timed=timed)
 
 
-def planned(
-    found: Simulation,
-    rank: int,
-    world_size: int,
-    device: Hardware | None = None,
-    speed: SheetSpeed | Rates | None = None,
-) -> Plan:
-    """Return the plan of ``rank`` from its simulation; ``speed`` adds the time.
+def planned(found: Simulation, rank: int, world_size: int, device: Hardware | None = None, *, timed: bool) -> Plan:
+    """Return the plan of ``rank`` from its simulation, with the time on ``device`` if ``timed``.
 
     Raises:
         ConfigError: The device has no figure for a dtype of the step.
@@ -375,7 +346,7 @@ def planned(
         sent_bytes={kind: sent for kind, (_, sent) in found.sent.items()},
         collectives={kind: count for kind, (count, _) in found.sent.items()},
         device=device,
-        timing=None if speed is None else time_step(found.work, speed),
+        timing=time_step(found.work, device) if timed and device is not None else None,
         host=found.host,
         unplanned=found.unplanned,
     )

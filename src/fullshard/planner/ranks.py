@@ -14,7 +14,7 @@ from fullshard.core.comm.protocol import ReduceOp
 class PlannedComm:
     """Rank ``rank`` of ``size`` ranks of which only this one runs, as if all had its values."""
 
-    def __init__(self, rank: int, size: int, device: torch.device, issue: Callable[[], Work] = lambda: DONE) -> None:
+    def __init__(self, rank: int, size: int, device: torch.device, issue: Callable[[], Work]) -> None:
         """Take part as ``rank``; tensors are on ``device``, and ``issue`` returns a collective's result."""
         self.rank, self.size, self.device = rank, size, device
         self._issue = issue
@@ -69,10 +69,9 @@ class Ledger:
         rank: int,
         size: int,
         device: torch.device = torch.device("cpu"),  # noqa: B008 (it cannot change)
-        make: Callable[..., PlannedComm] = PlannedComm,
     ) -> None:
-        """Be ``rank`` of ``size`` ranks on ``device``; ``make`` makes communicators of several ranks."""
-        self.device, self.make = device, make
+        """Be ``rank`` of ``size`` ranks on ``device``."""
+        self.device = device
         self.comms: list[RecordingComm] = []
         self.note: Callable[[str, int, range], Work] = self.ignore
         self.world = self.recorded(rank, range(size))
@@ -109,7 +108,7 @@ class _Splitting(RecordingComm):
 
     def __init__(self, ledger: Ledger, rank: int, ranks: range) -> None:
         device, several = ledger.device, len(ranks) > 1
-        super().__init__(ledger.make(rank, len(ranks), device, self._issue) if several else SoloComm(device))
+        super().__init__(PlannedComm(rank, len(ranks), device, self._issue) if several else SoloComm(device))
         self._ledger, self._ranks = ledger, ranks
 
     def _issue(self) -> Work:

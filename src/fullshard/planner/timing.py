@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from fullshard.errors import ConfigError
-from fullshard.planner.rates import Rates
 from fullshard.planner.work import Computed, Issued, Operator, Work
 
 NETWORK_BYTES_PER_S = 50e9
@@ -95,8 +94,7 @@ class Timing:
 
     Attributes:
         step_s: The step.
-        compute_s: Forward and backward, including hidden collectives. On a CPU, whose operators are not queued,
-            also the time between them.
+        compute_s: Forward and backward, including hidden collectives.
         optimizer_s: The optimizer's step.
         exposed_s: Waiting for collectives.
         issue_s: Waiting for the CPU, which issues operators more slowly than the device runs them.
@@ -111,35 +109,33 @@ class Timing:
     flops: int
 
 
-def time_step(work: Work, speed: SheetSpeed | Rates, times: float = 1) -> Timing:
-    """Return the time of ``work`` at ``speed``, equal on all ranks; all but the optimizer's part times ``times``.
+def time_step(work: Work, device: Hardware, times: float = 1) -> Timing:
+    """Return the time of ``work`` on ``device``, equal on all ranks; all but the optimizer's part times ``times``.
 
     Operators run one after the other on the compute stream, none before the CPU has issued it. Collectives of a group
     run one after the other, beside the compute stream, each after what was computed before it was issued.
+
+    Raises:
+        ConfigError: The device has no figure for products in a dtype of the step.
     """
-    seconds = {key: speed.operator_seconds(operator) for key, operator in work.operators.items()}
+    seconds = {key: operator_seconds(device, operator) for key, operator in work.operators.items()}
     issued = compute = exposed = starved = 0.0
     busy: dict[range, float] = {}
-    ends: dict[int, tuple[float, float]] = {}
+    ends: dict[int, float] = {}
     by_phase: dict[str, float] = {}
     for event in work.events:
         if isinstance(event, Computed):
+            issued += device.host_s
             took = seconds[event.operator]
-            if speed.queues:
-                issued += speed.host_s
-            else:
-                took += speed.host_s
             if took:
                 starved += max(issued - compute, 0.0)
                 compute = max(issued, compute) + took
                 by_phase[event.phase] = by_phase.get(event.phase, 0.0) + took
         elif isinstance(event, Issued):
-            alone, never_hidden = speed.collective_seconds(event)
-            busy[event.ranks] = max(compute, issued, busy.get(event.ranks, 0.0)) + alone
-            ends[event.number] = busy[event.ranks], never_hidden
+            begin = max(compute, issued, busy.get(event.ranks, 0.0))
+            busy[event.ranks] = ends[event.number] = begin + collective_seconds(device, event)
         elif event.number in ends:
-            end, never_hidden = ends.pop(event.number)
-            waited = max(end - compute, never_hidden)
+            waited = max(ends[event.number] - compute, 0.0)
             exposed, compute = exposed + waited, compute + waited
     end = max(compute, issued)
     optimizer = by_phase.pop("optimizer", 0.0)
@@ -154,47 +150,34 @@ def time_step(work: Work, speed: SheetSpeed | Rates, times: float = 1) -> Timing
     )
 
 
-class SheetSpeed:
-    """The speed of a device by its data sheet.
+def operator_seconds(device: Hardware, operator: Operator) -> float:
+    """Return how long an operator keeps the device busy; 0 for one that only makes a view.
 
-    An operator takes the longer of its arithmetic and its bytes, and ``kernel_s`` (the roofline model, Williams et al.
-    2009). Collectives are hidden in full.
+    It is the longer of its arithmetic and its bytes, and ``kernel_s`` (the roofline model, Williams et al. 2009).
+
+    Raises:
+        ConfigError: There is no figure for products in its dtype.
     """
+    if not operator.nbytes:
+        return 0.0
+    rate = None if operator.dtype is None else device.flops_per_s.get(operator.dtype)
+    if operator.flops and rate is None:
+        raise ConfigError(
+            f"{device.name} has no figure for matrix products in {operator.dtype}, as in this step; it has some "
+            f"for {', '.join(map(str, device.flops_per_s))}. Plan another precision."
+        )
+    arithmetic = operator.flops / rate if rate else 0.0
+    return max(arithmetic, operator.nbytes / device.bytes_per_s) + device.kernel_s
 
-    queues = True
 
-    def __init__(self, device: Hardware) -> None:
-        """Use the data sheet of ``device``."""
-        self._device = device
-        self.host_s = device.host_s
+def collective_seconds(device: Hardware, issued: Issued) -> float:
+    """Return the time of a collective, which computation hides in full.
 
-    def operator_seconds(self, operator: Operator) -> float:
-        """Return how long an operator keeps the device busy; 0 for one that only makes a view.
-
-        Raises:
-            ConfigError: There is no figure for products in its dtype.
-        """
-        device = self._device
-        if not operator.nbytes:
-            return 0.0
-        rate = None if operator.dtype is None else device.flops_per_s.get(operator.dtype)
-        if operator.flops and rate is None:
-            raise ConfigError(
-                f"{device.name} has no figure for matrix products in {operator.dtype}, as in this step; it has some "
-                f"for {', '.join(map(str, device.flops_per_s))}. Plan another precision."
-            )
-        arithmetic = operator.flops / rate if rate else 0.0
-        return max(arithmetic, operator.nbytes / device.bytes_per_s) + device.kernel_s
-
-    def collective_seconds(self, issued: Issued) -> tuple[float, float]:
-        """Return the time of a collective alone, and how much of it computation does not hide: nothing.
-
-        Ranks are numbered machine by machine. Inside a machine bytes go over its links. Between machines each of the
-        group's devices in a machine has its own network port; a ring may use all of them, up to the rate of the links.
-        """
-        device = self._device
-        each = max(device.devices_each // issued.ranks.step, 1)  # of this group in one machine
-        rate = device.link_bytes_per_s
-        if len(issued.ranks) > each:
-            rate = min(rate, each * device.network_bytes_per_s) if each > 1 else device.network_bytes_per_s
-        return device.latency_s + issued.sent_bytes / rate, 0.0
+    Ranks are numbered machine by machine. Inside a machine bytes go over its links. Between machines each of the
+    group's devices in a machine has its own network port; a ring may use all of them, up to the rate of the links.
+    """
+    each = max(device.devices_each // issued.ranks.step, 1)  # of this group in one machine
+    rate = device.link_bytes_per_s
+    if len(issued.ranks) > each:
+        rate = min(rate, each * device.network_bytes_per_s) if each > 1 else device.network_bytes_per_s
+    return device.latency_s + issued.sent_bytes / rate

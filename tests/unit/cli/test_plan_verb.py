@@ -151,22 +151,3 @@ def test_the_steps_of_all_plans_are_told(run_file, monkeypatch):
 )
 def test_sizes(text, size):
     assert memory(text) == size
-
-
-@pytest.mark.slow
-def test_measured_rates_give_the_time_of_cpu_ranks(run_file, tmp_path, monkeypatch, capfd):
-    monkeypatch.chdir(tmp_path)
-    assert main(["plan", run_file, "--world", "2", "--cpu"]) == 0
-    found = capfd.readouterr()
-    assert "no time: there is no rates.json" in found.err
-    assert "waiting for other ranks" not in found.out
-    assert main(["bench", run_file, "nproc=2", "--json"]) == 0
-    measured = json.loads(capfd.readouterr().out)
-    assert (measured["ranks"], measured["rates"]) == (2, "rates.json")
-    assert set(measured["collectives"]) >= {"all_gather", "reduce_scatter"}
-    assert main(["plan", run_file, "--world", "2", "--cpu"]) == 0
-    out = capfd.readouterr().out
-    for text in ("waiting for other ranks", "tokens a second"):
-        assert text in out
-    assert main(["plan", run_file, "--world", "2", "--rates", "none.json"]) == 2
-    assert "There is no none.json" in capfd.readouterr().err

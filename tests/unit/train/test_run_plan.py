@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 from transformers import T5Config, T5ForConditionalGeneration
 
-from fullshard.core.testing import run_ranks
 from fullshard.errors import ModelError
 from fullshard.planner import hardware
 from fullshard.program.config import TrainingConfig, load_run
@@ -18,7 +17,6 @@ from fullshard.program.train.run_plan import (
     largest_steps,
     longest_batch,
     longest_rows,
-    measure_rates,
     plan_in,
     plan_prepared,
     prepare_length,
@@ -137,15 +135,6 @@ def test_every_adapter_is_planned(tmp_path, kind):
     path = write_directory_run(tmp_path)
     adapted, full = planned(path, f"model.adapter={{type: {kind}}}"), planned(path)
     assert 0 < adapted.parts["optimizer_state"] < full.parts["optimizer_state"] / 2
-
-
-def test_rates_are_measured_with_magnitudes_that_each_rank_computes(tmp_path):
-    """Those of the layers of ranks that are not there, too."""
-    config = load_run(write_directory_run(tmp_path), ["model.adapter={type: dora}"])
-    data = prepare(config)
-    first, second = run_ranks(2, lambda comm: measure_rates(config, data, comm, 4))
-    assert first == second
-    assert first.operators
 
 
 def test_frozen_weights_are_planned_where_the_run_keeps_them(tmp_path):

@@ -1,4 +1,4 @@
-"""Timestamps of the compute stream, for the timeline of a recorded step and for rates of operators."""
+"""Timestamps of the compute stream, for the timeline of a recorded step."""
 
 from __future__ import annotations
 
@@ -30,9 +30,6 @@ class Clock:
         """Return the seconds from ``since`` to each of ``marks``; on CUDA this waits for the device."""
         return [mark - since for mark in marks]
 
-    def finish(self) -> None:
-        """Wait until everything issued is computed; the CPU queues nothing."""
-
 
 class CudaClock(Clock):
     """Events on CUDA streams, which give the time of the device: the CPU runs ahead of it."""
@@ -59,12 +56,8 @@ class CudaClock(Clock):
 
     def seconds(self, since: torch.cuda.Event, marks: Sequence[torch.cuda.Event]) -> list[float]:
         """See :meth:`Clock.seconds`."""
-        self.finish()
-        return [since.elapsed_time(mark) / 1e3 for mark in marks]
-
-    def finish(self) -> None:
-        """See :meth:`Clock.finish`."""
         torch.cuda.synchronize(self._device)
+        return [since.elapsed_time(mark) / 1e3 for mark in marks]
 
 
 def clock_of(device: torch.device) -> Clock:

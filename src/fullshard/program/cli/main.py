@@ -12,7 +12,6 @@ from typing import NoReturn
 
 from fullshard.errors import DataError, FullshardError
 from fullshard.program.cli import (
-    bench,
     chat,
     config,
     evaluate,
@@ -34,10 +33,7 @@ from fullshard.program.launch.processes import waits_for_store
 from fullshard.program.launch.streams import UnreadOutputError, guard_streams
 from fullshard.version import __version__
 
-VERBS = (
-    *(init, train, launch, evaluate, predict, chat, report_verb),
-    *(config, inspect, plan, bench, export, verify, share),
-)
+VERBS = (*(init, train, launch, evaluate, predict, chat, report_verb), *(config, inspect, plan, export, verify, share))
 """The verbs, in the order of the help: each a module with its texts, ``add_arguments`` and ``run``."""
 
 DESCRIPTION = "Train PyTorch models that do not fit on one GPU: shard them, fine-tune them on your data."

@@ -27,9 +27,6 @@ DRAWN_WORLDS = (1, 2, 4, 8, 64, 512, 4096)
 DOES_NOT_FIT = 1
 """Exit code if the run needs more memory than there is."""
 
-RATES = Path("rates.json")
-"""Default file of `fullshard bench`."""
-
 SUMMARY = "show the memory, traffic and time of a run, before it starts"
 
 DESCRIPTION = """\
@@ -39,7 +36,7 @@ network. The batch is the longest that the data can give; with --length no data 
 
 With --gpu or --memory, also say whether it fits; the exit code is 1 if it does not. --gpu adds what a GPU holds besides
 tensors, and how long a step takes by its data sheet. --fit searches for the fastest settings that fit, among those that
-the run file leaves open, and prints them as overrides. --rates, from `fullshard bench`, gives the time of CPU ranks.
+the run file leaves open, and prints them as overrides.
 
 Evaluation, its generated text, saving and resuming have peaks of their own. Host memory holds copies of checkpoints
 that are being saved and snapshots for restarts, on CPU ranks in addition to the peaks. Without --gpu, what a process
@@ -49,7 +46,6 @@ holds besides tensors is not counted.
 EPILOG = """\
 examples:
   fullshard plan examples/banking77_tiny.yaml --world 2
-  fullshard plan run.yaml --world 2 --cpu
   fullshard plan run.yaml --world 8 --gpu h100 --price 2.5
   fullshard plan run.yaml --world 1,2,4,8 --gpu a10g
   fullshard plan run.yaml --world 4 --gpu a10g --fit
@@ -72,12 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=worlds,
         help="ranks to plan for (default: as many as train would start); several: one line each",
     )
-    on = parser.add_mutually_exclusive_group()
-    on.add_argument("--gpu", metavar="NAME", help="GPU of each rank, such as h100; an unknown name lists them")
-    on.add_argument("--cpu", action="store_true", help=f"CPU ranks; adds a step's time if there is a {RATES}")
-    parser.add_argument(
-        "--rates", metavar="FILE", type=Path, help="rates that `fullshard bench` measured, for the time"
-    )
+    parser.add_argument("--gpu", metavar="NAME", help="GPU of each rank, such as h100; an unknown name lists them")
     parser.add_argument("--memory", metavar="SIZE", type=memory, help="memory of each rank, such as 80GB or 24GiB")
     parser.add_argument("--machine", metavar="N", type=positive, help="GPUs of a machine (default: 8)")
     parser.add_argument(
@@ -137,17 +128,10 @@ def run(options: argparse.Namespace) -> int:
     say(f"planning {', '.join(map(str, sizes))} rank{'s' if sizes != [1] else ''}: three steps without memory")
     drawn = DRAWN_WORLDS if options.html is not None else ()
     data = _given_rows(options, config, [*sizes, *drawn]) or load_program(DATA).prepare(config)
-    planner, path = load_program("fullshard.planner"), _rates_file(options)
-    rates = [None if path is None else planner.read_rates(path, size) for size in sizes]
-    for size, measured in zip(sizes, rates, strict=True):
-        if measured is not None and measured.ranks != size:
-            say(f"{size} ranks are timed by the rates of {measured.ranks} side by side, links between them included")
     plans, chosen = [], []
     with ShareProgress("planning", len(sizes), shown=not options.json) as progress:
         for progress.piece, size in enumerate(sizes):
-            measured = rates[progress.piece]
-            how = {"rates": measured, "progress": progress}
-            plan, settings = load_program(SEARCH).plan_chosen(limit, config, data, size, device, **how)
+            plan, settings = load_program(SEARCH).plan_chosen(limit, config, data, size, device, progress=progress)
             plans.append(plan)
             chosen.append(settings)
     if options.html is not None:
@@ -183,23 +167,13 @@ def _device(options: argparse.Namespace) -> Any:
     """Return the GPU named by ``--gpu``, with the memory of ``--memory`` if given; None without ``--gpu``."""
     if options.gpu is None:
         for name in ("fit", "price", "network", "machine"):
-            if getattr(options, name) and (options.rates is None or name != "price"):
+            if getattr(options, name):
                 raise ConfigError(f"--{name} needs a step's time: name a GPU with --gpu.")
         return None
     given = {"network_bytes_per_s": options.network, "devices_each": options.machine}
     given = {name: value for name, value in given.items() if value is not None}
     device = load_program("fullshard.planner").hardware(options.gpu, **given)
     return device if options.memory is None else replace(device, memory_bytes=options.memory)
-
-
-def _rates_file(options: argparse.Namespace) -> Path | None:
-    """Return the file of measured rates: the given one, or for CPU ranks the default if it exists."""
-    if options.rates is not None or not options.cpu:
-        return options.rates
-    if RATES.exists():
-        return RATES
-    say(f"no time: there is no {RATES}. Measure this machine's rates: fullshard bench {options.config}")
-    return None
 
 
 def _check_page(options: argparse.Namespace, sizes: list[int]) -> None:

@@ -76,8 +76,7 @@ def _result(plan: RunPlan, limit: int | None) -> PageSection:
         ("needed", format_bytes(plan.needed_bytes), "with some to spare"),
     ]
     facts += [] if limit is None else [("memory", format_bytes(limit), "of a rank's device")]
-    how = "by measured rates" if plan.device is None else "by the data sheet"
-    facts += [] if plan.timing is None else [("a step", format_duration(plan.timing.step_s), how)]
+    facts += [] if plan.timing is None else [("a step", format_duration(plan.timing.step_s), "by the data sheet")]
     facts += [("sent a step", format_bytes(sum(plan.sent_bytes.values())), "by a rank, to others")]
     rows = [[PHASE_LABELS[phase], format_bytes(size)] for phase, size in plan.phase_peaks.items()]
     rows += [[HOST_LABELS[kind], format_bytes(size)] for kind, size in plan.host.items()]

@@ -11,13 +11,11 @@ from math import ceil, prod
 from typing import Any, TypeVar
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from fullshard import planner
-from fullshard.core.comm import Comm, SoloComm
+from fullshard.core.comm import Comm
 from fullshard.core.engine.step.lane import HELD_BYTES
 from fullshard.core.optim import ShardedGradScaler
 from fullshard.errors import ConfigError
@@ -27,13 +25,11 @@ from fullshard.planner import (
     MemoryTimeline,
     Plan,
     PlannedStep,
-    Rates,
     candidates,
     highest,
     host_of_gpu,
     real_tensors,
     simulate_on,
-    speed_of,
     spend,
     time_step,
 )
@@ -52,20 +48,13 @@ from fullshard.program.data import (
     step_shapes,
     steps,
 )
-from fullshard.program.models import AdapterWeights, Objective, blocks_of, load_tokenizer, resolve_model
+from fullshard.program.models import Objective, blocks_of, load_tokenizer, resolve_model
 from fullshard.program.models.hub import reads_one_sequence
 from fullshard.program.train.around_steps import AT_ONCE, AroundSteps, HeldOutBatches, assumed
 from fullshard.program.train.run.step import StepSpec, issue_step
 from fullshard.program.train.setup.activation_offload import ActivationOffload
 from fullshard.program.train.setup.choices import choices
-from fullshard.program.train.setup.devices import (
-    Choice,
-    Devices,
-    for_devices,
-    may_accumulate_unsharded,
-    smallest_memory,
-    with_unsharded,
-)
+from fullshard.program.train.setup.devices import Choice, Devices, for_devices, may_accumulate_unsharded, with_unsharded
 from fullshard.program.train.setup.model import UnreadWeights, outline_model, own_loss, prepare_model, shard_model
 from fullshard.program.train.setup.optimizers import make_optimizer
 from fullshard.program.train.setup.prepare import Prepared, collate_spec
@@ -255,7 +244,6 @@ def plan_prepared(  # noqa: PLR0913 (each caller needs another part)
     world_size: int,
     device: Hardware | None = None,
     *,
-    rates: Rates | None = None,
     roughly: int | None = None,
     listed: bool = False,
     ranks_each: int | None = None,
@@ -271,7 +259,6 @@ def plan_prepared(  # noqa: PLR0913 (each caller needs another part)
             of :func:`prepare_length`.
         world_size: Number of ranks.
         device: The GPU of each, whose data sheet adds the time; None: CPU ranks.
-        rates: Measured rates of the machine; they give the time instead of the GPU's data sheet.
         roughly: Plan this rank only, with at most two micro-batches a step and a step less, and time only what fits;
             None: exactly.
         listed: See :func:`largest_steps`.
@@ -296,24 +283,24 @@ def plan_prepared(  # noqa: PLR0913 (each caller needs another part)
     ]
     held_out = _largest_held_out(config, data, world_size)
     ranks = candidates(partial(_sharded, config, data), world_size) if roughly is None else [roughly]
-    speed, given = speed_of(device, rates), isinstance(data, RowsOfLength)
-    timed = 0 if speed is None else STEPS
+    given = isinstance(data, RowsOfLength)
+    timed = 0 if device is None else STEPS
     first = STEPS - 1 if roughly is None else STEPS - 2
     told = _Told(progress, len(ranks) * (first + len(largest)) + timed, partial(choices, asked, devices))
     each = ranks_each or config.nproc or (world_size if device is None else device.devices_each)
     around = AroundSteps(config, data, held_out, several=world_size > each)
     build = partial(_build, config, data, largest, around, told, first=first)
-    found = highest(build, ranks, world_size, device, rates, timed=False)
+    found = highest(build, ranks, world_size, device, timed=False)
     values = {one.name: getattr(found, one.name) for one in fields(Plan)}
     at_once = {name: size for name, size in found.phase_peaks.items() if name.endswith(AT_ONCE)}
     values["phase_peaks"] = {name: size for name, size in found.phase_peaks.items() if name not in at_once}
     values["unplanned"] = tuple(name for name in found.unplanned if not name.endswith(AT_ONCE))
     epoch = make_plan(config, data.train_set, world_size, causal=data.causal)
-    if speed is not None and (roughly is None or found.fits()):
+    if device is not None and (roughly is None or found.fits()):
         batches = largest_steps(config, data, world_size)[-1] if given else middle_step(config, data, epoch)
         build = partial(_build, config, data, [batches[:most]], None, told)
-        simulation = simulate_on(build, found.rank, world_size, device, rates)
-        values["timing"] = time_step(simulation.work, speed, times=max(len(batches) / most, 1))
+        simulation = simulate_on(build, found.rank, world_size, device)
+        values["timing"] = time_step(simulation.work, device, times=max(len(batches) / most, 1))
     tokens = len(data.train_set) * (data.train_set.source_stats.mean + data.train_set.target_stats.mean)
     plan = RunPlan(
         **values,
@@ -604,7 +591,7 @@ def uncompiled(config: RunConfig) -> RunConfig:
 
 
 def step_spec(model: Any, config: RunConfig, data: Prepared) -> StepSpec:
-    """Return the limits of a step that is planned or measured."""
+    """Return the limits of a step that is planned."""
     settings = config.training
     return StepSpec(
         step=1,
@@ -616,38 +603,4 @@ def step_spec(model: Any, config: RunConfig, data: Prepared) -> StepSpec:
         router_loss=own_loss(model, config)[0],
         precision=settings.precision,
         unsharded=settings.accumulate == "unsharded",
-    )
-
-
-def measure_rates(
-    config: RunConfig,
-    data: Prepared,
-    comm: Comm,
-    world_size: int,
-    progress: Callable[[int, int], None] = lambda done, total: None,
-) -> Rates:
-    """Measure rates in steps of mean size; see :func:`fullshard.planner.measure_rates`.
-
-    Raises:
-        ConfigError: The settings cannot be planned.
-        UserError: As for training.
-    """
-    config = uncompiled(config)
-    epoch = make_plan(config, data.train_set, world_size, causal=data.causal)
-    batches = middle_step(config, data, epoch)
-    return planner.measure_rates(partial(_build_measured, config, data, batches), comm, world_size, progress)
-
-
-def _build_measured(config: RunConfig, data: Prepared, batches: list[Batch], comm: Comm) -> PlannedStep:
-    config = for_devices(config, Devices.of_ranks(comm))
-    ready = prepare_model(config, data.tokenizer, memory_bytes=smallest_memory(comm))
-    if isinstance(ready.weights, AdapterWeights):  # all by this rank: the others may not be there
-        ready.weights.compute_magnitudes(ready.model, SoloComm(torch.device("cpu")))
-    shard_model(ready.model, config, comm, weights=ready.weights)
-    model = ready.model.train()
-    optimizer = make_optimizer(model, config)
-    scaler = ShardedGradScaler(comm.device.type) if config.training.precision == "fp16" else None
-    spec = step_spec(model, config, data)
-    return PlannedStep(
-        model, optimizer, lambda: issue_step(model, optimizer, batches, comm, spec, scaler, late=scaler is None)
     )
