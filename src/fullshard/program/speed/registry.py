@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING, get_args
 
 from fullshard.errors import ModelError
 from fullshard.program.speed.compiled import Compile
+from fullshard.program.speed.liger import Liger
 from fullshard.program.speed.way import Facts, Part, Way
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-_ALL: tuple[Way, ...] = (Compile(),)
+_ALL: tuple[Way, ...] = (Liger(), Compile())
 
 WAYS: Mapping[str, Way] = {way.name: way for way in _ALL}
 """Every way by its name."""

@@ -584,8 +584,8 @@ def longest_rows(rows: TokenizedSet, count: int, *, causal: bool) -> Sequence[in
 
 
 def uncompiled(config: RunConfig) -> RunConfig:
-    """Return the settings without compiling: blocks then compute the same in operators that can be followed."""
-    ways = tuple(name for name in config.speed.ways if name != "compile")
+    """Return the settings without compiling and Liger: the same is then computed in operators that can be followed."""
+    ways = tuple(name for name in config.speed.ways if name not in ("compile", "liger"))
     training = config.training.model_copy(update={"torch_compile": False})
     return config.model_copy(update={"training": training, "speed": config.speed.model_copy(update={"ways": ways})})
 
