@@ -6,13 +6,14 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, get_args
 
 from fullshard.errors import ModelError
+from fullshard.program.speed.bias import BiasSdpa
 from fullshard.program.speed.compiled import Compile
 from fullshard.program.speed.way import Facts, Part, Way
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-_ALL: tuple[Way, ...] = (Compile(),)
+_ALL: tuple[Way, ...] = (BiasSdpa(), Flex(), Varlen(), Flash(), Compile())
 
 WAYS: Mapping[str, Way] = {way.name: way for way in _ALL}
 """Every way by its name."""
