@@ -8,6 +8,9 @@ from typing import TYPE_CHECKING, get_args
 from fullshard.errors import ModelError
 from fullshard.program.speed.bias import BiasSdpa
 from fullshard.program.speed.compiled import Compile
+from fullshard.program.speed.flash import Flash
+from fullshard.program.speed.flex import Flex
+from fullshard.program.speed.varlen import Varlen
 from fullshard.program.speed.way import Facts, Part, Way
 
 if TYPE_CHECKING:
