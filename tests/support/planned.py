@@ -80,11 +80,11 @@ def write_quantised_run(directory, quantization="nf4"):
     return write_directory_run(directory, model=model)
 
 
-def write_packed_run(directory):
+def write_packed_run(directory, **changes):
     """Write a run file with packed batches of a budget of tokens and a fused loss, and return its path."""
     options = {"packing": True, "per_device_train_batch_tokens": 60, "fused_cross_entropy": True}
     options |= {"gradient_accumulation_steps": 1, "gradient_checkpointing": True}
-    return write_directory_run(directory, training={"learning_rate": 1e-3, "eval_strategy": "no", **options})
+    return write_directory_run(directory, training={"learning_rate": 1e-3, "eval_strategy": "no", **options}, **changes)
 
 
 def write_table_run(directory):
@@ -106,6 +106,8 @@ RUNS = {
     "nf4": write_quantised_run,
     "int8": partial(write_quantised_run, quantization="int8"),
     "packed": write_packed_run,
+    "bias": partial(write_directory_run, speed={"ways": ["bias_sdpa"]}),
+    "packed_bias": partial(write_packed_run, speed={"ways": ["bias_sdpa"]}),
     "table": write_table_run,
 }
 """Functions that write run files, by case."""

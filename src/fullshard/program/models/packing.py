@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -37,9 +37,11 @@ class PackedRows:
     segments_BS: Tensor  # int64, number of each token's row within its sequence, from 1; 0 on padding
     target_segments_BT: Tensor  # the same for labels
     positions_BS: Tensor  # int64, from 0 in each row
+    starts: Tensor  # int32, where each row of ``input_ids_BS`` starts among all B x S tokens, and their number
+    longest: int  # most tokens of these rows
 
 
-def enable_packing(model: PreTrainedModel, longest: int) -> None:
+def enable_packing(model: PreTrainedModel, longest: int, *, windows: bool = False) -> None:
     """Make a model accept the result of :func:`packed_inputs`, in place; every rank calls it, before sharding.
 
     Batches without packing are unaffected. The model may be on any device.
@@ -47,6 +49,7 @@ def enable_packing(model: PreTrainedModel, longest: int) -> None:
     Args:
         model: Any model.
         longest: Most tokens of a row, source and target together. A sliding window at least as long hides nothing.
+        windows: True if the attention that is used keeps sliding windows within packed rows.
 
     Raises:
         ModelError: The model's type, attention implementation or sliding window is incompatible with packing.
@@ -62,78 +65,92 @@ def enable_packing(model: PreTrainedModel, longest: int) -> None:
         raise ModelError(
             f"training.packing needs attn_implementation {' or '.join(_ATTENTION)}; got {attention_of(config)}."
         )
-    window = _sliding_window(config)
+    window = None if windows else sliding_window(config)
     if window is not None and longest > window:
         raise ModelError(
             "training.packing does not keep attention in a sliding window, and this model's config has one of "
             f"{window} tokens: rows may have {longest} (data.max_source_length and data.max_target_length). Lower "
-            "these, or set packing: false."
+            "these, use the way varlen (speed.ways), or set packing: false."
         )
     if config.is_encoder_decoder:
-        model.get_encoder().register_forward_pre_hook(partial(_take_mask, "attention_mask"), with_kwargs=True)
-        model.get_decoder().register_forward_pre_hook(partial(_take_mask, "encoder_attention_mask"), with_kwargs=True)
+        for stack, name in ((model.get_encoder(), "attention_mask"), (model.get_decoder(), "encoder_attention_mask")):
+            take = partial(_take_mask, name, int(name.startswith("encoder")))
+            stack.register_forward_pre_hook(take, with_kwargs=True)
 
 
-def _sliding_window(config: PreTrainedConfig) -> int | None:
-    """Return the length of the sliding window of the layers that have one; None if no layer has."""
+def sliding_window(config: PreTrainedConfig) -> int | None:
+    """Return the length of the sliding window of the layers that have one; None if no layer has; any process."""
     window = getattr(config, "sliding_window", None)
     layers = getattr(config, "layer_types", None)
     sliding = getattr(config, "use_sliding_window", True) if layers is None else "sliding_attention" in layers
     return window if window and sliding else None
 
 
+class MaskMaker(Protocol):
+    """Makes the mask of packed rows that a model's attention takes."""
+
+    def __call__(
+        self, queries_BT: Tensor, keys_BS: Tensor, *, causal: bool, rows: PackedRows, dtype: torch.dtype
+    ) -> Any:
+        """Return which of the queries' tokens attend to which of the keys'; both are given as their rows' numbers.
+
+        A causal model's may also be a dict of what its forward takes in place of a mask.
+        """
+        ...
+
+
+def mask_packed_rows(model: nn.Module, make: MaskMaker) -> None:
+    """Let :func:`packed_inputs` make masks by ``make`` in place of :func:`additive_mask`; any rank, before training."""
+    model.packed_mask = make  # type: ignore[assignment]
+
+
 def packed_inputs(model: PreTrainedModel, rows: PackedRows) -> dict[str, Any]:
     """Return the keyword arguments of the model's forward for packed rows; any rank, on the rows' device.
 
-    For an encoder-decoder, ``attention_mask`` is the encoder's mask (S, S) with that of cross-attention (T, S) below
-    it; each stack takes its own part.
+    For an encoder-decoder, ``attention_mask`` is the pair of the encoder's mask and that of cross-attention; each stack
+    takes its own.
 
     Args:
         model: Changed by :func:`enable_packing`.
         rows: The rows.
     """
-    segments, targets, dtype = rows.segments_BS, rows.target_segments_BT, model.dtype
+    segments, targets = rows.segments_BS, rows.target_segments_BT
+    make = partial(getattr(model, "packed_mask", additive_mask), rows=rows, dtype=model.dtype)
     inputs: dict[str, Any] = {"input_ids": rows.input_ids_BS, "use_cache": False}
     if not model.config.is_encoder_decoder:
-        mask = _causal(_same(segments, segments))
-        return {**inputs, "attention_mask": _additive(mask, dtype), "position_ids": rows.positions_BS}
-    both = torch.cat([_same(segments, segments), _same(targets, segments)], dim=1)
+        mask = make(segments, segments, causal=True)
+        masks = mask if isinstance(mask, dict) else {"attention_mask": mask}
+        return {**inputs, **masks, "position_ids": rows.positions_BS}
     shifted = decoder_inputs(model, rows.labels_BT)
     begins = torch.ones_like(targets, dtype=torch.bool)
     begins[:, 1:] = targets[:, 1:] != targets[:, :-1]
     return {
         **inputs,
-        "attention_mask": _additive(both, dtype),
+        "attention_mask": (make(segments, segments, causal=False), make(targets, segments, causal=False)),
         "decoder_input_ids": shifted.masked_fill(begins, model.config.decoder_start_token_id),
-        "decoder_attention_mask": _additive(_causal(_same(targets, targets)), dtype),
+        "decoder_attention_mask": make(targets, targets, causal=True),
     }
 
 
-def _same(queries: Tensor, keys: Tensor) -> Tensor:
-    """Return (B, queries, keys), True within one row. Padding attends to everything, so that no softmax is empty."""
-    same = queries[:, :, None] == keys[:, None, :]
-    return same | ~same.any(-1, keepdim=True)
+def additive_mask(queries_BT: Tensor, keys_BS: Tensor, *, causal: bool, rows: PackedRows, dtype: torch.dtype) -> Tensor:
+    """Return (B, 1, T, S), added to attention scores: 0 within one row, and infinity, in every dtype, elsewhere.
 
-
-def _causal(allowed: Tensor) -> Tensor:
-    return allowed & torch.ones_like(allowed[0]).tril()
-
-
-def _additive(allowed: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return (B, 1, queries, keys), added to attention scores. Infinity stays infinity in every dtype."""
+    Padding attends to everything, so that no softmax is empty.
+    """
+    same = queries_BT[:, :, None] == keys_BS[:, None, :]
+    allowed = same | ~same.any(-1, keepdim=True)
+    if causal:
+        allowed &= torch.ones_like(allowed[0]).tril()
     mask = torch.zeros(allowed.shape, dtype=dtype, device=allowed.device)
     return mask.masked_fill_(~allowed, float("-inf"))[:, None]
 
 
 def _take_mask(
-    name: str, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    name: str, index: int, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Take a stack's part of the joint mask: the encoder its own, the square upper one, cross-attention the lower."""
+    """Take a stack's part of the pair of masks: the encoder its own, the decoder that of cross-attention."""
     mask = kwargs.get(name)
-    if mask is None or mask.dim() != 4:
-        return None
-    length = mask.shape[3]
-    return args, {**kwargs, name: mask[:, :, length:] if name.startswith("encoder") else mask[:, :, :length]}
+    return (args, {**kwargs, name: mask[index]}) if isinstance(mask, tuple) else None
 
 
 def decoder_inputs(model: PreTrainedModel, labels_BT: Tensor) -> Tensor:

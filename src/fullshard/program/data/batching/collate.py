@@ -48,10 +48,12 @@ class Packing:
     segments_BS: Tensor  # int64, n for the tokens of the n-th row of a sequence, from 1; 0 on padding
     target_segments_BT: Tensor  # the same for the labels; for a causal model ``segments_BS`` itself
     positions_BS: Tensor  # int64, from 0 in each row
+    starts: Tensor  # int32, where each row of the sources starts among all B x S tokens, and their number
+    longest: int  # most tokens of these rows, padding at a sequence's end being one
 
     def to(self, device: torch.device | str) -> Packing:
         """Return a copy on a device; shared tensors stay shared."""
-        return _moved(self, ("segments_BS", "target_segments_BT", "positions_BS"), device)
+        return _moved(self, ("segments_BS", "target_segments_BT", "positions_BS", "starts"), device)
 
 
 @dataclass(frozen=True)
@@ -185,7 +187,7 @@ def _packed(inputs: Rows, labels: Rows, weights: WeightRows | None, spec: Collat
         "labels_BT": _pad(_concatenated(labels, sequences), IGNORED_LABEL)[0],
         "prompt_ids_BP": input_ids,
         "prompt_mask_BP": attention_mask,
-        "packing": Packing(segments, target_segments, positions),
+        "packing": Packing(segments, target_segments, positions, *_starts(segments)),
         "weights_BT": None if weights is None else _pad(_concatenated(weights, sequences), 1, np.float32)[0],
     }
 
@@ -198,6 +200,14 @@ def _concatenated(rows: Sequence[NDArray[T]], sequences: Sequence[Sequence[int]]
 def _segments(rows: Rows, sequence: Sequence[int]) -> NDArray[np.integer]:
     """Return for each token the number of its row within the sequence, from 1."""
     return np.repeat(np.arange(1, len(sequence) + 1), [len(rows[row]) for row in sequence])
+
+
+def _starts(segments_BS: Tensor) -> tuple[Tensor, int]:
+    """Return where rows, and the padding behind them, start among all tokens, with their number, and the longest."""
+    begins = torch.ones_like(segments_BS, dtype=torch.bool)
+    begins[:, 1:] = segments_BS[:, 1:] != segments_BS[:, :-1]
+    starts = torch.cat([begins.flatten().nonzero()[:, 0], torch.tensor([begins.numel()])])
+    return starts.int(), int(starts.diff().max())
 
 
 def _counted(labels_BT: Tensor, *, causal: bool) -> Tensor:

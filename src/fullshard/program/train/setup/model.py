@@ -152,7 +152,8 @@ def _change_forward(model: PreTrainedModel, config: RunConfig) -> None:
     if asked not in (False, "auto"):  # the memory check resolves auto; where nothing is planned, nothing is recomputed
         enable_activation_checkpointing(model, None if asked is True else int(asked))
     if config.training.packing:
-        enable_packing(model, config.data.max_source_length + config.data.max_target_length)
+        longest = config.data.max_source_length + config.data.max_target_length
+        enable_packing(model, longest, windows=bool({"varlen", "flash"} & {*config.ways}))
 
 
 def make_model(config: RunConfig, tokenizer: PreTrainedTokenizerBase, directory: Path | None = None) -> PreTrainedModel:
@@ -474,6 +475,8 @@ def model_inputs(model: PreTrainedModel, batch: Batch, *, causal: bool) -> dict[
             segments_BS=packing.segments_BS,
             target_segments_BT=packing.target_segments_BT,
             positions_BS=packing.positions_BS,
+            starts=packing.starts,
+            longest=packing.longest,
         )
         return packed_inputs(model, rows)
     inputs = {"input_ids": batch.input_ids_BS, "attention_mask": batch.attention_mask_BS, "use_cache": False}

@@ -1,0 +1,159 @@
+"""Attention with a trained relative bias: T5 and its family."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import sdpa_mask
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from fullshard.program.models import T5_FAMILY, base_of
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from fullshard.program.speed.way import Facts, Part
+
+_ALIGNED = 8
+"""Elements of which a mask's strides must be multiples, but the last: else torch copies the mask in each layer."""
+
+_KERNEL_BYTES = 16
+"""Bytes of which a head must be a multiple for CUDA's memory-efficient kernel."""
+
+
+_REGISTERED = "trained_bias"  # transformers asks LongT5 and Switch whether they support a name with sdpa in it
+
+
+class BiasSdpa:
+    """Compute T5's attention by a fused kernel that takes the bias and returns its gradient."""
+
+    name = "bias_sdpa"
+    purpose = "T5's attention by torch's fused kernel, with the trained bias and the mask added up once a stack"
+    part: Part = "attention"
+    exact = False
+
+    def misfit(self, model: PreTrainedModel, facts: Facts) -> str | None:
+        """See :meth:`Way.misfit`."""
+        base = base_of(model)
+        if not biased_layers(base):
+            return no_bias(base)
+        width = base.config.d_kv * facts.dtype.itemsize
+        if facts.device.type == "cuda" and width % _KERNEL_BYTES:
+            return (
+                f"CUDA's memory-efficient kernel takes heads of a multiple of {_KERNEL_BYTES} bytes, and d_kv "
+                f"{base.config.d_kv} in {str(facts.dtype).removeprefix('torch.')} is {width}"
+            )
+        return None
+
+    def apply(self, model: PreTrainedModel, facts: Facts) -> None:
+        """See :meth:`Way.apply`."""
+        AttentionInterface.register(_REGISTERED, _attend)
+        AttentionMaskInterface.register(_REGISTERED, _mask)
+        share_bias(base_of(model), _REGISTERED, _prepared)
+
+
+def no_bias(base: PreTrainedModel) -> str:
+    """Return why a way for trained relative biases does not apply to a model without."""
+    kinds = ", ".join(sorted(T5_FAMILY))
+    return f"it is for models with a trained relative bias ({kinds}), and this one is {base.config.model_type}"
+
+
+def biased_layers(base: PreTrainedModel) -> list[nn.Module]:
+    """Return the attention layers, of T5's family, that call transformers' attention with a trained bias; any process.
+
+    Of LongT5 these are the decoder's: its encoder's local attention is a code of its own.
+    """
+    if base.config.model_type not in T5_FAMILY:
+        return []
+    return [module for module in base.modules() if hasattr(module, "compute_bias") and hasattr(module, "scaling")]
+
+
+Prepare = Callable[[Any, Tensor | None, Tensor], Tensor]
+"""Takes a stack's first layer, its mask and its hidden states; returns what the stack's layers get for a bias."""
+
+
+def share_bias(base: PreTrainedModel, attention: str, prepare: Prepare) -> None:
+    """Set a registered attention, and prepare its bias once for all layers of a stack, in place.
+
+    T5's blocks hand their bias on from one to the next, so what the first one is given reaches all. The attention is
+    called with ``prepared=True``, or, where layers have a bias each (UMT5), with ``prepared=False`` and transformers'
+    bias; without gradients, and with a key-value cache, it is called as by transformers, without ``prepared``.
+    """
+    base.set_attn_implementation(attention)
+    for layer in biased_layers(base):
+        handed_on = "position_bias" in inspect.signature(type(layer).forward).parameters
+        layer.register_forward_pre_hook(partial(_before, prepare if handed_on else None), with_kwargs=True)
+
+
+def _before(
+    prepare: Prepare | None, layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    if not torch.is_grad_enabled() or kwargs.get("past_key_values") is not None:
+        return None
+    if prepare is None:
+        return args, {**kwargs, "prepared": False}
+    (hidden,), shared = args, kwargs.get("position_bias")
+    if shared is None:
+        shared = prepare(layer, kwargs.get("mask"), hidden)
+    return args, {**kwargs, "position_bias": shared, "prepared": True}
+
+
+def _mask(batch_size: int, *, attention_mask: Tensor | None = None, **kwargs: Any) -> Tensor | None:
+    """Return transformers' boolean mask, (1, 1, Q, K) if rows have no masks of their own."""
+    batch_size = 1 if attention_mask is None else batch_size
+    return sdpa_mask(batch_size, attention_mask=attention_mask, **kwargs | {"allow_is_causal_skip": False})
+
+
+def _prepared(layer: Any, mask: Tensor | None, hidden: Tensor) -> Tensor:
+    length, bias = hidden.shape[1], None
+    if layer.has_relative_attention_bias:
+        bias = layer.compute_bias(length, length, device=hidden.device)
+    return _merged(bias, mask, hidden)
+
+
+def _merged(bias: Tensor | None, mask: Tensor | None, like: Tensor) -> Tensor:
+    """Return bias plus mask, (1 or B, 1 or H, Q, K) in the dtype of ``like`` and aligned; 0-d if there is neither."""
+    if mask is not None and mask.dtype == torch.bool:
+        least = torch.finfo(like.dtype).min
+        mask = torch.zeros_like(mask, dtype=like.dtype).masked_fill_(~mask, least)
+    parts = [one for one in (bias, mask) if one is not None]
+    if not parts:
+        return like.new_zeros(())
+    first, *more = (_padded(one.to(like.dtype)) for one in parts)
+    return sum(more, start=first)[..., : parts[0].shape[-1]]
+
+
+def _padded(tensor: Tensor) -> Tensor:
+    """Return a contiguous tensor whose last axis is padded, so that the other strides are aligned."""
+    tensor, missing = tensor.contiguous(), -tensor.shape[-1] % _ALIGNED
+    return functional.pad(tensor, (0, missing)) if missing else tensor
+
+
+def _attend(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    prepared: bool | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, Any]:
+    """Attend as transformers' functions do; a prepared bias has the mask in it."""
+    if prepared is None:
+        return ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, attention_mask, **kwargs)
+    bias = kwargs["position_bias"]
+    if not prepared:
+        bias = _merged(bias if module.has_relative_attention_bias else None, attention_mask, query)
+    mask, dropout = bias.to(query.dtype) if bias.dim() else None, kwargs.get("dropout", 0.0)
+    output = functional.scaled_dot_product_attention(
+        query, key, value, mask, dropout_p=dropout, scale=kwargs.get("scaling")
+    )
+    return output.transpose(1, 2).contiguous(), None

@@ -1,0 +1,134 @@
+"""FlexAttention: masks as blocks, and T5's bias read by distance, so that nothing of the size Q x K is in memory."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.flex_attention import compile_friendly_flex_attention
+from transformers.masking_utils import flex_attention_mask, sdpa_mask
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from fullshard.core.transformers_private import attentions
+from fullshard.errors import ModelError
+from fullshard.program.models import base_of
+from fullshard.program.models.packing import mask_packed_rows
+from fullshard.program.speed.bias import biased_layers, share_bias
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from fullshard.program.speed.way import Facts, Part
+
+_REGISTERED = "flex_blocks"
+
+
+class Flex:
+    """Compute attention by FlexAttention while training; evaluation is by scaled_dot_product_attention."""
+
+    name = "flex"
+    purpose = "FlexAttention with block masks; it reads T5's trained bias by distance; evaluation is not changed"
+    part: Part = "attention"
+    exact = False
+
+    def misfit(self, model: PreTrainedModel, facts: Facts) -> str | None:
+        """See :meth:`Way.misfit`."""
+        base = base_of(model)
+        if facts.device.type == "cpu":
+            return "FlexAttention has no backward on a CPU"
+        if not biased_layers(base) and "flex_attention" not in attentions(type(base)):
+            return f"transformers' {type(base).__name__} has no FlexAttention"
+        dropout = attention_dropout(base)
+        if dropout:
+            return (
+                f"FlexAttention has no dropout of attention weights, and this model's is {dropout:g} (set it to 0: "
+                "model.attention_dropout for T5's family, else the option of the model's config)"
+            )
+        return None
+
+    def apply(self, model: PreTrainedModel, facts: Facts) -> None:
+        """See :meth:`Way.apply`."""
+        base = base_of(model)
+        AttentionInterface.register(_REGISTERED, _attend)
+        AttentionMaskInterface.register(_REGISTERED, _mask)
+        if biased_layers(base):
+            share_bias(base, _REGISTERED, _by_distance)
+        else:
+            base.set_attn_implementation(_REGISTERED)
+        if facts.packing:
+            mask_packed_rows(model, _packed_blocks)
+
+
+def attention_dropout(base: PreTrainedModel) -> float:
+    """Return the largest dropout of a model's attention weights; any process."""
+    config: Any = base.config
+    if biased_layers(base):
+        return max(float(layer.dropout) for layer in biased_layers(base))  # type: ignore[arg-type]
+    return float(getattr(config, "attention_dropout", None) or getattr(config, "attn_pdrop", None) or 0.0)
+
+
+def _mask(batch_size: int, **kwargs: Any) -> BlockMask | Tensor | None:
+    make = flex_attention_mask if torch.is_grad_enabled() else sdpa_mask
+    return make(batch_size, **kwargs)
+
+
+def _packed_blocks(queries_BT: Tensor, keys_BS: Tensor, *, causal: bool, **_: Any) -> BlockMask:
+    """Return which tokens attend to which: see :func:`additive_mask`, from segments of rows."""
+
+    def attends(row: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        own = queries_BT[row, query]
+        same = (own == keys_BS[row, key]) | (own == 0)  # padding attends to everything: no softmax is empty
+        return same & (query >= key) if causal else same
+
+    (rows, queries), keys, device = queries_BT.shape, keys_BS.shape[1], queries_BT.device
+    return create_block_mask(attends, rows, None, queries, keys, device=device, _compile=device.type == "cuda")
+
+
+def _by_distance(layer: Any, mask: Any, hidden: Tensor) -> Tensor:
+    """Return the bias of each distance of a key from its query, (H, 2 Q - 1), from 1 - Q on; 0-d without a bias."""
+    if not layer.has_relative_attention_bias:
+        return hidden.new_zeros(())
+    length = hidden.shape[1]
+    bias = layer.compute_bias(1, 2 * length - 1, device=hidden.device, past_seen_tokens=length - 1)
+    return bias[0, :, 0].to(hidden.dtype).contiguous()
+
+
+def _attend(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: BlockMask | Tensor | None,
+    *,
+    prepared: bool | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, Any]:
+    """Attend as transformers' functions do; a prepared bias is that of :func:`_by_distance`."""
+    bias: Any = kwargs.get("position_bias")
+    if prepared is None:
+        blocks = isinstance(attention_mask, BlockMask)
+        if blocks and bias is not None:
+            raise ModelError("flex does not take a key-value cache in training, which a prefix adapter is.")
+        plain = ALL_ATTENTION_FUNCTIONS["flex_attention" if blocks else "sdpa"]
+        return plain(module, query, key, value, attention_mask, **kwargs)
+    if not prepared:
+        by_distance = torch.cat([bias[0, :, -1], bias[0, :, 0, 1:]], dim=-1)
+        bias = by_distance if module.has_relative_attention_bias else bias.new_zeros(())
+    length = query.shape[2]
+
+    def add(score: Tensor, _row: Tensor, head: Tensor, place: Tensor, other: Tensor) -> Tensor:
+        return score + bias[head, other - place + length - 1]
+
+    output: Any = compile_friendly_flex_attention(
+        query,
+        key,
+        value,
+        training=module.training,
+        score_mod=add if bias.dim() else None,
+        block_mask=attention_mask,
+        scale=kwargs.get("scaling"),
+    )
+    return output.transpose(1, 2).contiguous(), None

@@ -1,0 +1,115 @@
+"""FlexAttention's scores and blocks: forward by torch on the CPU, gradients by a dense reference of its signature."""
+
+import copy
+
+import pytest
+import torch
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from transformers import masking_utils
+from transformers.integrations import flex_attention as transformers_flex
+
+from fullshard.errors import ModelError
+from fullshard.program.models import enable_activation_checkpointing
+from fullshard.program.speed import WAYS, Facts, apply_ways, flex
+from fullshard.program.train.setup.model import model_inputs
+from support.packed_models import LONGEST, assert_same, build, loss_and_gradients, rows
+
+FACTS = Facts(torch.device("cuda"), torch.float64, packing=True, longest=LONGEST)
+
+
+def dense(query, key, value, *, score_mod=None, block_mask=None, scale=None, **options):
+    """FlexAttention by its definition: each score and each mask is computed."""
+    if query.shape[1] != key.shape[1]:
+        key, value = (one.repeat_interleave(query.shape[1] // key.shape[1], 1) for one in (key, value))
+    scores = query @ key.transpose(2, 3) * (query.shape[-1] ** -0.5 if scale is None else scale)
+    sizes = scores.shape
+    places = [torch.arange(n).view([-1 if i == axis else 1 for i in range(4)]) for axis, n in enumerate(sizes)]
+    if score_mod is not None:
+        scores = score_mod(scores, *places)
+    if block_mask is not None:
+        scores = scores.masked_fill(~block_mask.mask_mod(*places), float("-inf"))
+    return scores.softmax(-1) @ value
+
+
+@pytest.fixture(params=["t5", "mt5", "llama", "gemma"])
+def kind(request):
+    return request.param
+
+
+@pytest.fixture(autouse=True)
+def uncompiled(monkeypatch):
+    plain = lambda *args, _compile=False, **kwargs: create_block_mask(*args, **kwargs)  # noqa: E731
+    monkeypatch.setattr(masking_utils, "create_block_mask", plain)
+
+
+def use(monkeypatch, attend):
+    for module in (flex, transformers_flex):
+        monkeypatch.setattr(module, "compile_friendly_flex_attention", attend)
+
+
+def pair(kind):
+    plain = build(kind, "eager")
+    way = copy.deepcopy(plain)
+    apply_ways(way, ["flex"], FACTS)
+    return way, plain
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize("recompute", [False, True])
+def test_loss_and_gradients_are_those_of_eager_attention(kind, recompute, monkeypatch):
+    use(monkeypatch, dense)
+    way, plain = pair(kind)
+    if recompute:
+        enable_activation_checkpointing(way)
+    causal = kind in ("llama", "gemma")
+    for batch in rows(causal):
+        ours, theirs = (loss_and_gradients(model, batch, causal) for model in (way, plain))
+        assert_same(ours, theirs, 1e-6 if causal else 1e-12)  # eager attention of causal models has a float32 softmax
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.filterwarnings("ignore:flex_attention called without", "ignore:The .grad attribute of a Tensor")
+def test_torchs_own_forward_gives_the_same(packed, monkeypatch):
+    way, plain = (model.float() for model in pair("t5"))
+    batch, ran = rows(causal=False)[packed], []
+
+    @torch.no_grad()  # torch has no backward of it on a CPU
+    def forward(*inputs, training, **options):
+        ran.append(options["block_mask"])
+        return flex_attention(*(tensor.detach() for tensor in inputs), **options)
+
+    use(monkeypatch, forward)
+    inputs = model_inputs(way, batch, causal=False)
+    found, expected = way(**inputs).logits, plain(**model_inputs(plain, batch, causal=False)).logits
+    assert len(ran) == 6
+    assert all(type(mask).__name__ == "BlockMask" for mask in ran)
+    real = batch.labels_BT != -100
+    torch.testing.assert_close(found[real], expected[real], atol=1e-5, rtol=0)
+
+
+def test_texts_and_evaluation_are_as_before():
+    way, plain = (model.eval() for model in pair("t5"))
+    padded, _ = rows(causal=False)
+    with torch.no_grad():
+        inputs = model_inputs(plain, padded, causal=False)
+        torch.testing.assert_close(way(**inputs).logits, plain(**inputs).logits)
+        prompts = {"input_ids": padded.prompt_ids_BP, "attention_mask": padded.prompt_mask_BP, "max_new_tokens": 5}
+        assert torch.equal(way.generate(**prompts), plain.generate(**prompts))
+
+
+def test_packed_rows_skip_the_blocks_between_rows():
+    segments = torch.arange(1, 9).repeat_interleave(128)[None]
+    blocks = flex._packed_blocks(segments, segments, causal=True)
+    assert blocks.sparsity() == pytest.approx(100 * (1 - 8 / 64))
+
+
+def test_what_it_cannot_do_is_refused():
+    model = build("t5", "eager")
+    cpu = Facts(torch.device("cpu"), torch.float32, packing=False, longest=LONGEST)
+    with pytest.raises(ModelError, match="flex does not apply: FlexAttention has no backward on a CPU"):
+        apply_ways(model, ["flex"], cpu)
+    for module in model.modules():
+        if isinstance(getattr(module, "dropout", None), float):
+            module.dropout = 0.25
+    assert "this model's is 0.25 (set it to 0: model.attention_dropout" in WAYS["flex"].misfit(model, FACTS)
