@@ -25,6 +25,7 @@ from fullshard.program.cli import (
     report as report_verb,
     share,
     train,
+    tune,
     verify,
 )
 from fullshard.program.cli.common import add_verb, set_own_parsers
@@ -36,7 +37,7 @@ from fullshard.version import __version__
 
 VERBS = (
     *(init, train, launch, evaluate, predict, chat, report_verb),
-    *(config, inspect, plan, bench, export, verify, share),
+    *(config, inspect, plan, tune, bench, export, verify, share),
 )
 """The verbs, in the order of the help: each a module with its texts, ``add_arguments`` and ``run``."""
 
