@@ -45,6 +45,7 @@ VERBS = (
         "report",
         "inspect",
         "plan",
+        "tune",
         "export",
         "verify",
         "share",

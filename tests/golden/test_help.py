@@ -25,6 +25,7 @@ HERE = Path(__file__).parent / "help"
         "config check",
         "inspect",
         "plan",
+        "tune",
         "export",
         "verify",
         "share",

@@ -165,9 +165,9 @@ class TrainingConfig(ConfigSection):
     nothing: activations are in host memory anyway."""
     torch_compile: Annotated[bool, SAME] = False
     """Compile each block with torch.compile."""
-    speed: Annotated[Literal["auto"] | None, FREE] = None
-    """auto: use what `fullshard tune` chose on this machine for the same model, lengths of rows and card; null: use
-    what the run file says. A resumed run keeps the choice of its start."""
+    speed: Annotated[Literal["auto"] | tuple[str, ...] | None, FREE] = None
+    """auto: use what `fullshard tune` chose on this machine for the same model, lengths of rows and card, as far as the
+    run file leaves it open; null: use what the run file says. The choice is recorded, and a resumed run keeps it."""
     on_nonfinite: Annotated[Literal["stop", "skip"], SAME] = "stop"
     """On a non-finite loss or gradient: stop the run, or skip and count the step."""
     eval_strategy: Annotated[Literal["epoch", "steps", "no"], Option("free", also=("evaluation_strategy",))] = "epoch"

@@ -31,6 +31,7 @@ from fullshard.program.train.setup.devices import (
     with_unsharded,
 )
 from fullshard.program.train.setup.prepare import Prepared, prepare
+from fullshard.program.train.setup.tuned import measured_step
 from fullshard.sizes import format_bytes
 
 MOST_PLANS = 12
@@ -152,20 +153,25 @@ class Tried:
         overrides: Overrides to type after the run file's name.
         plan: Its plan; None if it cannot be planned.
         why: Why it does not fit; empty if it does.
+        measured_s: Seconds of a step that `fullshard tune` measured on this machine; None: they are predicted.
     """
 
     overrides: tuple[str, ...]
     plan: RunPlan | None
     why: str = ""
+    measured_s: float | None = None
 
     @property
     def step_s(self) -> float:
         """Seconds of a step; infinite if the setting does not fit."""
+        if not self.why and self.measured_s is not None:
+            return self.measured_s
         return float("inf") if self.why or self.plan is None or self.plan.timing is None else self.plan.timing.step_s
 
     def as_dict(self) -> dict[str, Any]:
         """Return JSON-able values."""
-        return {"overrides": list(self.overrides), "why": self.why, "plan": self.plan and self.plan.as_dict()}
+        own = {"overrides": list(self.overrides), "why": self.why, "measured_s": self.measured_s}
+        return {**own, "plan": self.plan and self.plan.as_dict()}
 
 
 def search(
@@ -305,11 +311,14 @@ class Search:
     def _plan(self, overrides: tuple[str, ...], roughly: int | None, memory_bytes: int | None = None) -> Tried:
         run = self._data, self._world_size, self._device
         try:
-            plan = plan_in(memory_bytes, self._load(overrides), *run, roughly=roughly)
+            config = self._load(overrides)
+            plan = plan_in(memory_bytes, config, *run, roughly=roughly)
         except ConfigError as error:
             return Tried(overrides, None, str(error))
         missing = plan.needed_bytes - self._device.memory_bytes
-        return Tried(overrides, plan, "" if missing <= 0 else f"{format_bytes(missing)} too large")
+        settled = with_precision(config, Devices.of_sheet(self._device))
+        measured = measured_step(settled, self._data, self._world_size, self._device.name)
+        return Tried(overrides, plan, "" if missing <= 0 else f"{format_bytes(missing)} too large", measured)
 
 
 def _keeps_too_much(plan: RunPlan, device: Hardware) -> bool:

@@ -448,15 +448,24 @@ def _build(
 
 
 def middle_step(config: RunConfig, data: Prepared, epoch: BatchPlan) -> list[Batch]:
-    """Return rank 0's batches of the step whose padded length is nearest to the mean, of 200 or fewer of an epoch."""
+    """Return rank 0's batches of :func:`middle_of` an epoch."""
+    return batches_of(config, data, epoch, middle_of(data, epoch))
+
+
+def middle_of(data: Prepared, epoch: BatchPlan) -> int:
+    """Return the step whose padded length on rank 0 is nearest to the mean, of 200 or fewer of an epoch."""
     lengths = np.asarray(data.train_set.lengths)
     numbers = np.linspace(0, epoch.num_steps - 1, min(epoch.num_steps, 200)).astype(int).tolist()
     places = {number: [rows for rows, _ in epoch.step_places(number, 0)] for number in numbers}
     padded = {n: sum(len(rows) * int(lengths[rows].max()) for rows in batches) for n, batches in places.items()}
     mean = sum(padded.values()) / len(padded)
-    middle = min(numbers, key=lambda number: abs(padded[number] - mean))
+    return min(numbers, key=lambda number: abs(padded[number] - mean))
+
+
+def batches_of(config: RunConfig, data: Prepared, epoch: BatchPlan, step: int, rank: int = 0) -> list[Batch]:
+    """Return a rank's batches of a step of an epoch, numbered from 0."""
     spec = replace(collate_spec(data.tokenizer, causal=data.causal), packed=config.training.packing)
-    return next(steps(data.train_set, epoch, 0, spec, start=middle))
+    return next(steps(data.train_set, epoch, rank, spec, start=step))
 
 
 def at_limits(data: Prepared) -> Prepared:

@@ -27,7 +27,7 @@ from fullshard.program.launch.progress import WorkProgress
 from fullshard.program.models import import_peft
 from fullshard.program.sharing import PushSink, push_finished
 from fullshard.program.train import ConsoleSink, FileSink, Sink, train
-from fullshard.program.train.auto import choices_without_plan, chosen_precision, chosen_settings
+from fullshard.program.train.auto import choices_without_plan, chosen_precision, chosen_settings, chosen_speed
 from fullshard.program.train.memory_check import check_memory
 from fullshard.program.train.reporting.card import CardSink
 from fullshard.program.train.reporting.trackers import tracker_sinks
@@ -79,7 +79,9 @@ def _train(options: argparse.Namespace, *, is_first: bool) -> None:
     options.overrides = [*options.overrides, *next(filter(None, noted), [])]
     config = load(())
     precision, choice = chosen_precision(load, comm, tell)
-    chosen = (*precision, *chosen_settings(lambda more: load([*precision, *more]), prepared, comm, tell))
+    speed, tuned = chosen_speed(lambda more: load([*precision, *more]), prepared, comm, tell)
+    settled = [*precision, *speed]
+    chosen = (*settled, *chosen_settings(lambda more: load([*settled, *more]), prepared, comm, tell))
     planned = None
     if not options.no_plan:
         with WorkProgress("planning", shown=is_first) as progress:
@@ -90,7 +92,9 @@ def _train(options: argparse.Namespace, *, is_first: bool) -> None:
     push = _uploads(config) if is_first else None
     sinks = _sinks(config, reached, push, to_stderr=options.json) if is_first else []
     try:
-        summary = train(config, comm, sinks, StopSignals(options.stop_when_file), prepared, planned, [choice, *by_plan])
+        summary = train(
+            config, comm, sinks, StopSignals(options.stop_when_file), prepared, planned, [choice, *tuned, *by_plan]
+        )
     except RunStopped as stopped:
         shutdown()
         if config.resume == asked:
