@@ -25,12 +25,15 @@ from fullshard.compat.accelerate import Accelerator, FullyShardedDataParallelPlu
 from fullshard.compat.accelerate.prepare import plain_tree, unwrapped
 from fullshard.compat.accelerate.private import prepared_by
 from fullshard.compat.torch_fsdp.api import StateDictType
+from fullshard.core.engine.setup.wrap import refuse_distributed
 from fullshard.core.transformers_private import TRAINER_METHODS
 from fullshard.errors import private_name
 
 __all__ = ["Seq2SeqTrainer", "Trainer", "install"]
 
 _FILES = ("save_fsdp_model", "load_fsdp_model", "save_fsdp_optimizer", "load_fsdp_optimizer")
+_BY_CLASS = 'TrainingArguments(fsdp=True, fsdp_config={"transformer_layer_cls_to_wrap": ["Class"]})'
+"""How a script for a trainer names the classes of units."""
 # Taken before any install().
 _library = {name: private_name(transformers.Trainer, name, "transformers") for name in TRAINER_METHODS}
 
@@ -76,17 +79,25 @@ def _prepare_reference(model: nn.Module, accelerator: Accelerator) -> nn.Module:
     return sharded.eval()
 
 
+def _refuse_distributed(model: nn.Module | None) -> None:
+    """Refuse a model that torch has divided over ranks: Hugging Face's would train it without fullshard."""
+    if model is not None:
+        refuse_distributed(model.named_parameters())
+
+
 class Trainer(transformers.Trainer):
     """Hugging Face's ``Trainer``, whose model is always sharded by fullshard.
 
     ``TrainingArguments(fsdp=True, fsdp_config={…})`` sets how, with ``"version": 1`` or ``2``; without ``fsdp`` the
     ``FSDP_*`` variables that ``accelerate launch`` and ``fullshard launch`` set, or else the plugin's defaults. Every
     rank creates it and calls its methods; without a GPU the ranks are CPU ranks. Raises what
-    :class:`fullshard.compat.accelerate.Accelerator` raises, a ``ConfigError`` of settings that it refuses.
+    :class:`fullshard.compat.accelerate.Accelerator` raises, a ``ConfigError`` of settings that it refuses, and a
+    ``WrapError`` of a model that ``from_pretrained(distributed_config=…)`` has divided over ranks.
     """
 
     def create_accelerator_and_postprocess(self) -> None:
         """Create fullshard's ``Accelerator`` in place of Accelerate's; every rank calls it."""
+        _refuse_distributed(self.model)
         for name in _FILES:
             _replace(trainer, name, getattr(replaced, name))
         for module in {sys.modules[cls.__module__] for cls in type(self).__mro__}:
@@ -101,6 +112,7 @@ class Trainer(transformers.Trainer):
             # Every trainer passes them, not the user.
             warnings.filterwarnings("ignore", "DistributedDataParallelKwargs")
             _library["create_accelerator_and_postprocess"](self)
+        vars(self.accelerator)["_by_class"] = _BY_CLASS
 
     def _wrap_model(self: Any, model: nn.Module, training: bool = True, *args: Any, **kwargs: Any) -> nn.Module:  # noqa: FBT001, FBT002
         """Return the model, in the wrapper that an earlier call of ``train`` or ``evaluate`` put around it.
@@ -112,6 +124,7 @@ class Trainer(transformers.Trainer):
         """
         if not isinstance(self.accelerator, Accelerator):
             return _library["_wrap_model"](self, model, training, *args, **kwargs)
+        _refuse_distributed(model)  # also one of model_init
         if training and self.optimizer is None:
             with _with_plain_model(self):
                 self.create_optimizer()

@@ -35,6 +35,7 @@ from torch.optim import Optimizer
 from fullshard.compat.accelerate import saving
 from fullshard.compat.accelerate.plugin import FullyShardedDataParallelPlugin
 from fullshard.compat.accelerate.prepare import (
+    BY_PLUGIN,
     blocks_of,
     is_sharded,
     make_collective,
@@ -53,6 +54,7 @@ from fullshard.compat.accelerate.private import (
 )
 from fullshard.core.comm import Comm, axes_of, join_alone
 from fullshard.core.engine import full_state_dict, no_sync
+from fullshard.core.engine.setup.wrap import refuse_distributed
 from fullshard.core.optim import Places, ShardedGradScaler, clip_grad_norm_, repoint
 from fullshard.errors import ConfigError
 
@@ -119,6 +121,7 @@ class Accelerator(_library.Accelerator):
             options = self.scaler_handler.to_kwargs() if self.scaler_handler is not None else {}
             self.scaler = ShardedGradScaler(self.device.type, **options)
         self._places: list[Places] = []
+        self._by_class = BY_PLUGIN
 
     def _mesh_of(self, parallelism: ParallelismConfig | None) -> tuple[Comm, Comm] | None:
         """Return the axes ``dp_replicate`` and ``dp_shard``; None: all ranks shard, or as the plugin says.
@@ -186,10 +189,14 @@ class Accelerator(_library.Accelerator):
 
         Returns:
             The wrapper (``fsdp_version=1``), or the model itself (2).
+
+        Raises:
+            WrapError: torch has divided its parameters already, as ``from_pretrained(distributed_config=…)`` does.
         """
         if evaluation_mode or is_prepared(model):
             place = self.device_placement if device_placement is None else device_placement
             return super().prepare_model(model, device_placement=place, evaluation_mode=evaluation_mode)
+        refuse_distributed(model.named_parameters())
         plugin = self.state.fsdp_plugin
         self._places.append(Places(model))
         inner = unwrapped(model)
@@ -199,7 +206,7 @@ class Accelerator(_library.Accelerator):
             upcast_trainable(model, warn=self.is_main_process, values=counts)
         with self._compiling_blocks(model, plugin, ready=ready):
             super().prepare_model(inner, device_placement=False, evaluation_mode=True)
-        sharded = model if ready else shard(inner, plugin, self._ranks, self._mesh)
+        sharded = model if ready else shard(inner, plugin, self._ranks, self._mesh, self._by_class)
         prepared_by(self).models[-1] = sharded
         make_collective(unwrapped(sharded), writes=self.is_main_process)
         for optimizer in prepared_by(self).optimizers:
@@ -220,8 +227,8 @@ class Accelerator(_library.Accelerator):
         blocks = [] if ready else blocks_of(model, plugin)
         if not blocks:
             raise ConfigError(
-                "A dynamo backend compiles each unit's block, but this model has no units inside: set the plugin's "
-                "auto_wrap_policy, or compile blocks with module.compile() before prepare."
+                "A dynamo backend compiles each unit's block, but this model has no units inside. Name their classes: "
+                f"{self._by_class}; or compile blocks with module.compile() before prepare."
             )
         options = {key: value for key, value in dynamo.to_kwargs().items() if key != "use_regional_compilation"}
         for block in blocks:

@@ -135,7 +135,20 @@ def unwrapped(model: nn.Module) -> nn.Module:
     return model
 
 
-def shard(model: nn.Module, plugin: FullyShardedDataParallelPlugin, ranks: Comm, mesh: Axes | None = None) -> nn.Module:
+BY_PLUGIN = (
+    'FullyShardedDataParallelPlugin(auto_wrap_policy="transformer_based_wrap", transformer_cls_names_to_wrap=["Class"])'
+    ", or FSDP_AUTO_WRAP_POLICY=TRANSFORMER_BASED_WRAP and FSDP_TRANSFORMER_CLS_TO_WRAP=Class,Class"
+)
+"""How a script for Accelerate names the classes of units."""
+
+
+def shard(
+    model: nn.Module,
+    plugin: FullyShardedDataParallelPlugin,
+    ranks: Comm,
+    mesh: Axes | None = None,
+    by_class: str = BY_PLUGIN,
+) -> nn.Module:
     """Shard ``model`` over ``ranks``, in place; every rank calls it.
 
     Args:
@@ -143,6 +156,7 @@ def shard(model: nn.Module, plugin: FullyShardedDataParallelPlugin, ranks: Comm,
         plugin: The settings.
         ranks: All ranks.
         mesh: The same ranks on two axes, (replicate, shard); None: as the plugin says.
+        by_class: How the script names the classes of units, for messages.
 
     Returns:
         The wrapper (version 1), or the model itself (version 2).
@@ -160,7 +174,7 @@ def shard(model: nn.Module, plugin: FullyShardedDataParallelPlugin, ranks: Comm,
         warnings.warn(
             f"All {numel:,} parameters of {type(model).__name__} are one unit, which every rank gathers at once: no "
             "repeated blocks were found in it, nor others named. To gather parts of it one at a time, name their "
-            "classes: FSDP_AUTO_WRAP_POLICY=TRANSFORMER_BASED_WRAP and FSDP_TRANSFORMER_CLS_TO_WRAP=Class,Class. "
+            f"classes: {by_class}. "
             f"Classes in this model: {', '.join(candidate_classes(model)) or 'none with submodules'}.",
             stacklevel=2,
         )

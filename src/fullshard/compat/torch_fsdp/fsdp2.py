@@ -23,6 +23,7 @@ from fullshard.core.engine import Keep, LaneState, Unit
 from fullshard.core.engine.full.model_class import refuse_pickling, shallow_copy
 from fullshard.core.engine.registry import runtime_of
 from fullshard.core.engine.setup.initial import marked_like
+from fullshard.core.engine.setup.wrap import refuse_distributed
 from fullshard.core.engine.step.param import ShardedParam
 from fullshard.core.policy import CPUOffload, MixedPrecision, ShardingStrategy
 from fullshard.core.torch_private import is_traceable_wrapper
@@ -541,6 +542,12 @@ def _check_modules(members: Sequence[nn.Module]) -> None:
                 f"fully_shard on a {type(member).__name__}: it has no forward before which to gather. Call it on each "
                 "of its modules, or once on list(modules) to make them one unit."
             )
+        if getattr(member, "is_distributed_loading_by_transformers", False):
+            raise ConfigError(
+                f"from_pretrained(distributed_config=…) of {type(member).__name__} reads the file into DTensors of "
+                "torch, not into shards. Leave out distributed_config and call fully_shard after from_pretrained; to "
+                "read only each rank's rows use fullshard.fully_shard(model, weights=fullshard.Pretrained(path))."
+            )
         if isinstance(member, FSDPModule):
             raise ShardingError(f"{type(member).__name__} is sharded already; call fully_shard once per module.")
 
@@ -548,6 +555,7 @@ def _check_modules(members: Sequence[nn.Module]) -> None:
 def _check_parameters(
     members: Sequence[nn.Module], params: Sequence[nn.Parameter], placement: Callable[[nn.Parameter], Any] | None
 ) -> None:
+    refuse_distributed(named for member in members for named in member.named_parameters())
     inside = {part for member in members for part in member.modules()}
     for param in params:
         unit = vars(param)["shard_unit"]() if "shard_unit" in vars(param) else None
@@ -556,11 +564,6 @@ def _check_parameters(
                 f"A parameter of {type(members[0]).__name__} was sharded by an earlier call on another module, "
                 f"{type(unit.modules[0]).__name__}: it is tied, and belongs to one unit. Call fully_shard once on the "
                 "list of both modules, or only on a module around both."
-            )
-        if hasattr(param, "placements") and not hasattr(param, "shard_meta"):
-            raise WrapError(
-                f"A parameter of shape {tuple(param.shape)} is a DTensor (tensor parallel). fullshard shards only "
-                "plain parameters: leave out parallelize_module, or use torch's own fully_shard."
             )
         if is_traceable_wrapper(param):
             raise WrapError(

@@ -11,6 +11,7 @@ and not counted.
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -124,6 +125,7 @@ class RepeatedBlocks:
     """Policy of faces that were told nothing: the blocks that ``fullshard.fully_shard`` finds by itself.
 
     Not a name of torch's. The blocks become units and get no wrappers, so that the model keeps its names and classes.
+    A large head is a unit of its own only where its module computes the logits: see :func:`_heads_read_elsewhere`.
     """
 
     def _run_policy(
@@ -133,7 +135,25 @@ class RepeatedBlocks:
             found = [module for _, modules in find_units(root_module, "auto") for module in modules]
         except NoRepeatedBlocksError:
             found = []
-        return {module: dict(root_kwargs) for module in found if module not in ignored_modules}
+        left = ignored_modules | _heads_read_elsewhere(root_module)
+        return {module: dict(root_kwargs) for module in found if module not in left}
+
+
+def _heads_read_elsewhere(root: nn.Module) -> set[nn.Module]:
+    """Return the heads, with all inside, of Hugging Face models whose ``forward`` is not their class's own.
+
+    Liger's forward and that of TRL's chunked loss multiply by ``lm_head.weight``, once or once a chunk, and never call
+    the head. In the root's unit it is gathered once a forward for all of that.
+    """
+    heads: set[nn.Module] = set()
+    for module in root.modules():
+        head_of: Any = getattr(module, "get_output_embeddings", None)
+        head = None if head_of is None else head_of()
+        if head is not None:
+            forward = inspect.unwrap(module.forward)  # also without decorators, such as autocast's
+            own = forward.__module__ in {cls.__module__ for cls in type(module).__mro__}
+            heads |= set() if own else set(head.modules())
+    return heads
 
 
 # Running a policy

@@ -156,6 +156,11 @@ class ShardTensor(_Described, torch.Tensor):
             return self.flat
         return self.flat.view(-1, *shape)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        """Copy this rank's part, as ``clone()`` does: scripts keep the best weights as a deep copy of a state dict."""
+        memo[id(self)] = copied = self.clone()
+        return copied
+
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Refuse functions of elements, most of which are on other ranks; copies, moves and fills use ``flat``.

@@ -15,9 +15,11 @@ from fullshard.compat.torch_fsdp import (
     MixedPrecision,
     ModuleWrapPolicy,
     ShardingStrategy,
+    StateDictType,
 )
 from fullshard.core.testing import run_ranks
-from fullshard.errors import ProcessGroupError
+from fullshard.errors import MismatchError, ProcessGroupError, ShardingError
+from support.fsdp1 import same
 from support.models import Block, TinyLM, batches, lm_loss
 from support.parity import ROWS_PER_RANK, assert_same_run, replicas, train_sharded, train_unsharded
 
@@ -244,3 +246,98 @@ def test_a_wrapped_model_to_which_nothing_was_added_warns_of_nothing():
             wrapped(batches(1, 2)[0])
 
     on_ranks(work, size=1)
+
+
+def test_what_one_wrapper_holds_is_not_wrapped_by_another():
+    def work(comm, model, _plain):
+        FSDP(model, comm)
+        with pytest.raises(ShardingError, match="TinyLM is sharded already"):
+            FSDP(model, comm)
+
+    on_ranks(work)
+
+
+def test_ignored_modules_of_one_model_that_differ_by_rank_are_told_on_every_rank():
+    def work(comm, model, _plain):
+        with pytest.raises(MismatchError, match=r"rank 0 has blocks\.1: .*rank 1 has blocks\.0: "):
+            FSDP(model, comm, auto_wrap_policy=ModuleWrapPolicy({Block}), ignored_modules=[model.blocks[comm.rank]])
+
+    on_ranks(work)
+
+
+class WithSkipped(nn.Module):
+    """As torch's test of modules that are put back after the model was wrapped."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(10, 10)
+        self.nested = nn.Sequential(nn.Linear(10, 10), nn.Linear(10, 10))
+        self.skipped = nn.Sequential(nn.Linear(10, 10, bias=False))
+
+
+@pytest.mark.parametrize("kind", StateDictType)
+def test_a_module_put_back_after_wrapping_is_in_the_state_dict_and_comes_back(kind):
+    torch.manual_seed(0)
+    plain = WithSkipped()
+
+    def wrapped(comm, factor):
+        model = copy.deepcopy(plain)
+        skipped = model.skipped
+        del model.skipped
+        model.nested = FSDP(model.nested, comm)
+        model = FSDP(model, comm)
+        model.skipped = skipped
+        with torch.no_grad():
+            for param in model.parameters():
+                param.mul_(factor)
+        return model
+
+    def work(comm):
+        model, other = wrapped(comm, 1), wrapped(comm, 0)
+        with FSDP.state_dict_type(model, kind), FSDP.state_dict_type(other, kind):
+            state = copy.deepcopy(model.state_dict())
+            assert list(state) == list(plain.state_dict())
+            other.load_state_dict(state, strict=True)
+        with FSDP.summon_full_params(other):
+            same(other.module.state_dict(), plain.state_dict())
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "skipped.0.weight and 0 other parameters were added")
+        run_ranks(SIZE, work)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("keeps", [False, True])
+def test_gradients_keep_their_dtype_when_they_are_clipped(dtype, keeps):
+    precision = MixedPrecision(param_dtype=dtype, reduce_dtype=dtype, keep_low_precision_grads=keeps)
+    tokens = batches(1, 2)[0]
+
+    def work(comm, model, plain):
+        wrapped = FSDP(model, comm, auto_wrap_policy=ModuleWrapPolicy({Block}), mixed_precision=precision)
+        for one in (wrapped, plain):
+            lm_loss(one, tokens).backward()
+        norm = wrapped.clip_grad_norm_(0.01)
+        gradients = [param.grad for param in wrapped.parameters() if param.grad is not None]
+        assert {gradient.dtype for gradient in gradients} == {dtype if keeps else torch.float32}
+        assert norm.dtype is torch.float32
+        torch.testing.assert_close(norm, torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.01), rtol=2e-2, atol=0)
+        clipped = torch.stack([gradient.float().norm() for gradient in gradients]).norm()
+        assert clipped.item() == pytest.approx(0.01, rel=1e-2)
+
+    on_ranks(work)
+
+
+def test_parts_do_not_load_into_a_plain_module():
+    def work(comm, model, plain):
+        wrapped = FSDP(model, comm, auto_wrap_policy=ModuleWrapPolicy({Block}))
+        for kind, words in {
+            StateDictType.SHARDED_STATE_DICT: r"one rank's part of a tensor.* use get_model_state_dict with full_state",
+            StateDictType.LOCAL_STATE_DICT: "size mismatch for embed.weight",
+        }.items():
+            with FSDP.state_dict_type(wrapped, kind):
+                state = wrapped.state_dict()
+            for assign in (False, True):
+                with pytest.raises(RuntimeError, match=words):
+                    plain.load_state_dict(state, assign=assign)
+
+    on_ranks(work)

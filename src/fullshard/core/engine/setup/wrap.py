@@ -357,12 +357,13 @@ def check_parameters(units: list[UnitSpec], *, sharded: int = 0) -> None:
     """Refuse parameters that cannot be sharded, before memory moves; ``sharded``: number sharded before.
 
     Raises:
-        WrapError: There are no parameters, one has no elements or is not strided, or two of them, of which one is
-            trained, are different views of the same memory.
+        WrapError: There are no parameters, one has no elements, is not strided or is torch's DTensor, or two of them,
+            of which one is trained, are different views of the same memory.
     """
     specs = [spec for unit in units for spec in unit.params]
     if not specs and not sharded:
         raise WrapError("The model has no parameters to shard.")
+    refuse_distributed((spec.names[0], spec.param) for spec in specs)
     for spec in specs:
         if spec.param.numel() == 0:
             raise WrapError(
@@ -382,4 +383,19 @@ def check_parameters(units: list[UnitSpec], *, sharded: int = 0) -> None:
                 f"Parameters {other.names[0]} {tuple(other.param.shape)} and {spec.names[0]} "
                 f"{tuple(spec.param.shape)} are different views of the same memory. Each would have shards of its own, "
                 "and they would drift apart. Use one Parameter for both, or freeze both."
+            )
+
+
+def refuse_distributed(params: Iterable[tuple[str, nn.Parameter]]) -> None:
+    """Refuse parameters, given with their names, that torch has divided over ranks; any rank.
+
+    Raises:
+        WrapError: One is a DTensor.
+    """
+    for name, param in params:
+        if hasattr(param, "placements") and not hasattr(param, "shard_meta"):
+            raise WrapError(
+                f"Parameter {name} is a DTensor: torch has divided the model over ranks already. fullshard shards "
+                "plain parameters: leave out what divided these, which is distributed_config= or tp_plan= of "
+                "from_pretrained, parallelize_module or torch's own fully_shard. Or train without fullshard."
             )
