@@ -27,8 +27,12 @@ from fullshard.compat.accelerate.private import prepared_by
 from fullshard.compat.torch_fsdp.api import StateDictType
 from fullshard.core.transformers_private import TRAINER_METHODS
 from fullshard.errors import private_name
+from fullshard.version import untested
 
 __all__ = ["Seq2SeqTrainer", "Trainer", "install"]
+
+if (_line := untested("transformers")) is not None:
+    warnings.warn(_line, stacklevel=2)
 
 _FILES = ("save_fsdp_model", "load_fsdp_model", "save_fsdp_optimizer", "load_fsdp_optimizer")
 # Taken before any install().
