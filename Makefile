@@ -11,7 +11,9 @@ export TOKENIZERS_PARALLELISM ?= false
 # Some images have it set; each of the tests' processes would compile all modules anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-all check docs dist notebook bench bench-network faults mutants gpu clean
+OLDEST := torch==2.11.0 transformers==5.17.0 accelerate==1.12.0 peft==0.18.1 bitsandbytes==0.50.0
+
+.PHONY: demo test test-all test-newest test-oldest suite check docs dist notebook bench bench-network faults mutants gpu clean
 
 demo: $(STAMP)
 	$(BIN)/fullshard train examples/banking77_tiny.yaml
@@ -22,6 +24,20 @@ test: $(STAMP)
 
 test-all: $(STAMP)
 	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not gpu"
+
+# The suite with the newest releases that the index offers, or with the oldest supported ones, each in an environment of its own; torch
+# then comes as PyPI's build, several GB. What ran: docs/reference/versions.md.
+test-newest:
+	$(MAKE) --no-print-directory suite IN=.venv-newest LIBRARIES="torch transformers accelerate peft bitsandbytes"
+
+test-oldest:
+	$(MAKE) --no-print-directory suite IN=.venv-oldest LIBRARIES="$(OLDEST)"
+
+suite:
+	$(PYTHON) -m venv $(IN)
+	$(IN)/bin/pip install -q --disable-pip-version-check -U $(LIBRARIES) -e ".[dev]"
+	$(IN)/bin/pip list --disable-pip-version-check | grep -E "^(torch|transformers|accelerate|peft|bitsandbytes|tokenizers) "
+	$(IN)/bin/pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 check: $(STAMP)
 	$(BIN)/ruff check .

@@ -1,5 +1,7 @@
 """The library: collects ``fullshard``'s public names in one import."""
 
+import warnings
+
 from fullshard.core.comm import init_from_env as init, shutdown
 from fullshard.core.engine import (
     UnitTable,
@@ -42,7 +44,7 @@ from fullshard.state.saving import (
     save,
     write_assets,
 )
-from fullshard.version import __version__
+from fullshard.version import __version__, untested
 
 __all__ = [
     "BackwardPrefetch",
@@ -88,3 +90,6 @@ __all__ = [
     "vocab_parallel_loss",
     "write_assets",
 ]
+
+if (_line := untested("torch")) is not None:
+    warnings.warn(_line, stacklevel=2)

@@ -28,8 +28,12 @@ from fullshard.compat.torch_fsdp.api import StateDictType
 from fullshard.core.engine.setup.wrap import refuse_distributed
 from fullshard.core.transformers_private import TRAINER_METHODS
 from fullshard.errors import private_name
+from fullshard.version import untested
 
 __all__ = ["Seq2SeqTrainer", "Trainer", "install"]
+
+if (_line := untested("transformers")) is not None:
+    warnings.warn(_line, stacklevel=2)
 
 _FILES = ("save_fsdp_model", "load_fsdp_model", "save_fsdp_optimizer", "load_fsdp_optimizer")
 _BY_CLASS = 'TrainingArguments(fsdp=True, fsdp_config={"transformer_layer_cls_to_wrap": ["Class"]})'

@@ -6,6 +6,7 @@ saving are fullshard's; everything else (data loaders, gathering of values, trac
 library's. ``torch.distributed.fsdp`` is not used.
 """
 
+import warnings
 from typing import Any
 
 import accelerate as _library
@@ -13,10 +14,13 @@ import accelerate as _library
 from fullshard.compat.accelerate.accelerator import Accelerator
 from fullshard.compat.accelerate.plugin import FullyShardedDataParallelPlugin
 from fullshard.compat.accelerate.replaced import PartialState, install as _install, name_of as _name_of
+from fullshard.version import untested as _untested
 
 __all__ = ["Accelerator", "FullyShardedDataParallelPlugin", "PartialState"]
 
 _install()
+if (_line := _untested("accelerate")) is not None:
+    warnings.warn(_line, stacklevel=2)
 
 
 def __getattr__(name: str) -> Any:

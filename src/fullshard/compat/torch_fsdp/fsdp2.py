@@ -11,7 +11,8 @@ from typing import Any, cast
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed import fsdp as _theirs
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
 from fullshard.compat.torch_fsdp.api import StateDictType, set_state_dict_type
 from fullshard.compat.torch_fsdp.model_state import load_model_state_dict, model_state_dict
@@ -31,6 +32,8 @@ from fullshard.errors import ConfigError, ShardingError, WrapError
 
 # ruff: noqa: FBT001, FBT002 (torch's signatures)
 
+
+DataParallelMeshDims: Any = getattr(_theirs, "DataParallelMeshDims", None)  # torch 2.11 has none
 
 _STATE = "_fullshard_fsdp2"
 

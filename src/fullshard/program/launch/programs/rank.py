@@ -18,6 +18,7 @@ from fullshard.program.launch.failure import FAILURE_FILE_VARIABLE, Failure
 from fullshard.program.launch.local import UNREAD_EXIT_CODE
 from fullshard.program.launch.processes import INTERRUPTED_EXIT_CODE, end_with_launcher
 from fullshard.program.launch.streams import UnreadOutputError, guard_streams
+from fullshard.version import TESTED, untested
 
 
 def rank_parser(program: str, positional: Mapping[str, type], options: Mapping[str, type]) -> argparse.ArgumentParser:
@@ -55,6 +56,8 @@ def run_as_rank(
     end_with_launcher()
     rank = int(os.environ["RANK"])
     ENDINGS[:] = [lambda error: _report_failure(error, rank)]
+    if rank == 0 and (line := untested(*TESTED)) is not None:
+        print(line, file=sys.stderr, flush=True)
     if rank != 0:
         # transformers prints the same on every rank.
         logging.disable_progress_bar()
