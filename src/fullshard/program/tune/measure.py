@@ -173,18 +173,23 @@ class Bench:
         if recorded is not None:
             return recorded
         setting = self._settled(candidate)
-        result = setting if isinstance(setting, str) else self._journal.values["wrong"].get(named(candidate.ways))
-        if result is None and not isinstance(setting, str):
-            try:
-                result = self._measure(candidate, setting, steps)
-            except (ConfigError, ModelError, WrapError, TrainingError) as error:  # the same on every rank
-                if not candidate.ways:
-                    raise
-                result = (str(error).splitlines() or [""])[0]
-            except Exception as error:
-                self._lose(candidate, error)
-            self._free()
+        result = setting if isinstance(setting, str) else self._tried(candidate, setting, steps)
         self._journal.add(candidate, result)
+        return result
+
+    def _tried(self, candidate: Candidate, setting: Setting, steps: int) -> Measured | str:
+        wrong = self._journal.values["wrong"].get(named(candidate.ways))
+        if wrong is not None:
+            return wrong
+        try:
+            result = self._measure(candidate, setting, steps)
+        except (ConfigError, ModelError, WrapError, TrainingError) as error:  # the same on every rank
+            if not candidate.ways:
+                raise
+            result = (str(error).splitlines() or [""])[0]
+        except Exception as error:
+            self._lose(candidate, error)
+        self._free()
         return result
 
     def _settled(self, candidate: Candidate) -> Setting | str:
