@@ -411,6 +411,24 @@ def ours_in_the_background():
     checkpoint_from(ours, ours, dcp.async_save)
 
 
+def a_step_right_after_a_save_in_the_background():
+    """The files hold the values of before it."""
+    folder = [tempfile.mkdtemp()]
+    dist.broadcast_object_list(folder)
+    one, optimizer = stepped(ours, 1)
+    expected = {name: value.clone() for name, value in parameters(one).items()}
+    saving = dcp.async_save({"model": one.state_dict()}, checkpoint_id=folder[0])
+    lm_loss(one, rows(2)[1]).backward()
+    optimizer.step()
+    saving.result()
+    dist.barrier()
+    assert any(not torch.equal(value, expected[name]) for name, value in parameters(one).items())
+    two, _ = stepped(ours, 2)
+    dcp.load({"model": two.state_dict()}, checkpoint_id=folder[0])
+    for name, value in parameters(two).items():
+        assert torch.equal(value, expected[name]), name
+
+
 def a_checkpoint_is_loaded_into_the_parameters():
     """Without ``load_state_dict``: the values of a state dict are the parameters' memory."""
     for api in (theirs, ours):
@@ -429,6 +447,7 @@ CHECKPOINTS = {
     one.__name__: one
     for one in (
         *(theirs_to_ours, ours_to_theirs, ours_to_ours, ours_in_the_background),
+        a_step_right_after_a_save_in_the_background,
         *(full_state_dicts_are_loaded, a_checkpoint_is_loaded_into_the_parameters),
     )
 }

@@ -11,12 +11,15 @@ from support.processes import run_processes
 pytestmark = [pytest.mark.dist, pytest.mark.parity, pytest.mark.timeout(300)]
 
 
+ALONE = ["two_at_once", "one_import", "one_import_with_liger", "loaded_in_parts", "one_unit_is_told"]
+
+
 def cases_of(script):
     text = path_of(script).read_text()
     both = re.findall(r"^@both_versions\ndef (\w+)", text, re.MULTILINE)
     names = [f"{name}_v{version}" for name in both for version in (1, 2)]
     names += re.findall(r"^@case\ndef (\w+)", text, re.MULTILINE)
-    return names + (["two_at_once", "one_import"] if script == "trainer" else [])
+    return names + (ALONE if script == "trainer" else [])
 
 
 def path_of(script):

@@ -6,6 +6,7 @@ import functools
 import os
 import re
 import sys
+import types
 import warnings
 from pathlib import Path
 
@@ -26,10 +27,15 @@ from peft import (
 from safetensors.torch import load_file
 from torch.distributed.checkpoint import FileSystemReader
 from transformers import GPT2Config, GPT2LMHeadModel, T5ForConditionalGeneration
+from transformers.distributed import DistributedConfig
+from transformers.integrations import liger
 
 import fullshard
 from fullshard.compat import transformers as ours
-from fullshard.compat.accelerate import Accelerator
+from fullshard.compat.accelerate import Accelerator, FullyShardedDataParallelPlugin, utils
+from fullshard.compat.torch_fsdp import FullyShardedDataParallel, fully_shard
+from fullshard.core.engine.setup import wrap
+from fullshard.errors import ConfigError, WrapError
 from support.models import tiny_t5_config
 from support.rank_script import parse, print_result, run_checks
 from support.trainers import SETTINGS, STEPS, Stop, ask_for_nothing, both_versions_of, installed, same, trained
@@ -273,7 +279,199 @@ def one_import():
     assert [row.unit for row in rows] == ["(root)", "transformer.h.0", "transformer.h.1"]
 
 
-CHECKS |= {"two_at_once": two_at_once, "one_import": one_import}
+def untied(seed=0):
+    torch.manual_seed(seed)
+    config = gpt2().config
+    config.tie_word_embeddings = False
+    return GPT2LMHeadModel(config)
+
+
+def one_import_with_liger():
+    """A kernel that takes the head's weight, in place of the package, which needs a GPU."""
+    expected = reference(untied)
+    ask_for_nothing()
+
+    def forward(self, input_ids, labels, num_items_in_batch=None, **_):
+        hidden = self.transformer(input_ids=input_ids).last_hidden_state[:, :-1]
+        logits = torch.nn.functional.linear(hidden, self.lm_head.weight).flatten(0, 1)
+        total = torch.nn.functional.cross_entropy(logits, labels[:, 1:].flatten(), reduction="sum")
+        return {"loss": total / (num_items_in_batch or len(logits))}
+
+    def apply(model, **_):
+        model.forward = types.MethodType(forward, model)
+
+    package, kernels = types.ModuleType("liger_kernel"), types.ModuleType("liger_kernel.transformers")
+    kernels._apply_liger_kernel_to_instance = apply
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(wrap, "LARGE_NUMEL", 1000)
+        patch.setattr(liger, "is_liger_kernel_available", lambda: False)
+        with pytest.raises(ImportError, match="pip install liger-kernel"):
+            make(ours, untied, use_liger_kernel=True).train()
+        patch.setitem(sys.modules, "liger_kernel", package)
+        patch.setitem(sys.modules, "liger_kernel.transformers", kernels)
+        patch.setattr(liger, "is_liger_kernel_available", lambda: True)
+        same(trained(make(ours, untied, use_liger_kernel=True)), expected)
+
+
+def loaded_in_parts():
+    """What transformers has divided over ranks by torch's FSDP2 is refused by each face, and not trained by torch's."""
+    if "fsdp_size" not in DistributedConfig.__dataclass_fields__:
+        return  # transformers before 5.20
+    path = directory / "in_parts"
+    if torch.distributed.get_rank() == 0:
+        untied().save_pretrained(path)
+    torch.distributed.barrier()
+    plan = {"transformer.h.*": "free_full_weight"}
+
+    def loaded():
+        return GPT2LMHeadModel.from_pretrained(path, distributed_config=DistributedConfig(fsdp_size=2, fsdp_plan=plan))
+
+    ask_for_nothing()
+    faces = {
+        "trainer": lambda: make(ours, loaded, max_grad_norm=0.0).train(),
+        "model_init": lambda: make(ours, lambda: None, more={"model_init": loaded}).train(),
+        "trainer, version 1": lambda: sharded(1, loaded),
+        "trainer, version 2": lambda: sharded(2, loaded),
+        "accelerator": lambda: Accelerator(mixed_precision="bf16").prepare(loaded()),
+        "version 1": lambda: FullyShardedDataParallel(loaded()),
+        "native": lambda: fullshard.fully_shard(loaded()),
+    }
+    for name, face in faces.items():
+        with pytest.raises(WrapError, match=r"is a DTensor.* leave out .*distributed_config="):
+            print(name, face())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(transformers.distributed.fsdp, "fully_shard", fully_shard)  # as after compat.redirect()
+        with pytest.raises(ConfigError, match=r"from_pretrained\(distributed_config"):
+            loaded()
+
+
+class Pair(torch.nn.Module):
+    """No list of blocks, and nothing that would be a block."""
+
+    def __init__(self):
+        super().__init__()
+        self.encoder = torch.nn.Sequential(torch.nn.Linear(720, 720), torch.nn.Tanh())
+        self.decoder = torch.nn.Bilinear(8, 8, 10_000)
+
+
+def one_unit_is_told():
+    """In the words of the road that the script took, which work."""
+    ask_for_nothing()
+    trainer = make(ours, Pair)
+    with pytest.warns(UserWarning, match=r"All 1,169,120 parameters of Pair are one.*TrainingArguments\(fsdp=True"):
+        trainer.accelerator.prepare_model(trainer.model)
+    trainer = make(ours, Pair, fsdp=True, fsdp_config={"transformer_layer_cls_to_wrap": ["Sequential"]})
+    model = trainer.accelerator.prepare_model(trainer.model)
+    assert "encoder" in [row.unit for row in fullshard.units(trainer.accelerator.unwrap_model(model)).rows]
+    plugin = {"auto_wrap_policy": "transformer_based_wrap", "transformer_cls_names_to_wrap": ["Sequential"]}
+    with pytest.warns(UserWarning, match=r"FullyShardedDataParallelPlugin\(auto_wrap_policy="):
+        Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin()).prepare(Pair())
+    accelerator = Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(**plugin))
+    model = accelerator.prepare(Pair())
+    assert "encoder" in [row.unit for row in fullshard.units(accelerator.unwrap_model(model)).rows]
+    ask_for_nothing()
+    trainer = make(ours, Pair, torch_compile=True)
+    with pytest.raises(ConfigError, match=r"no units inside. Name their classes: TrainingArguments\(fsdp=True"):
+        trainer.accelerator.prepare_model(trainer.model)
+
+
+@both_versions
+def labels_of_unequal_number(version):
+    """The mean over all tokens of a step, on all ranks and in all three batches; an epoch is one step of 12 rows."""
+    data = rows(12)
+    for number, row in enumerate(data):
+        row["labels"] = row["labels"].clone()
+        row["labels"][: 1 + number % 6] = -100  # the first has no prediction
+    plain = gpt2()
+    optimizer, expected = torch.optim.SGD(plain.parameters(), lr=0.5), []
+    for _ in range(3):
+        batch = {key: torch.stack([row[key] for row in data]) for key in ("input_ids", "labels")}
+        logits = plain(input_ids=batch["input_ids"]).logits[:, :-1].flatten(0, 1)
+        loss = torch.nn.functional.cross_entropy(logits, batch["labels"][:, 1:].flatten())
+        loss.backward()
+        norm = torch.nn.utils.get_total_norm([p.grad for p in plain.parameters()])
+        expected.append((loss.item(), norm.item()))
+        optimizer.step()
+        optimizer.zero_grad()
+    options = {"gradient_accumulation_steps": 3, "max_steps": 3, "max_grad_norm": 1e9, "lr_scheduler_type": "constant"}
+    trainer = sharded(version, **(SGD | options))
+    trainer.train_dataset = data
+    trainer.train()
+    logs = [(log["loss"], log["grad_norm"]) for log in trainer.state.log_history if "loss" in log]
+    assert logs == [pytest.approx(one, rel=1e-5) for one in expected]
+    if torch.distributed.get_rank() == 0:
+        torch.testing.assert_close(weights(trainer), dict(plain.state_dict()), rtol=0, atol=1e-5)
+    else:
+        weights(trainer)
+
+
+class Stopping(transformers.TrainerCallback):
+    """Interrupts a run after each second step that it takes, when it has saved."""
+
+    def on_step_end(self, args, state, control, **_):
+        control.should_training_stop = state.global_step % 2 == 0
+
+
+@both_versions
+def stopped_twice_in_an_epoch(version):
+    """And resumed: each row of the epoch is trained once."""
+    folder, seen = directory / f"stopped_twice_{version}", []
+    for number in range(3):
+        callbacks = [] if number == 2 else [Stopping()]
+        options = {"save_strategy": "steps", "save_steps": 2, "max_steps": -1, "num_train_epochs": 1}
+        trainer = sharded(version, callbacks=callbacks, output_dir=str(folder), **options)
+        trainer.train_dataset = rows(24)
+        for index, row in enumerate(trainer.train_dataset):
+            row["input_ids"][0] = index
+        step = trainer.training_step
+
+        def training_step(model, inputs, *rest, step=step):
+            seen.extend(inputs["input_ids"][:, 0].tolist())
+            return step(model, inputs, *rest)
+
+        trainer.training_step = training_step
+        trainer.train(resume_from_checkpoint=number > 0)
+        assert trainer.state.global_step == 2 * (number + 1)
+    everyone = [None, None]
+    torch.distributed.all_gather_object(everyone, seen)
+    assert [len(one) for one in everyone] == [12, 12]
+    assert sorted(everyone[0] + everyone[1]) == list(range(24))
+
+
+@both_versions
+def adapters_of_each_rank(version):
+    """With ``adapter_only``, a file has the rows that each rank holds, here marked by its number."""
+    for kind in ("FULL", "SHARDED"):
+        trainer = sharded(version, lively, config={"state_dict_type": f"{kind}_STATE_DICT"})
+        accelerator, folder = trainer.accelerator, directory / f"marked_{kind}_{version}"
+        model = accelerator.prepare_model(trainer.model)
+        trained = [param for param in model.parameters() if param.requires_grad]
+        with torch.no_grad():
+            for param in trained:
+                param.fill_(torch.distributed.get_rank() + 1.0)
+        expected = {param.shard_meta.name: param.full_tensor() for param in trained}
+        places = [None, None]
+        torch.distributed.all_gather_object(places, {p.shard_meta.name: p.shard_meta.row_range for p in trained})
+        for name, value in expected.items():
+            for rank, of in enumerate(places):
+                assert (value[slice(*of[name])] == rank + 1.0).all(), name
+        plugin = accelerator.state.fsdp_plugin
+        utils.save_fsdp_model(plugin, accelerator, model, str(folder), adapter_only=True)
+        with torch.no_grad():
+            for param in trained:
+                param.zero_()
+        utils.load_fsdp_model(plugin, accelerator, model, str(folder), adapter_only=True)
+        for param in trained:
+            assert torch.equal(param.full_tensor(), expected[param.shard_meta.name])
+
+
+CHECKS |= {
+    "one_unit_is_told": one_unit_is_told,
+    "two_at_once": two_at_once,
+    "one_import": one_import,
+    "one_import_with_liger": one_import_with_liger,
+    "loaded_in_parts": loaded_in_parts,
+}
 
 
 @both_versions

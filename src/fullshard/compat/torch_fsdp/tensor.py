@@ -17,6 +17,7 @@ from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
 from fullshard.core.comm import Mesh, settle
 from fullshard.core.shards import Shard as Rows
+from fullshard.errors import ConfigError
 from fullshard.state.saving.shard_tensor import ShardTensor, UnsplitTensor, part_or_full
 
 __all__ = [
@@ -43,8 +44,22 @@ class _AnyDTensor(type):
 class DTensor(metaclass=_AnyDTensor):
     """Matches distributed tensors in ``isinstance``: a shard, its part in a state dict, or torch's DTensor.
 
-    Other attributes (``from_local``) are those of torch's class.
+    Other attributes are those of torch's class.
     """
+
+    @staticmethod
+    def from_local(local_tensor: torch.Tensor, device_mesh: Any = None, placements: Any = None, **options: Any) -> Any:
+        """Return torch's DTensor of a local tensor; any rank.
+
+        Raises:
+            ConfigError: ``placements`` are a parameter's, whose rows on this rank torch's class cannot describe.
+        """
+        if any(isinstance(place, RaggedShard) for place in placements or ()):
+            raise ConfigError(
+                "DTensor.from_local cannot take the placements of a sharded parameter: its ranks hold runs of rows of "
+                "any size. Every rank calls distribute_tensor(full, p.device_mesh, p.placements) with the full tensor."
+            )
+        return theirs.DTensor.from_local(local_tensor, device_mesh, placements, **options)
 
 
 @dataclass(frozen=True, eq=False)

@@ -6,7 +6,7 @@ from torch.distributed.tensor import Replicate, Shard as TorchsShard
 
 from fullshard.compat.torch_fsdp.fsdp2 import fully_shard
 from fullshard.compat.torch_fsdp.tensor import DTensor, RaggedShard, Shard, distribute_tensor
-from fullshard.errors import ShardingError
+from fullshard.errors import ConfigError, ShardingError
 from support.fsdp2 import with_models
 from support.models import TinyLM
 
@@ -131,3 +131,12 @@ def test_a_part_gives_its_rows_as_a_plain_tensor():
 
     found = on_ranks(work)
     assert any(0 in shape for shapes in found for shape in shapes), "some rank has no rows of some parameter"
+
+
+def test_rows_of_a_rank_are_not_put_together_by_torchs_class():
+    def work(model, comm):
+        value = next(iter(model.state_dict().values()))
+        with pytest.raises(ConfigError, match="distribute_tensor"):
+            DTensor.from_local(torch.ones(3, 5), value.device_mesh, value.placements)
+
+    on_ranks(work, size=1)
