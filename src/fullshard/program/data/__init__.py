@@ -9,6 +9,7 @@ from fullshard.program.data.batching.collate import (
     RowRef as RowRef,
     collate as collate,
 )
+from fullshard.program.data.batching.feed import feed as feed
 from fullshard.program.data.batching.mixture import Mixture as Mixture
 from fullshard.program.data.batching.padding import (
     Shape as Shape,

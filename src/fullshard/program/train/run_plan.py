@@ -579,9 +579,10 @@ def _with_padding(batch: Batch) -> Batch:
     Rows of one length need no mask, and models then leave it out: a Llama's step was 4 % smaller than that of a batch
     with one token less.
     """
-    if len(batch.indices) > 1 and batch.packing is None:
-        batch.attention_mask_BS[-1, -1] = 0
-        batch.prompt_mask_BP[-1, 0 if batch.prompt_mask_BP is not batch.attention_mask_BS else -1] = 0
+    mask, prompt_mask = batch.attention_mask_BS, batch.prompt_mask_BP
+    if len(batch.indices) > 1 and mask is not None and prompt_mask is not None:
+        mask[-1, -1] = 0
+        prompt_mask[-1, 0 if prompt_mask is not mask else -1] = 0
     return batch
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fullshard.core.comm import device_of
+from fullshard.core.comm import Device, device_of
 from fullshard.program.data.tokenizing.tokenize import TokenizedSet
 
 IGNORED_LABEL = -100
@@ -39,6 +39,9 @@ class CollateSpec:
     pad_token_id: int  # id of padding, where the attention mask is zero
     causal: bool = False  # whether source and target are one sequence (decoder-only) rather than two (encoder-decoder)
     packed: bool = False  # whether rows are concatenated into few sequences, instead of padded to the longest
+    # whether the inputs of generation are made too, and the attention mask; what nothing will read need not be made
+    prompts: bool = True
+    masked: bool = True
 
 
 @dataclass(frozen=True)
@@ -48,10 +51,6 @@ class Packing:
     segments_BS: Tensor  # int64, n for the tokens of the n-th row of a sequence, from 1; 0 on padding
     target_segments_BT: Tensor  # the same for the labels; for a causal model ``segments_BS`` itself
     positions_BS: Tensor  # int64, from 0 in each row
-
-    def to(self, device: torch.device | str) -> Packing:
-        """Return a copy on a device; shared tensors stay shared."""
-        return _moved(self, ("segments_BS", "target_segments_BT", "positions_BS"), device)
 
 
 @dataclass(frozen=True)
@@ -63,28 +62,56 @@ class Batch:
     """
 
     input_ids_BS: Tensor  # int64. Encoder-decoder: sources; causal: source and target joined; padded on the right
-    attention_mask_BS: Tensor  # int64, 1 on tokens, 0 on padding
+    attention_mask_BS: Tensor | None  # int64, 1 on tokens, 0 on padding; None if it was not asked for, or packed
     # int64 targets, -100 on padding, on fillers and, when causal (T = S), on the prompt. Packed and causal, also on the
     # first token of each row, which the preceding row must not predict
     labels_BT: Tensor
-    # int64, the input of generation. Encoder-decoder: ``input_ids_BS`` itself; causal: the prompts, padded on the left.
-    # Packed: ``input_ids_BS``, which generation does not use
-    prompt_ids_BP: Tensor
-    prompt_mask_BP: Tensor  # int64 mask of ``prompt_ids_BP``
     target_tokens: int  # number of tokens that count in the loss: all labels except -100, after the model's shift
     tokens: int  # number of source and target tokens of all rows except fillers
     indices: tuple[int, ...]  # index of each row in the tokenized set
     fillers: tuple[bool, ...]  # for each row, whether it is a filler, which does not count in loss and metrics
+    # int64, the input of generation. Encoder-decoder: ``input_ids_BS`` itself; causal: the prompts, padded on the left.
+    # None if it was not asked for, or if rows are packed
+    prompt_ids_BP: Tensor | None = None
+    prompt_mask_BP: Tensor | None = None  # int64 mask of ``prompt_ids_BP``
     packing: Packing | None = None  # the row of each position; None if each row is a separate sequence
     weights_BT: Tensor | None = None  # float32, the weight of each label's row; None: all are 1
     target_weight: float = 0.0  # sum of the weights of the tokens that count; ``target_tokens`` without weights
 
     def to(self, device: torch.device | str) -> Batch:
-        """Return a copy with its tensors on a device; shared tensors stay shared."""
-        names = ("input_ids_BS", "attention_mask_BS", "labels_BT", "prompt_ids_BP", "prompt_mask_BP")
-        names += () if self.weights_BT is None else ("weights_BT",)
-        packing = None if self.packing is None else self.packing.to(device)
-        return replace(_moved(self, names, device), packing=packing)
+        """Return the batch with its tensors on a device, this one if they are there; shared tensors stay shared."""
+        if self.input_ids_BS.device == torch.device(device):
+            return self
+        on_device, mine = device_of(torch.device(device)), _tensors_of(self)
+        return _with(self, {key: on_device.from_host(tensor) for key, tensor in mine.items()})
+
+    def sent(self, device: Device) -> Callable[[], Batch]:
+        """Start copying the tensors to a device; see :meth:`fullshard.core.comm.Device.send`."""
+        mine = _tensors_of(self)
+        arrived = device.send(list(mine.values()))
+        return lambda: _with(self, dict(zip(mine, arrived(), strict=True)))
+
+
+def _tensors_of(holder: Batch | Packing) -> dict[int, Tensor]:
+    """Return the tensors of a batch by their ids: those of several fields once."""
+    found: dict[int, Tensor] = {}
+    for value in (getattr(holder, one.name) for one in fields(holder)):
+        if isinstance(value, Tensor):
+            found[id(value)] = value
+        elif isinstance(value, Packing):
+            found |= _tensors_of(value)
+    return found
+
+
+H = TypeVar("H", Batch, Packing)
+
+
+def _with(holder: H, moved: dict[int, Tensor]) -> H:
+    """Return a batch with other tensors, by the ids of its own."""
+    values = {one.name: getattr(holder, one.name) for one in fields(holder)}
+    changed: dict[str, Any] = {name: moved[id(value)] for name, value in values.items() if isinstance(value, Tensor)}
+    changed |= {name: _with(value, moved) for name, value in values.items() if isinstance(value, Packing)}
+    return replace(holder, **changed)
 
 
 def collate(rows: Sequence[RowRef], tokenized: TokenizedSet, spec: CollateSpec) -> Batch:
@@ -152,17 +179,16 @@ def _labels(ids: NDArray[np.integer], spans: Sequence[int] | NDArray[np.integer]
 def _padded(inputs: Rows, labels: Rows, weights: WeightRows | None, sources: Rows, spec: CollateSpec) -> dict[str, Any]:
     """Return the tensors of a batch in which each row is a sequence."""
     input_ids, attention_mask = _pad(inputs, spec.pad_token_id)
-    prompt_ids, prompt_mask = input_ids, attention_mask
-    if spec.causal:
-        prompt_ids, prompt_mask = _pad(sources, spec.pad_token_id, left=True)
-    return {
+    batch = {
         "input_ids_BS": input_ids,
-        "attention_mask_BS": attention_mask,
+        "attention_mask_BS": attention_mask if spec.masked else None,
         "labels_BT": _pad(labels, IGNORED_LABEL)[0],
-        "prompt_ids_BP": prompt_ids,
-        "prompt_mask_BP": prompt_mask,
         "weights_BT": None if weights is None else _pad(weights, 1, np.float32)[0],
     }
+    if not spec.prompts:
+        return batch
+    prompts = _pad(sources, spec.pad_token_id, left=True) if spec.causal else (input_ids, attention_mask)
+    return {**batch, "prompt_ids_BP": prompts[0], "prompt_mask_BP": prompts[1]}
 
 
 def _packed(inputs: Rows, labels: Rows, weights: WeightRows | None, spec: CollateSpec) -> dict[str, Any]:
@@ -173,7 +199,7 @@ def _packed(inputs: Rows, labels: Rows, weights: WeightRows | None, spec: Collat
         sequences = share_sequences([[len(row)] for row in inputs])
     else:
         sequences = share_sequences([[len(row), len(label)] for row, label in zip(inputs, labels, strict=True)])
-    input_ids, attention_mask = _pad(_concatenated(inputs, sequences), spec.pad_token_id)
+    input_ids, _ = _pad(_concatenated(inputs, sequences), spec.pad_token_id)
     segments, _ = _pad([_segments(inputs, sequence) for sequence in sequences], 0)
     positions, _ = _pad([np.concatenate([np.arange(len(inputs[row])) for row in rows]) for rows in sequences], 0)
     target_segments = segments
@@ -181,10 +207,8 @@ def _packed(inputs: Rows, labels: Rows, weights: WeightRows | None, spec: Collat
         target_segments, _ = _pad([_segments(labels, sequence) for sequence in sequences], 0)
     return {
         "input_ids_BS": input_ids,
-        "attention_mask_BS": attention_mask,
+        "attention_mask_BS": None,
         "labels_BT": _pad(_concatenated(labels, sequences), IGNORED_LABEL)[0],
-        "prompt_ids_BP": input_ids,
-        "prompt_mask_BP": attention_mask,
         "packing": Packing(segments, target_segments, positions),
         "weights_BT": None if weights is None else _pad(_concatenated(weights, sequences), 1, np.float32)[0],
     }
@@ -213,13 +237,6 @@ def _pad(rows: Rows | WeightRows, value: int, dtype: type = np.int64, *, left: b
         span = slice(longest - len(row), longest) if left else slice(0, len(row))
         padded[position, span], mask[position, span] = row, 1
     return torch.from_numpy(padded), torch.from_numpy(mask)
-
-
-def _moved(holder: Any, names: Sequence[str], device: torch.device | str) -> Any:
-    """Copy a frozen dataclass with the named tensors on a device; shared tensors stay shared."""
-    on_device = device_of(torch.device(device))
-    moved = {id(tensor): on_device.from_host(tensor) for tensor in (getattr(holder, name) for name in names)}
-    return replace(holder, **{name: moved[id(getattr(holder, name))] for name in names})
 
 
 def share_sequences(lengths: Sequence[Sequence[int]]) -> list[list[int]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -51,7 +51,7 @@ class Assembly:
     schedule: LearningRateSchedule  # learning rate factor of each step
     train_set: TokenizedSet  # token ids of the training rows
     plan: BatchPlan  # rows of each step of the first epoch
-    collate: CollateSpec  # padding and the kind of model
+    collate: CollateSpec  # how training batches are made, and the kind of model
     evaluation: EvaluationSpec | None  # rows and metrics of an evaluation; None if the run never evaluates
     parameters: int  # elements of all parameters, a tied one counted once
     padding_share: float  # share of padding among all positions of an epoch's batches
@@ -115,7 +115,12 @@ def assemble(
         schedule=learning_rate_schedule(config, plan.num_steps),
         train_set=train_set,
         plan=plan,
-        collate=collate_spec(tokenizer, causal=causal),
+        collate=replace(
+            collate_spec(tokenizer, causal=causal),
+            packed=config.training.packing,
+            prompts=False,
+            masked=not causal or router is not None,
+        ),
         evaluation=evaluation,
         parameters=parameters,
         padding_share=share,
