@@ -70,7 +70,7 @@ from fullshard.program.train.setup.model import UnreadWeights, outline_model, ow
 from fullshard.program.train.setup.optimizers import make_optimizer
 from fullshard.program.train.setup.prepare import Prepared, collate_spec
 from fullshard.program.train.setup.quantization import describe_quantization
-from fullshard.program.train.setup.steps import learning_rate_schedule, make_plan
+from fullshard.program.train.setup.steps import learning_rate_schedule, make_plan, training_batches
 from fullshard.sizes import format_bytes, format_duration
 
 _STEPS = 4
@@ -285,7 +285,7 @@ def plan_prepared(  # noqa: PLR0913 (each caller needs another part)
         UserError: Model or settings cannot be used.
     """
     devices = Devices.of_sheet(device)
-    asked, config = config, uncompiled(for_devices(config, devices))
+    asked, config = config, for_devices(config, devices)
     training = config.training
     times, unsharded = training.gradient_accumulation_steps, training.accumulate == "unsharded"
     # Full gradients are there from the second micro-batch on, and the last one reduces them.
@@ -360,14 +360,14 @@ def try_step(config: RunConfig, data: Prepared, world_size: int) -> None:
     shortest = int(np.argmin(np.asarray(data.train_set.lengths)))
     spec = replace(collate_spec(data.tokenizer, causal=data.causal), packed=config.training.packing)
     batch = collate([RowRef(shortest)], data.train_set, spec)
-    build = partial(_build, uncompiled(config), data, [[batch]], None, _Told(lambda done, total: None, 0), first=0)
+    build = partial(_build, config, data, [[batch]], None, _Told(lambda done, total: None, 0), first=0)
     simulate_on(build, 0, world_size, None, timed=False)
 
 
 def draw_plan(config: RunConfig, data: Prepared, plan: RunPlan) -> MemoryTimeline:
     """Return the memory timeline of the fullest step of ``plan``, which :func:`plan_prepared` returned for this run."""
     told = _Told(lambda done, total: None, 0)
-    config = uncompiled(for_devices(config, Devices.of_sheet(plan.device)))
+    config = for_devices(config, Devices.of_sheet(plan.device))
     config = with_unsharded(config) if plan.accumulate == "unsharded" else config
     build = partial(_build, config, data, largest_steps(config, data, plan.world_size), None, told)
     timeline = simulate_on(build, plan.rank, plan.world_size, plan.device, draws=True).timeline
@@ -411,7 +411,8 @@ class _Told:
 
 
 def _sharded(config: RunConfig, data: Prepared, comm: Comm) -> Any:
-    """Return the run's model, sharded, without its weights."""
+    """Return the run's model, sharded, without its weights; blocks are not compiled, so each operator is seen."""
+    config = uncompiled(config)
     if config.model.path is None:
         model, weights, values = prepare_model(config, data.tokenizer).model, None, []
     else:
@@ -468,7 +469,7 @@ def middle_step(config: RunConfig, data: Prepared, epoch: BatchPlan) -> list[Bat
     padded = {n: sum(len(rows) * int(lengths[rows].max()) for rows in batches) for n, batches in places.items()}
     mean = sum(padded.values()) / len(padded)
     middle = min(numbers, key=lambda number: abs(padded[number] - mean))
-    spec = replace(collate_spec(data.tokenizer, causal=data.causal), packed=config.training.packing)
+    spec = training_batches(config, collate_spec(data.tokenizer, causal=data.causal), epoch, data.train_set)
     return next(steps(data.train_set, epoch, 0, spec, start=middle))
 
 
@@ -499,15 +500,15 @@ def largest_steps(config: RunConfig, data: Prepared, world_size: int, *, listed:
     # A row of a weighted set may occur twice in a micro-batch, which the longest rows do not show.
     listed = listed or bool(config.data.weights)
     if not listed and not training.packing and training.per_device_train_batch_tokens is None:
-        return [[longest_batch(config, data)] * training.gradient_accumulation_steps]
+        return [[longest_batch(config, data, world_size)] * training.gradient_accumulation_steps]
+    spec = _training_spec(config, data, world_size)
     found: tuple[dict[Shape, _Step], ...] = ({}, {}, {})
-    for step in _counted(_steps(config, data, world_size)):
+    for step in _counted(_steps(config, data, world_size, spec)):
         for place, (shape, _) in enumerate(step):
             reduces = training.accumulate == "unsharded" and place == len(step) - 1
             found[2 if reduces else min(place, 1)].setdefault(shape, step)
     chosen = [step for steps in found if steps for step in _largest(steps)]
     chosen = sorted({id(step): step for step in chosen}.values(), key=len)
-    spec = replace(collate_spec(data.tokenizer, causal=data.causal), packed=training.packing)
     return [[_with_padding(_collated(rows, data.train_set, spec)) for _, rows in step] for step in chosen]
 
 
@@ -526,13 +527,19 @@ def _largest(steps: Mapping[Shape, _Step]) -> list[_Step]:
     return [list(steps.values())[place] for place in places]
 
 
-def _steps(config: RunConfig, data: Prepared, world_size: int) -> Iterator[_Step]:
+def _training_spec(config: RunConfig, data: Prepared, world_size: int) -> CollateSpec:
+    """Return how the run's batches are made, with what only evaluations read."""
+    epoch = make_plan(config, data.train_set, world_size, causal=data.causal)
+    return training_batches(config, collate_spec(data.tokenizer, causal=data.causal), epoch, data.train_set)
+
+
+def _steps(config: RunConfig, data: Prepared, world_size: int, spec: CollateSpec) -> Iterator[_Step]:
     first = make_plan(config, data.train_set, world_size, causal=data.causal)
-    left, packed = learning_rate_schedule(config, first.num_steps).total_steps, config.training.packing
+    left = learning_rate_schedule(config, first.num_steps).total_steps
     for epoch in range(ceil(left / first.num_steps)):
         steps = min(left, first.num_steps)
         left -= steps
-        yield from step_shapes(first.for_epoch(epoch), data.train_set, steps, causal=data.causal, packed=packed)
+        yield from step_shapes(first.for_epoch(epoch), data.train_set, steps, spec)
 
 
 def _collated(indices: NDArray[np.int64], rows: TokenizedSet, spec: CollateSpec) -> Batch:
@@ -549,7 +556,7 @@ def _largest_held_out(config: RunConfig, data: Prepared, world_size: int) -> Hel
     spec = collate_spec(data.tokenizer, causal=data.causal)
 
     def largest(tokens: Callable[[Shape], int], *, causal: bool) -> Batch:
-        batches = chain.from_iterable(step_shapes(plan, rows, plan.num_steps, causal=causal))
+        batches = chain.from_iterable(step_shapes(plan, rows, plan.num_steps, replace(spec, causal=causal)))
         _, found = max(_counted(batches), key=lambda one: tokens(one[0]))
         return _with_padding(_collated(found, rows, spec))
 
@@ -566,10 +573,12 @@ def _counted(values: Iterable[T]) -> Iterator[T]:
         yield value
 
 
-def longest_batch(config: RunConfig, data: Prepared) -> Batch:
+def longest_batch(config: RunConfig, data: Prepared, world_size: int) -> Batch:
     """Return a micro-batch that is at least as large as any of the run, of rows of the data; any process, alone."""
     rows = longest_rows(data.train_set, config.training.per_device_train_batch_size, causal=data.causal)
-    spec = collate_spec(data.tokenizer, causal=data.causal)
+    spec = _training_spec(config, data, world_size)
+    # The last shape holds any micro-batch of the run, also where no row is longest on both sides.
+    spec = replace(spec, shapes=spec.shapes[-1:])
     return _with_padding(collate([RowRef(row) for row in rows], data.train_set, spec))
 
 
@@ -633,9 +642,9 @@ def measure_rates(
         ConfigError: The settings cannot be planned.
         UserError: As for training.
     """
-    config = uncompiled(config)
     epoch = make_plan(config, data.train_set, world_size, causal=data.causal)
     batches = middle_step(config, data, epoch)
+    config = uncompiled(config)
     return planner.measure_rates(partial(_build_measured, config, data, batches), comm, world_size, progress)
 
 

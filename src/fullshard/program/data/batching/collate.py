@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
@@ -13,14 +12,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fullshard.core.comm import Device, device_of
+from fullshard.program.data.batching.shapes import Shape, fit, share_sequences
 from fullshard.program.data.tokenizing.tokenize import TokenizedSet
 
 IGNORED_LABEL = -100
 """Label of positions that are not targets, ignored by torch's and Hugging Face's cross-entropy."""
-
-MOST_PADDING = 0.02
-"""Maximum share of padding in a packed batch. Fewer, longer sequences have less padding, but cost more attention,
-since its masked part is computed too."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +38,11 @@ class CollateSpec:
     # whether the inputs of generation are made too, and the attention mask; what nothing will read need not be made
     prompts: bool = True
     masked: bool = True
+    # whether batches with few rows get fillers up to a fixed shape's; the routers' own loss would count them
+    fills: bool = True
+    # shapes that batches are padded to, each to the first that holds its rows: of ``choose_shapes``. Empty: every batch
+    # has its own
+    shapes: tuple[Shape, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -123,8 +124,18 @@ def collate(rows: Sequence[RowRef], tokenized: TokenizedSet, spec: CollateSpec) 
         spec: Padding or packing, and the kind of model.
 
     Returns:
-        The batch; each axis has the length of its longest row, or of its longest sequence if rows are packed.
+        The batch; each axis has the length of its longest row, or of its longest sequence if rows are packed. If shapes
+        are fixed it has one of them: the first row is repeated as a filler, or with packed rows empty sequences follow.
     """
+    size: Shape | None = None
+    sequences: list[list[int]] = []
+    if spec.shapes:
+        size, sequences = fit(spec.shapes, _lengths(rows, tokenized, causal=spec.causal), packed=spec.packed)
+        if not spec.packed:
+            size = size if spec.fills else (len(rows), *size[1:])
+            rows = [*rows, *[RowRef(rows[0].index, filler=True)] * (size[0] - len(rows))]
+    elif spec.packed:
+        sequences = share_sequences(_lengths(rows, tokenized, causal=spec.causal))
     sources = [tokenized.source_ids[row.index] for row in rows]
     targets = [tokenized.target_ids[row.index] for row in rows]
     # A filler has attention like any row, since a softmax over nothing is nan, but no labels.
@@ -145,7 +156,10 @@ def collate(rows: Sequence[RowRef], tokenized: TokenizedSet, spec: CollateSpec) 
     weights = None
     if tokenized.weights is not None:
         weights = [np.full(len(label), tokenized.weights[row.index]) for row, label in zip(rows, labels, strict=True)]
-    fields = _packed(inputs, labels, weights, spec) if spec.packed else _padded(inputs, labels, weights, sources, spec)
+    if spec.packed:
+        fields = _packed(inputs, labels, weights, spec, sequences, size)
+    else:
+        fields = _padded(inputs, labels, weights, sources, spec, size)
     counted = _counted(fields["labels_BT"], causal=spec.causal)
     target_tokens = int(counted.sum())
     by_position = fields["weights_BT"]
@@ -168,6 +182,12 @@ Rows = Sequence[NDArray[np.integer]]
 WeightRows = Sequence[NDArray[np.float64]]
 
 
+def _lengths(rows: Sequence[RowRef], tokenized: TokenizedSet, *, causal: bool) -> list[tuple[int, ...]]:
+    """Return the tokens of each row on each side, which are joined for a causal model."""
+    pairs = [(len(tokenized.source_ids[row.index]), len(tokenized.target_ids[row.index])) for row in rows]
+    return [(source + target,) for source, target in pairs] if causal else list(pairs)
+
+
 def _labels(ids: NDArray[np.integer], spans: Sequence[int] | NDArray[np.integer]) -> NDArray[np.integer]:
     """Return the ids within the spans, and the ignored label elsewhere."""
     labels = np.full(len(ids), IGNORED_LABEL)
@@ -176,14 +196,17 @@ def _labels(ids: NDArray[np.integer], spans: Sequence[int] | NDArray[np.integer]
     return labels
 
 
-def _padded(inputs: Rows, labels: Rows, weights: WeightRows | None, sources: Rows, spec: CollateSpec) -> dict[str, Any]:
+def _padded(
+    inputs: Rows, labels: Rows, weights: WeightRows | None, sources: Rows, spec: CollateSpec, size: Shape | None
+) -> dict[str, Any]:
     """Return the tensors of a batch in which each row is a sequence."""
-    input_ids, attention_mask = _pad(inputs, spec.pad_token_id)
+    source, target = _sides(size)
+    input_ids, attention_mask = _pad(inputs, spec.pad_token_id, size=source)
     batch = {
         "input_ids_BS": input_ids,
         "attention_mask_BS": attention_mask if spec.masked else None,
-        "labels_BT": _pad(labels, IGNORED_LABEL)[0],
-        "weights_BT": None if weights is None else _pad(weights, 1, np.float32)[0],
+        "labels_BT": _pad(labels, IGNORED_LABEL, size=target)[0],
+        "weights_BT": None if weights is None else _pad(weights, 1, np.float32, size=target)[0],
     }
     if not spec.prompts:
         return batch
@@ -191,26 +214,34 @@ def _padded(inputs: Rows, labels: Rows, weights: WeightRows | None, sources: Row
     return {**batch, "prompt_ids_BP": prompts[0], "prompt_mask_BP": prompts[1]}
 
 
-def _packed(inputs: Rows, labels: Rows, weights: WeightRows | None, spec: CollateSpec) -> dict[str, Any]:
+def _packed(
+    inputs: Rows,
+    labels: Rows,
+    weights: WeightRows | None,
+    spec: CollateSpec,
+    sequences: list[list[int]],
+    size: Shape | None,
+) -> dict[str, Any]:
     """Return the tensors of a batch in which a sequence has several rows."""
+    source, target = _sides(size)
     if spec.causal:
         for row in labels:
             row[:1] = IGNORED_LABEL
-        sequences = share_sequences([[len(row)] for row in inputs])
-    else:
-        sequences = share_sequences([[len(row), len(label)] for row, label in zip(inputs, labels, strict=True)])
-    input_ids, _ = _pad(_concatenated(inputs, sequences), spec.pad_token_id)
-    segments, _ = _pad([_segments(inputs, sequence) for sequence in sequences], 0)
-    positions, _ = _pad([np.concatenate([np.arange(len(inputs[row])) for row in rows]) for rows in sequences], 0)
+    input_ids, _ = _pad(_concatenated(inputs, sequences), spec.pad_token_id, size=source)
+    segments, _ = _pad([_segments(inputs, sequence) for sequence in sequences], 0, size=source)
+    places = [np.concatenate([np.arange(len(inputs[row])) for row in rows]) for rows in sequences]
+    positions, _ = _pad(places, 0, size=source)
     target_segments = segments
     if not spec.causal:
-        target_segments, _ = _pad([_segments(labels, sequence) for sequence in sequences], 0)
+        target_segments, _ = _pad([_segments(labels, sequence) for sequence in sequences], 0, size=target)
     return {
         "input_ids_BS": input_ids,
         "attention_mask_BS": None,
-        "labels_BT": _pad(_concatenated(labels, sequences), IGNORED_LABEL)[0],
+        "labels_BT": _pad(_concatenated(labels, sequences), IGNORED_LABEL, size=target)[0],
         "packing": Packing(segments, target_segments, positions),
-        "weights_BT": None if weights is None else _pad(_concatenated(weights, sequences), 1, np.float32)[0],
+        "weights_BT": None
+        if weights is None
+        else _pad(_concatenated(weights, sequences), 1, np.float32, size=target)[0],
     }
 
 
@@ -229,39 +260,27 @@ def _counted(labels_BT: Tensor, *, causal: bool) -> Tensor:
     return (labels_BT[:, 1:] if causal else labels_BT) != IGNORED_LABEL
 
 
-def _pad(rows: Rows | WeightRows, value: int, dtype: type = np.int64, *, left: bool = False) -> tuple[Tensor, Tensor]:
-    """Return rows as one tensor (rows, longest row), int64 or float32, and its int64 mask of the same shape."""
-    longest = max(map(len, rows))
-    padded, mask = np.full((len(rows), longest), value, dtype), np.zeros((len(rows), longest), np.int64)
+def _sides(size: Shape | None) -> tuple[tuple[int, int] | None, tuple[int, int] | None]:
+    """Return sequences and tokens of a fixed shape's source and target side."""
+    return (None, None) if size is None else (size[:2], (size[0], size[2]))
+
+
+def _pad(
+    rows: Rows | WeightRows,
+    value: int,
+    dtype: type = np.int64,
+    *,
+    left: bool = False,
+    size: tuple[int, int] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return rows as one tensor of ``size``, int64 or float32, and its int64 mask of the same shape.
+
+    ``size`` is (rows, longest row) or larger; None: just that.
+    """
+    size = size or (len(rows), max(map(len, rows)))
+    longest = size[1]
+    padded, mask = np.full(size, value, dtype), np.zeros(size, np.int64)
     for position, row in enumerate(rows):
         span = slice(longest - len(row), longest) if left else slice(0, len(row))
         padded[position, span], mask[position, span] = row, 1
     return torch.from_numpy(padded), torch.from_numpy(mask)
-
-
-def share_sequences(lengths: Sequence[Sequence[int]]) -> list[list[int]]:
-    """Distribute rows over as many sequences as possible with hardly any padding; the same on every rank.
-
-    The number of sequences is halved until padding is at most :data:`MOST_PADDING` of all positions; one sequence has
-    none. Rows are assigned longest first, each to the shortest sequence so far.
-
-    ``lengths`` are the tokens of each row on each side: source and target, or both joined for a causal model. Returns
-    the row numbers of each sequence, in order; no sequence is empty.
-    """
-    tokens, sides, count = sum(map(sum, lengths)), range(len(lengths[0])), len(lengths)
-    while True:
-        sequences = _deal(lengths, count)
-        longest = [max(sum(lengths[row][side] for row in rows) for rows in sequences) for side in sides]
-        if count == 1 or 1 - tokens / (len(sequences) * sum(longest)) <= MOST_PADDING:
-            return sequences
-        count = (count + 1) // 2
-
-
-def _deal(lengths: Sequence[Sequence[int]], count: int) -> list[list[int]]:
-    sequences: list[list[int]] = [[] for _ in range(count)]
-    shortest = [(0, number) for number in range(count)]
-    for row in sorted(range(len(lengths)), key=lambda row: -sum(lengths[row])):
-        tokens, number = heapq.heappop(shortest)
-        sequences[number].append(row)
-        heapq.heappush(shortest, (tokens + sum(lengths[row]), number))
-    return [sorted(rows) for rows in sequences if rows]

@@ -21,8 +21,8 @@ def feed(made: Generator[list[Batch]], device: torch.device) -> Generator[list[B
     """
     target = device_of(device)
     if not target.queues:
-        # A thread would take the time of the ranks' own: with two ranks on two cores it made steps of 8 rows 1 to 2 %
-        # slower, and collating them is 0.4 ms.
+        # There the thread would take the processor from the step. Making the batches of a step of 0.5 s took 0.5 ms,
+        # and with a thread such steps took 0.90 to 1.04 times as long: no gain that could be measured.
         with closing(made):
             for batches in made:
                 yield [batch.to(device) for batch in batches]

@@ -24,6 +24,7 @@ from fullshard.program.config import RunConfig, TrainingConfig
 from fullshard.program.data import Batch, feed, step_sizes, steps
 from fullshard.program.metrics import higher_is_better, is_better
 from fullshard.program.models import Objective
+from fullshard.program.speed import Compiled, watch_compiling
 from fullshard.program.train.evaluation.evaluate import evaluate
 from fullshard.program.train.evaluation.generation import fits_at_once
 from fullshard.program.train.reporting.reports import EndedBy, EvaluationReport, RunSummary, StepReport
@@ -168,6 +169,7 @@ class TrainingRun:
         self._paced_from_s = 0.0
         self._late = decided and device_of(parts.comm.device).queues
         self._unread: IssuedStep | None = None
+        self._compiled = Compiled()
         self._read_s = 0.0
 
     @property
@@ -184,7 +186,11 @@ class TrainingRun:
         self._begin()
         # A resumed run traces a step only if its checkpoint has no trace, or has one of another number of ranks.
         traced = 0 if self.record.peak_bytes else self._timetable.heaviest_step(self.resumed_step)
-        with self._stop, closing(self._timetable.steps_after(self.resumed_step)) as steps_due:
+        with ExitStack() as ending:
+            ending.enter_context(self._stop)
+            steps_due = ending.enter_context(closing(self._timetable.steps_after(self.resumed_step)))
+            if "compile" in self._config.ways:
+                ending.enter_context(watch_compiling(self._compiling))
             self._make_up_evaluation()
             for due in steps_due:
                 reason = self._early_end(due.position.step - 1)
@@ -232,6 +238,16 @@ class TrainingRun:
         start = start if self._planned is None else replace(start, plan=self._planned.values)
         for sink in self._sinks:
             sink.start(start)
+
+    def _compiling(self, found: Compiled) -> None:
+        """Tell that blocks were compiled; a block that is compiled after the first epoch costs time unexpectedly."""
+        step = self.record.last.step if self.record.last is not None else 0
+        epoch_over = step >= self.resumed_step + self._parts.schedule.steps_per_epoch
+        again = found.graphs > self._compiled.graphs and epoch_over
+        self.record.compile_seconds += found.seconds - self._compiled.seconds
+        self._compiled = replace(found)
+        for sink in self._sinks:
+            sink.compiling(found.graphs, found.seconds, late_after=step if again else None)
 
     def _early_end(self, steps: int) -> EndedBy | None:
         """Return why the run ends before its next step, after ``steps``, or None. A run has at least one step.
@@ -532,8 +548,7 @@ class Timetable:
         epoch, taken = divmod(resumed_step, self._per_epoch)
         before = epoch * self._per_epoch
         left = min(self._per_epoch, self._total - before)
-        causal, packed = parts.collate.causal, self._settings.packing
-        sizes = step_sizes(parts.plan.for_epoch(epoch), parts.train_set, 0, causal=causal, packed=packed)
+        sizes = step_sizes(parts.plan.for_epoch(epoch), parts.train_set, 0, parts.collate)
         later = range(taken or 1, left) or range(taken, left)
         return before + 1 + max(later, key=sizes.__getitem__) if later else 0
 
