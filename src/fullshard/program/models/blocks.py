@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -96,10 +97,16 @@ def compile_blocks(model: PreTrainedModel, *, backend: str = "inductor") -> None
 
 
 def _computes_bias(block: Any) -> bool:
-    """Return True for the first block of a T5's stack, whose position bias all others get from it."""
-    attention = getattr(next(iter(getattr(block, "layer", ())), None), "SelfAttention", None)
-    takes = "position_bias" in inspect.signature(type(block).forward).parameters
-    return takes and bool(getattr(attention, "has_relative_attention_bias", False))
+    """Return True for the first block of a T5's stack, whose position bias all others get from it.
+
+    Earlier versions of transformers add the mask to the bias, only where it is computed; there it must not be given.
+    """
+    attention: Any = getattr(next(iter(getattr(block, "layer", ())), None), "SelfAttention", None)
+    if not getattr(attention, "has_relative_attention_bias", False):
+        return False
+    computes = getattr(sys.modules[type(attention).__module__], "eager_attention_forward", None)
+    both = (type(block).forward, computes)
+    return computes is not None and all("position_bias" in inspect.signature(one).parameters for one in both)
 
 
 @untraced

@@ -81,9 +81,10 @@ class Batch:
 
     def to(self, device: torch.device | str) -> Batch:
         """Return the batch with its tensors on a device, this one if they are there; shared tensors stay shared."""
-        if self.input_ids_BS.device == torch.device(device):
+        here, there = self.input_ids_BS.device, torch.device(device)
+        if here.type == there.type and there.index in (None, here.index):
             return self
-        on_device, mine = device_of(torch.device(device)), _tensors_of(self)
+        on_device, mine = device_of(there), _tensors_of(self)
         return _with(self, {key: on_device.from_host(tensor) for key, tensor in mine.items()})
 
     def sent(self, device: Device) -> Callable[[], Batch]:
