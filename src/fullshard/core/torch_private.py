@@ -6,9 +6,12 @@ version. Attributes of torch's own objects that are read where they are needed a
 
 from __future__ import annotations
 
+import functools
 import importlib
+import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -23,6 +26,7 @@ ATTRIBUTES = {
         "_modules": "no model with shared or quantised modules can be sharded",
         "_non_persistent_buffers_set": "weights cannot be loaded or saved: which buffers are saved is not known",
         "_compiled_call_impl": "a model with compiled blocks cannot run",
+        "_call_impl": "blocks cannot be compiled",
     },
     "torch.Tensor": {
         "_version": "changes of shards between forward and backward are not noticed",
@@ -126,6 +130,51 @@ cannot be moved."""
 
 fan_in_and_out = _named("torch.nn.init", "_calculate_fan_in_and_fan_out")
 """Fans of a shape, for initialisers of shards. Gone: parameters cannot be initialised."""
+
+
+limits_each_function = "recompile_limit" in inspect.signature(torch.compile).parameters
+"""Whether ``torch.compile`` takes a limit of graphs; torch 2.11 has one for all functions only."""
+
+
+def compiled(call: Callable[..., Any], *, graphs: int, **how: Any) -> Callable[..., Any]:
+    """Return ``torch.compile`` of a function of which the compiler makes up to so many graphs before it gives up.
+
+    Where the limit is that of all functions, it is raised while this one runs; gone: compiled blocks cannot run.
+    """
+    if limits_each_function:
+        how["recompile_limit"] = graphs
+        return torch.compile(call, **how)
+    inner: Callable[..., Any] = torch.compile(call, **how)
+
+    @functools.wraps(call)
+    def limited(*args: Any, **kwargs: Any) -> Any:
+        with _needed("torch._dynamo", "config").patch(recompile_limit=graphs):
+            return inner(*args, **kwargs)
+
+    return limited
+
+
+@contextmanager
+def compiler_watched(begins: Callable[[Any], None], ends: Callable[[Any], None]) -> Iterator[None]:
+    """Call functions before and after each run of the compiler inside the context. Gone: nobody is told of it."""
+    handler = getattr(importlib.import_module("torch._dynamo.callback"), "callback_handler", None)
+    if handler is None:
+        yield
+        return
+    handler.register_start_callback(begins)
+    handler.register_end_callback(ends)
+    try:
+        yield
+    finally:
+        handler.remove_start_callback(begins)
+        handler.remove_end_callback(ends)
+
+
+def graphs_compiled() -> int:
+    """Return how many graphs this process has compiled. Gone: always 0."""
+    counters = getattr(importlib.import_module("torch._dynamo.utils"), "counters", {"stats": {}})
+    return int(counters["stats"].get("unique_graphs", 0))
+
 
 _task = _named("torch._C", "_current_graph_task_id")
 

@@ -6,6 +6,8 @@ ConfigError with the version. transformers is not imported here.
 
 from __future__ import annotations
 
+import functools
+import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +15,8 @@ from fullshard.errors import private_name
 
 TRAINER_METHODS = ("create_accelerator_and_postprocess", "_wrap_model", "save_model", "create_model_card")
 """Methods of ``Trainer`` that are replaced. Without one, ``fullshard.compat.transformers`` cannot be imported."""
+
+_SKIPS = "_ignore_bidirectional_mask_sdpa"
 
 _ATTENTION = {
     "sdpa": "_supports_sdpa",
@@ -49,6 +53,24 @@ def may_be_missing(model: Any) -> list[str]:
 def may_be_left_over(model: Any) -> list[str]:
     """Return patterns of tensors that files may have in addition. Gone: such files are refused, with the names."""
     return list(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())
+
+
+def always_mask() -> None:
+    """Let encoders always compute with the padding mask they are given, in this process; values stay the same.
+
+    transformers leaves out a mask that hides nothing, which it reads on the CPU, and then a compiled block needs a
+    second graph. Gone: it does.
+    """
+    masks: Any = importlib.import_module("transformers.masking_utils")
+    skips = getattr(masks, _SKIPS, None)
+    if skips is None or getattr(skips, "__wrapped__", None) is not None:
+        return
+
+    @functools.wraps(skips)
+    def skips_only_no_mask(padding_mask: Any, *args: Any, **kwargs: Any) -> bool:
+        return padding_mask is None and skips(padding_mask, *args, **kwargs)
+
+    setattr(masks, _SKIPS, skips_only_no_mask)
 
 
 def block_classes(model: Any) -> set[str]:

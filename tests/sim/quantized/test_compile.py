@@ -37,7 +37,7 @@ def test_compiled_blocks_of_quantised_layers_train_alike(type, backend, kind):
         model.tie_weights()
         adapted = add_adapter(model, AdapterSpec("lora", str(path), r=4, lora_alpha=8), seed=0)
         if compiled:
-            compile_blocks(adapted.model, backend=backend, dynamic=True)
+            compile_blocks(adapted.model, backend=backend)
         source = Pretrained(path, quantize=Quantize(type, skip=skip))
         fully_shard(adapted.model, comm, weights=AdapterWeights(source, lora_values(adapted.model)))
         return train_sharded(adapted.model, comm, loss_of, data, sharded=True)

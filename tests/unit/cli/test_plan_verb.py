@@ -104,7 +104,7 @@ def peaks(done, *arguments):
 def test_a_length_gives_the_plan_of_rows_of_that_length_without_reading_any(tmp_path, done):
     path = write_directory_run(tmp_path, training__packing=False)
     config = load_run(path, [])
-    batch = longest_batch(config, prepare(config))
+    batch = longest_batch(config, prepare(config), 1)
     length = f"{batch.input_ids_BS.shape[1]}/{batch.labels_BT.shape[1]}"
     options = ["training.per_device_eval_batch_size=1"]
     with_data = peaks(done, str(path), "training.eval_strategy=no", *options)

@@ -105,10 +105,10 @@ def test_epochs_differ_in_order_and_company_and_repeat_exactly():
 def test_a_budget_is_mostly_used_and_little_of_it_is_padding():
     sources, targets = draw_lengths(4000)
     plan, tokenized = plan_of(sources, targets, batch_tokens=4000, world_size=2), token_set(sources, targets)
-    assert padding_share(plan, tokenized, causal=False) < 0.12
-    assert np.mean(step_sizes(plan, tokenized, 1, causal=False)) > 0.85 * 4000
+    assert padding_share(plan, tokenized, CollateSpec(0)) < 0.12
+    assert np.mean(step_sizes(plan, tokenized, 1, CollateSpec(0))) > 0.85 * 4000
     rows = plan_of(sources, targets, batch_tokens=4000, causal=True)
-    assert padding_share(rows, tokenized, causal=True) < 0.07
+    assert padding_share(rows, tokenized, CollateSpec(0, causal=True)) < 0.07
 
 
 def test_a_row_above_the_budget_is_refused_with_both_numbers():
@@ -152,9 +152,9 @@ def test_the_padding_share_is_that_of_the_batches(causal, packed):
             sizes = [b.input_ids_BS.numel() + (0 if causal else b.labels_BT.numel()) for b in batches]
             real += sum(batch.tokens for batch in batches)
             positions += sum(sizes)
-            told = step_sizes(plan, tokenized, rank, causal=causal, packed=packed)[step]
+            told = step_sizes(plan, tokenized, rank, spec)[step]
             assert told == max(sizes) or (packed and 0.97 * max(sizes) < told <= max(sizes))
-    share = padding_share(plan, tokenized, causal=causal, packed=packed)
+    share = padding_share(plan, tokenized, spec)
     assert share == pytest.approx(1 - real / positions)
     assert share < 0.06 if packed else share > 0.2
 

@@ -70,3 +70,14 @@ def test_to_moves_every_tensor_and_keeps_shared_ones_shared(t5_like, gpt_like):
         assert {getattr(batch, name).device.type for name in names} == {"meta"}
         assert (batch.prompt_ids_BP is batch.input_ids_BS) is not causal
         assert batch.indices == (0, 1)
+
+
+def test_what_training_does_not_read_is_not_made(gpt_like):
+    tokenized = tokenize(ROWS, gpt_like, TokenizeSpec(8, 8, causal=True))
+    whole, lean = (
+        collate(BOTH, tokenized, CollateSpec(pad_token_id=0, causal=True, **how))
+        for how in ({}, {"prompts": False, "masked": False})
+    )
+    assert torch.equal(whole.input_ids_BS, lean.input_ids_BS)
+    assert torch.equal(whole.labels_BT, lean.labels_BT)
+    assert (lean.attention_mask_BS, lean.prompt_ids_BP, lean.prompt_mask_BP) == (None, None, None)

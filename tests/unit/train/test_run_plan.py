@@ -51,7 +51,7 @@ def test_a_small_set_gives_all_its_rows():
 def test_no_batch_of_three_epochs_is_larger(tmp_path):
     config = load_run(write_run(tmp_path, training__train_sampling_strategy="random"), [])
     data = prepare(config)
-    planned = longest_batch(config, data)
+    planned = longest_batch(config, data, 2)
     plan = make_plan(config, data.train_set, 2, causal=data.causal)
     spec = collate_spec(data.tokenizer, causal=data.causal)
     for epoch in range(3):

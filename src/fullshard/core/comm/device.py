@@ -26,6 +26,7 @@ HUGE_FROM_BYTES = 4 << 20
 Fresh memory from glibc's heap below this size is recycled and gains nothing."""
 
 _HOST_COPIES = "offload"
+_SENT = "sent"
 _MADV_HUGEPAGE = 14
 
 if sys.platform == "linux":
@@ -98,6 +99,18 @@ class Device:
     def from_host(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a copy of a host tensor on the device, for the compute stream, without waiting for it."""
         return tensor.to(self.device)
+
+    def send(self, tensors: Sequence[torch.Tensor]) -> Callable[[], list[torch.Tensor]]:
+        """Start copying host tensors to the device, beside the compute stream; for a thread that works ahead.
+
+        Only that thread calls this object. The host tensors may be dropped at once.
+
+        Returns:
+            A function for the thread that computes, which makes the compute stream wait for the copies and returns
+            them; they may be dropped like any tensor of the compute stream.
+        """
+        copies = [tensor.to(self.device) for tensor in tensors]
+        return lambda: copies
 
     def host_ready(self) -> None:
         """Return when the CPU may read what ``on_side_stream("offload", …)`` has copied to host memory."""
@@ -222,6 +235,26 @@ class CudaDevice(Device):
         """See :meth:`Device.from_host`."""
         # The allocator of page-locked memory keeps this copy until the stream has read it.
         return tensor.pin_memory().to(self.device, non_blocking=True)
+
+    def send(self, tensors: Sequence[torch.Tensor]) -> Callable[[], list[torch.Tensor]]:
+        """See :meth:`Device.send`."""
+        if _SENT not in self._streams:
+            self._streams[_SENT] = torch.cuda.Stream(self.device)
+        side, done = self._streams[_SENT], torch.cuda.Event()
+        # A new thread's current device is the first one. Nothing is waited for: no other stream knows these tensors.
+        with torch.cuda.device(self.device), torch.cuda.stream(side):
+            copies = [self.from_host(tensor) for tensor in tensors]
+            done.record(side)
+
+        def arrived() -> list[torch.Tensor]:
+            compute = torch.cuda.current_stream(self.device)
+            compute.wait_event(done)
+            for copy in copies:
+                # Their memory is the side stream's, which must not reuse it before the compute stream has read it.
+                copy.record_stream(compute)
+            return copies
+
+        return arrived
 
     def host_ready(self) -> None:
         """See :meth:`Device.host_ready`."""

@@ -9,13 +9,15 @@ from fullshard.program.data.batching.collate import (
     RowRef as RowRef,
     collate as collate,
 )
+from fullshard.program.data.batching.feed import feed as feed
 from fullshard.program.data.batching.mixture import Mixture as Mixture
 from fullshard.program.data.batching.padding import (
-    Shape as Shape,
+    fixed_shapes as fixed_shapes,
     padding_share as padding_share,
     step_shapes as step_shapes,
     step_sizes as step_sizes,
 )
+from fullshard.program.data.batching.shapes import MOST_SHAPES as MOST_SHAPES, Shape as Shape
 from fullshard.program.data.batching.stream import (
     BatchPlan as BatchPlan,
     EpochPlan as EpochPlan,

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import inspect
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from fullshard.core.shards import untraced
+from fullshard.core.torch_private import compiled
+from fullshard.core.transformers_private import always_mask
 from fullshard.errors import ModelError
 
 if TYPE_CHECKING:
@@ -65,16 +70,15 @@ def enable_activation_checkpointing(model: PreTrainedModel, number: int | None =
                 module.gradient_checkpointing = is_block and place in chosen  # type: ignore[assignment]
 
 
-def compile_blocks(model: PreTrainedModel, *, backend: str = "inductor", dynamic: bool | None = None) -> None:
+MOST_GRAPHS = 48
+"""Graphs that a block's code is compiled to before the compiler gives up: torch's default of 8 for each of 6 shapes."""
+
+
+def compile_blocks(model: PreTrainedModel, *, backend: str = "inductor") -> None:
     """Compile every transformer block of a Hugging Face model, in place; every rank calls it, before sharding.
 
-    Names of modules and parameters do not change. Blocks are compiled in the first forward. Add an adapter before.
-
-    Args:
-        model: The model.
-        backend: The compiler of the graphs.
-        dynamic: True compiles the first graph for every batch size and length. None compiles it for those of the first
-            batch, which is faster if all batches have the same; others need a second graph.
+    Blocks that are alike share a graph for each shape of their inputs; a graph is compiled when its shape first comes.
+    Names of modules and parameters do not change. Add an adapter before. ``backend`` is the compiler of the graphs.
 
     Raises:
         ModelError: The model has no blocks of transformers' ``GradientCheckpointingLayer``.
@@ -85,8 +89,41 @@ def compile_blocks(model: PreTrainedModel, *, backend: str = "inductor", dynamic
             f"{type(model).__name__} has no transformer blocks that can be compiled one by one. "
             "Set training.torch_compile to false."
         )
+    always_mask()
     for block in blocks:
-        block.compile(backend=backend, dynamic=dynamic)
+        if _computes_bias(block):
+            block.register_forward_pre_hook(_give_biases, with_kwargs=True)
+        block._compiled_call_impl = compiled(block._call_impl, graphs=MOST_GRAPHS, backend=backend, dynamic=False)
+
+
+def _computes_bias(block: Any) -> bool:
+    """Return True for the first block of a T5's stack, whose position bias all others get from it.
+
+    Earlier versions of transformers add the mask to the bias, only where it is computed; there it must not be given.
+    """
+    attention: Any = getattr(next(iter(getattr(block, "layer", ())), None), "SelfAttention", None)
+    if not getattr(attention, "has_relative_attention_bias", False):
+        return False
+    computes = getattr(sys.modules[type(attention).__module__], "eager_attention_forward", None)
+    both = (type(block).forward, computes)
+    return computes is not None and all("position_bias" in inspect.signature(one).parameters for one in both)
+
+
+@untraced
+def _give_biases(block: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Give a stack's first block the biases that it would compute itself, so that it shares the graph of the others."""
+    names = [*inspect.signature(type(block).forward).parameters][1:]
+    given, attention = dict(zip(names, args, strict=False)) | kwargs, block.layer[0].SelfAttention
+    if given.get("past_key_values") is not None or given.get("position_bias") is not None:
+        return args, kwargs
+    states, memory = given["hidden_states"], given.get("encoder_hidden_states")
+    length = states.shape[1]
+    biases = {"position_bias": attention.compute_bias(length, length, device=states.device)}
+    if memory is not None:
+        biases["encoder_decoder_position_bias"] = states.new_zeros(1, attention.n_heads, length, memory.shape[1])
+    # Arguments stay positional or by name, as the other blocks get them.
+    at = {name: value for name, value in biases.items() if name not in names[: len(args)]}
+    return tuple(biases.get(name, value) for name, value in zip(names, args, strict=False)), {**kwargs, **at}
 
 
 @contextmanager

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from fullshard.core.torch_private import compiler_watched, graphs_compiled
 from fullshard.program.models import blocks_of, compile_blocks
 
 if TYPE_CHECKING:
@@ -16,7 +21,7 @@ class Compile:
     """Compile each block with torch.compile."""
 
     name = "compile"
-    purpose = "torch.compile of each block; evaluation is not compiled"
+    purpose = "torch.compile of each block, for at most six shapes of micro-batches; evaluation is not compiled"
     part: Part = "blocks"
     exact = False
 
@@ -26,4 +31,30 @@ class Compile:
 
     def apply(self, model: PreTrainedModel, facts: Facts) -> None:
         """See :meth:`Way.apply`."""
-        compile_blocks(model, dynamic=True)  # lengths of rows vary
+        compile_blocks(model)
+
+
+@dataclass
+class Compiled:
+    """What this process has compiled so far."""
+
+    graphs: int = 0  # graphs of a forward, each with its backward
+    seconds: float = 0.0  # wall time of the compiler
+
+
+@contextmanager
+def watch_compiling(told: Callable[[Compiled], None]) -> Iterator[Compiled]:
+    """Count what is compiled inside the context, and tell each time the compiler has run, in the thread that waits."""
+    found, before, started = Compiled(), graphs_compiled(), 0.0
+
+    def begins(_: object) -> None:
+        nonlocal started
+        started = time.perf_counter()
+
+    def ends(_: object) -> None:
+        found.graphs, found.seconds = graphs_compiled() - before, found.seconds + time.perf_counter() - started
+        if found.graphs:
+            told(found)
+
+    with compiler_watched(begins, ends):
+        yield found

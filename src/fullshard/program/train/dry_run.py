@@ -36,9 +36,9 @@ from fullshard.program.train.setup.devices import (
 )
 from fullshard.program.train.setup.model import UnreadWeights, outline_model, own_loss, refuses_fp16, shard_model
 from fullshard.program.train.setup.optimizers import expected_state_bytes
-from fullshard.program.train.setup.prepare import Prepared, Progress, prepare, prepare_tokenizer
+from fullshard.program.train.setup.prepare import Prepared, Progress, collate_spec, prepare, prepare_tokenizer
 from fullshard.program.train.setup.quantization import quantization_notes, require_kernels
-from fullshard.program.train.setup.steps import learning_rate_schedule, make_plan, mixture_notes
+from fullshard.program.train.setup.steps import learning_rate_schedule, make_plan, mixture_notes, training_batches
 from fullshard.sizes import format_bytes
 from fullshard.state.saving.full import check_saving
 from fullshard.state.storage import file_system
@@ -174,6 +174,7 @@ def _dry_run(
     asked = with_precision(config, devices, precision.value)
     config = for_devices(asked, devices)
     plan = make_plan(config, data.train_set, world_size, causal=data.causal)
+    batches = training_batches(config, collate_spec(data.tokenizer, causal=data.causal), plan, data.train_set)
     schedule = learning_rate_schedule(config, plan.num_steps)
     make_evaluation(config, data)
     tracker_sinks(config)
@@ -191,7 +192,7 @@ def _dry_run(
         validation_rows=len(data.held_out),
         steps_per_epoch=plan.num_steps,
         total_steps=schedule.total_steps,
-        padding_share=padding_share(plan, data.train_set, causal=data.causal, packed=config.training.packing),
+        padding_share=padding_share(plan, data.train_set, batches),
         table=table,
         parameters=sum(row.shard_bytes for row in table.rows),
         gradients=sum(parameter.nbytes for parameter in trainable),

@@ -59,7 +59,7 @@ from fullshard.program.train.setup.model import UnreadWeights, outline_model, ow
 from fullshard.program.train.setup.optimizers import make_optimizer
 from fullshard.program.train.setup.prepare import Prepared, collate_spec
 from fullshard.program.train.setup.quantization import describe_quantization
-from fullshard.program.train.setup.steps import learning_rate_schedule, make_plan
+from fullshard.program.train.setup.steps import learning_rate_schedule, make_plan, training_batches
 from fullshard.sizes import format_bytes, format_duration
 
 _STEPS = 4
@@ -272,7 +272,7 @@ def plan_prepared(  # noqa: PLR0913 (each caller needs another part)
         UserError: Model or settings cannot be used.
     """
     devices = Devices.of_sheet(device)
-    asked, config = config, uncompiled(for_devices(config, devices))
+    asked, config = config, for_devices(config, devices)
     training = config.training
     times, unsharded = training.gradient_accumulation_steps, training.accumulate == "unsharded"
     # Full gradients are there from the second micro-batch on, and the last one reduces them.
@@ -347,14 +347,14 @@ def try_step(config: RunConfig, data: Prepared, world_size: int) -> None:
     shortest = int(np.argmin(np.asarray(data.train_set.lengths)))
     spec = replace(collate_spec(data.tokenizer, causal=data.causal), packed=config.training.packing)
     batch = collate([RowRef(shortest)], data.train_set, spec)
-    build = partial(_build, uncompiled(config), data, [[batch]], None, _Told(lambda done, total: None, 0), first=0)
+    build = partial(_build, config, data, [[batch]], None, _Told(lambda done, total: None, 0), first=0)
     simulate_on(build, 0, world_size, None, timed=False)
 
 
 def draw_plan(config: RunConfig, data: Prepared, plan: RunPlan) -> MemoryTimeline:
     """Return the memory timeline of the fullest step of ``plan``, which :func:`plan_prepared` returned for this run."""
     told = _Told(lambda done, total: None, 0)
-    config = uncompiled(for_devices(config, Devices.of_sheet(plan.device)))
+    config = for_devices(config, Devices.of_sheet(plan.device))
     config = with_unsharded(config) if plan.accumulate == "unsharded" else config
     build = partial(_build, config, data, largest_steps(config, data, plan.world_size), None, told)
     timeline = simulate_on(build, plan.rank, plan.world_size, plan.device, draws=True).timeline
@@ -398,7 +398,8 @@ class _Told:
 
 
 def _sharded(config: RunConfig, data: Prepared, comm: Comm) -> Any:
-    """Return the run's model, sharded, without its weights."""
+    """Return the run's model, sharded, without its weights; blocks are not compiled, so each operator is seen."""
+    config = uncompiled(config)
     if config.model.path is None:
         model, weights, values = prepare_model(config, data.tokenizer).model, None, []
     else:
@@ -464,7 +465,7 @@ def middle_of(data: Prepared, epoch: BatchPlan) -> int:
 
 def batches_of(config: RunConfig, data: Prepared, epoch: BatchPlan, step: int, rank: int = 0) -> list[Batch]:
     """Return a rank's batches of a step of an epoch, numbered from 0."""
-    spec = replace(collate_spec(data.tokenizer, causal=data.causal), packed=config.training.packing)
+    spec = training_batches(config, collate_spec(data.tokenizer, causal=data.causal), epoch, data.train_set)
     return next(steps(data.train_set, epoch, rank, spec, start=step))
 
 
@@ -495,15 +496,15 @@ def largest_steps(config: RunConfig, data: Prepared, world_size: int, *, listed:
     # A row of a weighted set may occur twice in a micro-batch, which the longest rows do not show.
     listed = listed or bool(config.data.weights)
     if not listed and not training.packing and training.per_device_train_batch_tokens is None:
-        return [[longest_batch(config, data)] * training.gradient_accumulation_steps]
+        return [[longest_batch(config, data, world_size)] * training.gradient_accumulation_steps]
+    spec = _training_spec(config, data, world_size)
     found: tuple[dict[Shape, _Step], ...] = ({}, {}, {})
-    for step in _counted(_steps(config, data, world_size)):
+    for step in _counted(_steps(config, data, world_size, spec)):
         for place, (shape, _) in enumerate(step):
             reduces = training.accumulate == "unsharded" and place == len(step) - 1
             found[2 if reduces else min(place, 1)].setdefault(shape, step)
     chosen = [step for steps in found if steps for step in _largest(steps)]
     chosen = sorted({id(step): step for step in chosen}.values(), key=len)
-    spec = replace(collate_spec(data.tokenizer, causal=data.causal), packed=training.packing)
     return [[_with_padding(_collated(rows, data.train_set, spec)) for _, rows in step] for step in chosen]
 
 
@@ -522,13 +523,19 @@ def _largest(steps: Mapping[Shape, _Step]) -> list[_Step]:
     return [list(steps.values())[place] for place in places]
 
 
-def _steps(config: RunConfig, data: Prepared, world_size: int) -> Iterator[_Step]:
+def _training_spec(config: RunConfig, data: Prepared, world_size: int) -> CollateSpec:
+    """Return how the run's batches are made, with what only evaluations read."""
+    epoch = make_plan(config, data.train_set, world_size, causal=data.causal)
+    return training_batches(config, collate_spec(data.tokenizer, causal=data.causal), epoch, data.train_set)
+
+
+def _steps(config: RunConfig, data: Prepared, world_size: int, spec: CollateSpec) -> Iterator[_Step]:
     first = make_plan(config, data.train_set, world_size, causal=data.causal)
-    left, packed = learning_rate_schedule(config, first.num_steps).total_steps, config.training.packing
+    left = learning_rate_schedule(config, first.num_steps).total_steps
     for epoch in range(ceil(left / first.num_steps)):
         steps = min(left, first.num_steps)
         left -= steps
-        yield from step_shapes(first.for_epoch(epoch), data.train_set, steps, causal=data.causal, packed=packed)
+        yield from step_shapes(first.for_epoch(epoch), data.train_set, steps, spec)
 
 
 def _collated(indices: NDArray[np.int64], rows: TokenizedSet, spec: CollateSpec) -> Batch:
@@ -545,7 +552,7 @@ def _largest_held_out(config: RunConfig, data: Prepared, world_size: int) -> Hel
     spec = collate_spec(data.tokenizer, causal=data.causal)
 
     def largest(tokens: Callable[[Shape], int], *, causal: bool) -> Batch:
-        batches = chain.from_iterable(step_shapes(plan, rows, plan.num_steps, causal=causal))
+        batches = chain.from_iterable(step_shapes(plan, rows, plan.num_steps, replace(spec, causal=causal)))
         _, found = max(_counted(batches), key=lambda one: tokens(one[0]))
         return _with_padding(_collated(found, rows, spec))
 
@@ -562,10 +569,12 @@ def _counted(values: Iterable[T]) -> Iterator[T]:
         yield value
 
 
-def longest_batch(config: RunConfig, data: Prepared) -> Batch:
+def longest_batch(config: RunConfig, data: Prepared, world_size: int) -> Batch:
     """Return a micro-batch that is at least as large as any of the run, of rows of the data; any process, alone."""
     rows = longest_rows(data.train_set, config.training.per_device_train_batch_size, causal=data.causal)
-    spec = collate_spec(data.tokenizer, causal=data.causal)
+    spec = _training_spec(config, data, world_size)
+    # The last shape holds any micro-batch of the run, also where no row is longest on both sides.
+    spec = replace(spec, shapes=spec.shapes[-1:])
     return _with_padding(collate([RowRef(row) for row in rows], data.train_set, spec))
 
 
@@ -575,9 +584,10 @@ def _with_padding(batch: Batch) -> Batch:
     Rows of one length need no mask, and models then leave it out: a Llama's step was 4 % smaller than that of a batch
     with one token less.
     """
-    if len(batch.indices) > 1 and batch.packing is None:
-        batch.attention_mask_BS[-1, -1] = 0
-        batch.prompt_mask_BP[-1, 0 if batch.prompt_mask_BP is not batch.attention_mask_BS else -1] = 0
+    mask, prompt_mask = batch.attention_mask_BS, batch.prompt_mask_BP
+    if len(batch.indices) > 1 and mask is not None and prompt_mask is not None:
+        mask[-1, -1] = 0
+        prompt_mask[-1, 0 if prompt_mask is not mask else -1] = 0
     return batch
 
 

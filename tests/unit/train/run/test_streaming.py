@@ -130,7 +130,7 @@ def test_a_plan_takes_each_row_at_its_limit(model, tmp_path):
     config = RunConfig.model_validate(settings(tmp_path, **model | RANDOM))
     prepared = prepare(config)
     assert any("tokenized when a step needs them" in note for note in prepared.notes)
-    batch = longest_batch(config, at_limits(prepared))
+    batch = longest_batch(config, at_limits(prepared), 1)
     assert (tuple(batch.input_ids_BS.shape), tuple(batch.labels_BT.shape)) == ((4, 12), (4, 8))
     assert len(at_limits(prepared).train_set) == len(prepared.train_set) == 25
 

@@ -9,7 +9,7 @@ from transformers.optimization import Adafactor
 
 from fullshard.errors import ConfigError
 from fullshard.program.config import RunConfig, TrainingConfig
-from fullshard.program.data import padding_share, steps
+from fullshard.program.data import CollateSpec, padding_share, steps
 from fullshard.program.train.setup.prepare import collate_spec, prepare
 from fullshard.program.train.setup.steps import (
     BatchPartition,
@@ -119,7 +119,7 @@ def test_grouping_by_step_still_saves_padding(tmp_path):
     for how in ("group_by_length", "random"):
         training = config.training.model_copy(update={"train_sampling_strategy": how})
         plan = make_plan(config.model_copy(update={"training": training}), prepared.train_set, 2, causal=False)
-        shares.append(padding_share(plan, prepared.train_set, causal=False))
+        shares.append(padding_share(plan, prepared.train_set, CollateSpec(0)))
     assert shares[0] < shares[1]
 
 

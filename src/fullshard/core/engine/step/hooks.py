@@ -67,6 +67,7 @@ class UnitHooks:
         self.warned = False
         self.kept = kept
         self.left = False  # after_forward has run, so that after_failure does nothing
+        self.compiled = False  # the module whose forward ran last is compiled
         self.passing = False  # a registered method calls the module's forward: one call, not two
         self.handles: list[RemovableHandle] = []
         members = {id(module) for module in unit.modules}
@@ -104,6 +105,7 @@ class UnitHooks:
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Gather the unit, cast the inputs, and mark them so that the end of their backward is noticed."""
         runtime, recompute = self.runtime, in_backward()
+        self.compiled = module._compiled_call_impl is not None
         if self._steps_aside(recompute=recompute):
             return args, kwargs
         if not recompute:
@@ -282,8 +284,8 @@ class UnitHooks:
     def guard(self, module: nn.Module, _args: tuple[Any, ...]) -> None:
         """Gather on demand when a submodule is called outside its unit's forward (``generate`` calls the encoder)."""
         # The hooks of a compiled block gather before its graph runs; a call in the graph would cut it in two.
-        # ("is not None": torch 2.11 cannot trace the truth of a bound method, and cuts the graph at every call.)
-        if torch.compiler.is_compiling() and self.unit.shown and self.unit.modules[0]._compiled_call_impl is not None:
+        # (A flag: asking the unit's first module would give that module another graph than the unit's other ones.)
+        if torch.compiler.is_compiling() and self.unit.shown and self.compiled:
             return
         self._gather_on_demand(module)
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import pairwise
 from math import ceil
 
 import numpy as np
@@ -11,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from fullshard.errors import DataError
+from fullshard.program.data.batching.shapes import Shape
 from fullshard.program.data.batching.stream import Places, require_rank
 
 ROUNDING_BITS = 3
@@ -92,6 +95,20 @@ class TokenPlan:
         plan.__dict__["_sorted"] = self._sorted
         return plan
 
+    def largest_shapes(self) -> dict[Shape, int]:
+        """Return shapes that hold every micro-batch of every epoch, and on one rank the micro-batches of each."""
+        found, runs = Counter[Shape](), self._sorted
+        sources, targets = self.source_lengths, self.target_lengths
+        if self.causal:
+            sources = targets = sources + targets
+        starts = np.flatnonzero(np.diff(runs.classes, prepend=-1))
+        most = [np.maximum.reduceat(lengths[runs.order], starts) for lengths in (sources, targets)]
+        for run, (first, last) in enumerate(pairwise(runs.bounds.tolist())):
+            classes = slice(int(runs.classes[first]), int(runs.classes[last - 1]) + 1)
+            each, count = self._rows_each(run, last - first)
+            found[each, int(most[0][classes].max()), int(most[1][classes].max())] += count
+        return dict(found)
+
     def step_places(self, step: int, rank: int) -> list[Places]:
         """See :class:`~fullshard.program.data.batching.stream.BatchPlan`."""
         require_rank(rank, self.world_size)
@@ -100,10 +117,15 @@ class TokenPlan:
         rows = order[self._sorted.bounds[run] : self._sorted.bounds[run + 1]]
         per_rank = ceil(len(rows) / self.world_size)
         places = np.arange(per_rank * self.world_size)
-        fit = max(1, self.batch_tokens // int(self._sorted.costs[run]))
-        size = ceil(per_rank / ceil(per_rank / fit)) * self.world_size
+        size = self._rows_each(run, len(rows))[0] * self.world_size
         mine = [places[start : start + size][rank :: self.world_size] for start in range(0, len(places), size)]
         return [(rows[some % len(rows)], some >= len(rows)) for some in mine]
+
+    def _rows_each(self, run: int, rows: int) -> tuple[int, int]:
+        """Return the rows of a micro-batch of a run of so many rows, and the micro-batches of one rank."""
+        per_rank = ceil(rows / self.world_size)
+        count = ceil(per_rank / max(1, self.batch_tokens // int(self._sorted.costs[run])))
+        return ceil(per_rank / count), count
 
     @property
     def _cells(self) -> int:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -12,15 +11,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fullshard.core.comm import device_of
+from fullshard.core.comm import Device, device_of
+from fullshard.program.data.batching.shapes import Shape, fit, share_sequences
 from fullshard.program.data.tokenizing.tokenize import TokenizedSet
 
 IGNORED_LABEL = -100
 """Label of positions that are not targets, ignored by torch's and Hugging Face's cross-entropy."""
-
-MOST_PADDING = 0.02
-"""Maximum share of padding in a packed batch. Fewer, longer sequences have less padding, but cost more attention,
-since its masked part is computed too."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +35,14 @@ class CollateSpec:
     pad_token_id: int  # id of padding, where the attention mask is zero
     causal: bool = False  # whether source and target are one sequence (decoder-only) rather than two (encoder-decoder)
     packed: bool = False  # whether rows are concatenated into few sequences, instead of padded to the longest
+    # whether the inputs of generation are made too, and the attention mask; what nothing will read need not be made
+    prompts: bool = True
+    masked: bool = True
+    # whether batches with few rows get fillers up to a fixed shape's; the routers' own loss would count them
+    fills: bool = True
+    # shapes that batches are padded to, each to the first that holds its rows: of ``choose_shapes``. Empty: every batch
+    # has its own
+    shapes: tuple[Shape, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -51,10 +55,6 @@ class Packing:
     starts: Tensor  # int32, where each row of the sources starts among all B x S tokens, and their number
     longest: int  # most tokens of these rows, padding at a sequence's end being one
 
-    def to(self, device: torch.device | str) -> Packing:
-        """Return a copy on a device; shared tensors stay shared."""
-        return _moved(self, ("segments_BS", "target_segments_BT", "positions_BS", "starts"), device)
-
 
 @dataclass(frozen=True)
 class Batch:
@@ -65,28 +65,57 @@ class Batch:
     """
 
     input_ids_BS: Tensor  # int64. Encoder-decoder: sources; causal: source and target joined; padded on the right
-    attention_mask_BS: Tensor  # int64, 1 on tokens, 0 on padding
+    attention_mask_BS: Tensor | None  # int64, 1 on tokens, 0 on padding; None if it was not asked for, or packed
     # int64 targets, -100 on padding, on fillers and, when causal (T = S), on the prompt. Packed and causal, also on the
     # first token of each row, which the preceding row must not predict
     labels_BT: Tensor
-    # int64, the input of generation. Encoder-decoder: ``input_ids_BS`` itself; causal: the prompts, padded on the left.
-    # Packed: ``input_ids_BS``, which generation does not use
-    prompt_ids_BP: Tensor
-    prompt_mask_BP: Tensor  # int64 mask of ``prompt_ids_BP``
     target_tokens: int  # number of tokens that count in the loss: all labels except -100, after the model's shift
     tokens: int  # number of source and target tokens of all rows except fillers
     indices: tuple[int, ...]  # index of each row in the tokenized set
     fillers: tuple[bool, ...]  # for each row, whether it is a filler, which does not count in loss and metrics
+    # int64, the input of generation. Encoder-decoder: ``input_ids_BS`` itself; causal: the prompts, padded on the left.
+    # None if it was not asked for, or if rows are packed
+    prompt_ids_BP: Tensor | None = None
+    prompt_mask_BP: Tensor | None = None  # int64 mask of ``prompt_ids_BP``
     packing: Packing | None = None  # the row of each position; None if each row is a separate sequence
     weights_BT: Tensor | None = None  # float32, the weight of each label's row; None: all are 1
     target_weight: float = 0.0  # sum of the weights of the tokens that count; ``target_tokens`` without weights
 
     def to(self, device: torch.device | str) -> Batch:
-        """Return a copy with its tensors on a device; shared tensors stay shared."""
-        names = ("input_ids_BS", "attention_mask_BS", "labels_BT", "prompt_ids_BP", "prompt_mask_BP")
-        names += () if self.weights_BT is None else ("weights_BT",)
-        packing = None if self.packing is None else self.packing.to(device)
-        return replace(_moved(self, names, device), packing=packing)
+        """Return the batch with its tensors on a device, this one if they are there; shared tensors stay shared."""
+        here, there = self.input_ids_BS.device, torch.device(device)
+        if here.type == there.type and there.index in (None, here.index):
+            return self
+        on_device, mine = device_of(there), _tensors_of(self)
+        return _with(self, {key: on_device.from_host(tensor) for key, tensor in mine.items()})
+
+    def sent(self, device: Device) -> Callable[[], Batch]:
+        """Start copying the tensors to a device; see :meth:`fullshard.core.comm.Device.send`."""
+        mine = _tensors_of(self)
+        arrived = device.send(list(mine.values()))
+        return lambda: _with(self, dict(zip(mine, arrived(), strict=True)))
+
+
+def _tensors_of(holder: Batch | Packing) -> dict[int, Tensor]:
+    """Return the tensors of a batch by their ids: those of several fields once."""
+    found: dict[int, Tensor] = {}
+    for value in (getattr(holder, one.name) for one in fields(holder)):
+        if isinstance(value, Tensor):
+            found[id(value)] = value
+        elif isinstance(value, Packing):
+            found |= _tensors_of(value)
+    return found
+
+
+H = TypeVar("H", Batch, Packing)
+
+
+def _with(holder: H, moved: dict[int, Tensor]) -> H:
+    """Return a batch with other tensors, by the ids of its own."""
+    values = {one.name: getattr(holder, one.name) for one in fields(holder)}
+    changed: dict[str, Any] = {name: moved[id(value)] for name, value in values.items() if isinstance(value, Tensor)}
+    changed |= {name: _with(value, moved) for name, value in values.items() if isinstance(value, Packing)}
+    return replace(holder, **changed)
 
 
 def collate(rows: Sequence[RowRef], tokenized: TokenizedSet, spec: CollateSpec) -> Batch:
@@ -98,8 +127,18 @@ def collate(rows: Sequence[RowRef], tokenized: TokenizedSet, spec: CollateSpec) 
         spec: Padding or packing, and the kind of model.
 
     Returns:
-        The batch; each axis has the length of its longest row, or of its longest sequence if rows are packed.
+        The batch; each axis has the length of its longest row, or of its longest sequence if rows are packed. If shapes
+        are fixed it has one of them: the first row is repeated as a filler, or with packed rows empty sequences follow.
     """
+    size: Shape | None = None
+    sequences: list[list[int]] = []
+    if spec.shapes:
+        size, sequences = fit(spec.shapes, _lengths(rows, tokenized, causal=spec.causal), packed=spec.packed)
+        if not spec.packed:
+            size = size if spec.fills else (len(rows), *size[1:])
+            rows = [*rows, *[RowRef(rows[0].index, filler=True)] * (size[0] - len(rows))]
+    elif spec.packed:
+        sequences = share_sequences(_lengths(rows, tokenized, causal=spec.causal))
     sources = [tokenized.source_ids[row.index] for row in rows]
     targets = [tokenized.target_ids[row.index] for row in rows]
     # A filler has attention like any row, since a softmax over nothing is nan, but no labels.
@@ -120,7 +159,10 @@ def collate(rows: Sequence[RowRef], tokenized: TokenizedSet, spec: CollateSpec) 
     weights = None
     if tokenized.weights is not None:
         weights = [np.full(len(label), tokenized.weights[row.index]) for row, label in zip(rows, labels, strict=True)]
-    fields = _packed(inputs, labels, weights, spec) if spec.packed else _padded(inputs, labels, weights, sources, spec)
+    if spec.packed:
+        fields = _packed(inputs, labels, weights, spec, sequences, size)
+    else:
+        fields = _padded(inputs, labels, weights, sources, spec, size)
     counted = _counted(fields["labels_BT"], causal=spec.causal)
     target_tokens = int(counted.sum())
     by_position = fields["weights_BT"]
@@ -143,6 +185,12 @@ Rows = Sequence[NDArray[np.integer]]
 WeightRows = Sequence[NDArray[np.float64]]
 
 
+def _lengths(rows: Sequence[RowRef], tokenized: TokenizedSet, *, causal: bool) -> list[tuple[int, ...]]:
+    """Return the tokens of each row on each side, which are joined for a causal model."""
+    pairs = [(len(tokenized.source_ids[row.index]), len(tokenized.target_ids[row.index])) for row in rows]
+    return [(source + target,) for source, target in pairs] if causal else list(pairs)
+
+
 def _labels(ids: NDArray[np.integer], spans: Sequence[int] | NDArray[np.integer]) -> NDArray[np.integer]:
     """Return the ids within the spans, and the ignored label elsewhere."""
     labels = np.full(len(ids), IGNORED_LABEL)
@@ -151,44 +199,52 @@ def _labels(ids: NDArray[np.integer], spans: Sequence[int] | NDArray[np.integer]
     return labels
 
 
-def _padded(inputs: Rows, labels: Rows, weights: WeightRows | None, sources: Rows, spec: CollateSpec) -> dict[str, Any]:
+def _padded(
+    inputs: Rows, labels: Rows, weights: WeightRows | None, sources: Rows, spec: CollateSpec, size: Shape | None
+) -> dict[str, Any]:
     """Return the tensors of a batch in which each row is a sequence."""
-    input_ids, attention_mask = _pad(inputs, spec.pad_token_id)
-    prompt_ids, prompt_mask = input_ids, attention_mask
-    if spec.causal:
-        prompt_ids, prompt_mask = _pad(sources, spec.pad_token_id, left=True)
-    return {
+    source, target = _sides(size)
+    input_ids, attention_mask = _pad(inputs, spec.pad_token_id, size=source)
+    batch = {
         "input_ids_BS": input_ids,
-        "attention_mask_BS": attention_mask,
-        "labels_BT": _pad(labels, IGNORED_LABEL)[0],
-        "prompt_ids_BP": prompt_ids,
-        "prompt_mask_BP": prompt_mask,
-        "weights_BT": None if weights is None else _pad(weights, 1, np.float32)[0],
+        "attention_mask_BS": attention_mask if spec.masked else None,
+        "labels_BT": _pad(labels, IGNORED_LABEL, size=target)[0],
+        "weights_BT": None if weights is None else _pad(weights, 1, np.float32, size=target)[0],
     }
+    if not spec.prompts:
+        return batch
+    prompts = _pad(sources, spec.pad_token_id, left=True) if spec.causal else (input_ids, attention_mask)
+    return {**batch, "prompt_ids_BP": prompts[0], "prompt_mask_BP": prompts[1]}
 
 
-def _packed(inputs: Rows, labels: Rows, weights: WeightRows | None, spec: CollateSpec) -> dict[str, Any]:
+def _packed(
+    inputs: Rows,
+    labels: Rows,
+    weights: WeightRows | None,
+    spec: CollateSpec,
+    sequences: list[list[int]],
+    size: Shape | None,
+) -> dict[str, Any]:
     """Return the tensors of a batch in which a sequence has several rows."""
+    source, target = _sides(size)
     if spec.causal:
         for row in labels:
             row[:1] = IGNORED_LABEL
-        sequences = share_sequences([[len(row)] for row in inputs])
-    else:
-        sequences = share_sequences([[len(row), len(label)] for row, label in zip(inputs, labels, strict=True)])
-    input_ids, attention_mask = _pad(_concatenated(inputs, sequences), spec.pad_token_id)
-    segments, _ = _pad([_segments(inputs, sequence) for sequence in sequences], 0)
-    positions, _ = _pad([np.concatenate([np.arange(len(inputs[row])) for row in rows]) for rows in sequences], 0)
+    input_ids, _ = _pad(_concatenated(inputs, sequences), spec.pad_token_id, size=source)
+    segments, _ = _pad([_segments(inputs, sequence) for sequence in sequences], 0, size=source)
+    places = [np.concatenate([np.arange(len(inputs[row])) for row in rows]) for rows in sequences]
+    positions, _ = _pad(places, 0, size=source)
     target_segments = segments
     if not spec.causal:
-        target_segments, _ = _pad([_segments(labels, sequence) for sequence in sequences], 0)
+        target_segments, _ = _pad([_segments(labels, sequence) for sequence in sequences], 0, size=target)
     return {
         "input_ids_BS": input_ids,
-        "attention_mask_BS": attention_mask,
-        "labels_BT": _pad(_concatenated(labels, sequences), IGNORED_LABEL)[0],
-        "prompt_ids_BP": input_ids,
-        "prompt_mask_BP": attention_mask,
+        "attention_mask_BS": None,
+        "labels_BT": _pad(_concatenated(labels, sequences), IGNORED_LABEL, size=target)[0],
         "packing": Packing(segments, target_segments, positions, *_starts(segments)),
-        "weights_BT": None if weights is None else _pad(_concatenated(weights, sequences), 1, np.float32)[0],
+        "weights_BT": None
+        if weights is None
+        else _pad(_concatenated(weights, sequences), 1, np.float32, size=target)[0],
     }
 
 
@@ -215,46 +271,27 @@ def _counted(labels_BT: Tensor, *, causal: bool) -> Tensor:
     return (labels_BT[:, 1:] if causal else labels_BT) != IGNORED_LABEL
 
 
-def _pad(rows: Rows | WeightRows, value: int, dtype: type = np.int64, *, left: bool = False) -> tuple[Tensor, Tensor]:
-    """Return rows as one tensor (rows, longest row), int64 or float32, and its int64 mask of the same shape."""
-    longest = max(map(len, rows))
-    padded, mask = np.full((len(rows), longest), value, dtype), np.zeros((len(rows), longest), np.int64)
+def _sides(size: Shape | None) -> tuple[tuple[int, int] | None, tuple[int, int] | None]:
+    """Return sequences and tokens of a fixed shape's source and target side."""
+    return (None, None) if size is None else (size[:2], (size[0], size[2]))
+
+
+def _pad(
+    rows: Rows | WeightRows,
+    value: int,
+    dtype: type = np.int64,
+    *,
+    left: bool = False,
+    size: tuple[int, int] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return rows as one tensor of ``size``, int64 or float32, and its int64 mask of the same shape.
+
+    ``size`` is (rows, longest row) or larger; None: just that.
+    """
+    size = size or (len(rows), max(map(len, rows)))
+    longest = size[1]
+    padded, mask = np.full(size, value, dtype), np.zeros(size, np.int64)
     for position, row in enumerate(rows):
         span = slice(longest - len(row), longest) if left else slice(0, len(row))
         padded[position, span], mask[position, span] = row, 1
     return torch.from_numpy(padded), torch.from_numpy(mask)
-
-
-def _moved(holder: Any, names: Sequence[str], device: torch.device | str) -> Any:
-    """Copy a frozen dataclass with the named tensors on a device; shared tensors stay shared."""
-    on_device = device_of(torch.device(device))
-    moved = {id(tensor): on_device.from_host(tensor) for tensor in (getattr(holder, name) for name in names)}
-    return replace(holder, **{name: moved[id(getattr(holder, name))] for name in names})
-
-
-def share_sequences(lengths: Sequence[Sequence[int]]) -> list[list[int]]:
-    """Distribute rows over as many sequences as possible with hardly any padding; the same on every rank.
-
-    The number of sequences is halved until padding is at most :data:`MOST_PADDING` of all positions; one sequence has
-    none. Rows are assigned longest first, each to the shortest sequence so far.
-
-    ``lengths`` are the tokens of each row on each side: source and target, or both joined for a causal model. Returns
-    the row numbers of each sequence, in order; no sequence is empty.
-    """
-    tokens, sides, count = sum(map(sum, lengths)), range(len(lengths[0])), len(lengths)
-    while True:
-        sequences = _deal(lengths, count)
-        longest = [max(sum(lengths[row][side] for row in rows) for rows in sequences) for side in sides]
-        if count == 1 or 1 - tokens / (len(sequences) * sum(longest)) <= MOST_PADDING:
-            return sequences
-        count = (count + 1) // 2
-
-
-def _deal(lengths: Sequence[Sequence[int]], count: int) -> list[list[int]]:
-    sequences: list[list[int]] = [[] for _ in range(count)]
-    shortest = [(0, number) for number in range(count)]
-    for row in sorted(range(len(lengths)), key=lambda row: -sum(lengths[row])):
-        tokens, number = heapq.heappop(shortest)
-        sequences[number].append(row)
-        heapq.heappush(shortest, (tokens + sum(lengths[row]), number))
-    return [sorted(rows) for rows in sequences if rows]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -189,7 +189,7 @@ def batches(
 
 def steps(
     tokenized: TokenizedSet, plan: BatchPlan, rank: int, spec: CollateSpec, *, start: int = 0
-) -> Iterator[list[Batch]]:
+) -> Generator[list[Batch]]:
     """Yield the micro-batches of one rank for each step of an epoch, on the CPU; all ranks have the same number.
 
     Args:
@@ -221,7 +221,7 @@ def steps(
 
 def read_ahead(
     tokenized: TokenizedSet, wanted: Iterator[Sequence[int]], use: Callable[[TokenizedSet], T]
-) -> Iterator[T]:
+) -> Generator[T]:
     """Yield ``use`` of each step's rows, which are read ahead into memory if the set makes ids on demand.
 
     ``wanted`` are the rows of each step, ascending. ``use`` is called in the order of the steps, in the caller's

@@ -115,6 +115,7 @@ def generate(
     Returns:
         A text for each row, fillers included, without leading and trailing white space.
     """
+    assert batch.prompt_ids_BP is not None, "batches of an evaluation have prompts"
     writer = base_of(model)  # the inner model, which generate calls for every token also inside an adapter
     with _settings(writer, spec):
         ids = model.generate(  # type: ignore[operator]

@@ -238,6 +238,7 @@ class RunSummary:
     predictions: tuple[Prediction, ...]  # predictions of the saved model, one for each held-out row
     sets: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # as in :class:`EvaluationReport`
     words: Mapping[str, str] = field(default_factory=dict)  # as in :class:`EvaluationReport`
+    compile_seconds: float = 0.0  # wall time of compiling blocks, of ``step_seconds``; 0: they are not compiled
 
     def as_dict(self) -> dict[str, Any]:
         """Return JSON-able values, without the predictions; ``peak_bytes_per_rank`` is in rank order."""

@@ -60,6 +60,12 @@ class Sink:
     def estimate(self, steps: int) -> None:
         """Receive how many steps of the run fit its time limit at the pace of the first ones."""
 
+    def compiling(self, graphs: int, seconds: float, *, late_after: int | None = None) -> None:
+        """Receive how many graphs of blocks are compiled so far, and in how many seconds.
+
+        ``late_after`` is the last step if this was after the first epoch, in which all should have been compiled.
+        """
+
     def evaluating(self, done: int, total: int) -> None:
         """Receive the progress of an evaluation, in batches."""
 
@@ -263,6 +269,17 @@ class ConsoleSink(Sink):
             "learning rate's schedule ends with the time or the steps, whichever comes first"
         )
 
+    def compiling(self, graphs: int, seconds: float, *, late_after: int | None = None) -> None:
+        """Show it next to the bar, or print a line if there was none for 30 s; always print what comes late."""
+        line = f"compiling: {graphs} graph{'s' if graphs > 1 else ''} so far, {seconds:.0f} s"
+        if late_after is not None:
+            self._print(f"a block was compiled again after step {late_after:,}, for another shape; {line}")
+        elif self._progress is not None:
+            self._progress.update(self._task, description=line)
+        elif time.monotonic() - self._last_line >= PLAIN_SILENCE_S:
+            self._last_line = time.monotonic()
+            self._print(line)
+
     def evaluating(self, done: int, total: int) -> None:
         """Show the progress of the evaluation next to the bar."""
         if self._progress is not None:
@@ -293,9 +310,12 @@ class ConsoleSink(Sink):
         if summary.predictions and self.samples:
             self.console.print(_sample_table(summary, self.samples))
         self.console.print(_memory_table(summary))
+        within = f"evaluation {_duration(summary.evaluation_seconds)}"
+        if summary.compile_seconds:
+            within = f"compiling {_duration(summary.compile_seconds)}, {within}"
         self._print(
             f"trained {summary.steps:,} steps with {summary.optimizer} in {_duration(summary.train_seconds)} "
-            f"(evaluation {_duration(summary.evaluation_seconds)}), {summary.tokens_per_second:,.0f} tokens/s"
+            f"({within}), {summary.tokens_per_second:,.0f} tokens/s"
         )
         if summary.ended_by != "steps":
             reason = {

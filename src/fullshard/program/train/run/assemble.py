@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -31,6 +31,7 @@ from fullshard.program.train.setup.steps import (
     make_plan,
     mixture_notes,
     set_facts,
+    training_batches,
 )
 from fullshard.state.storage import Base
 
@@ -51,7 +52,7 @@ class Assembly:
     schedule: LearningRateSchedule  # learning rate factor of each step
     train_set: TokenizedSet  # token ids of the training rows
     plan: BatchPlan  # rows of each step of the first epoch
-    collate: CollateSpec  # padding and the kind of model
+    collate: CollateSpec  # how training batches are made, and the kind of model
     evaluation: EvaluationSpec | None  # rows and metrics of an evaluation; None if the run never evaluates
     parameters: int  # elements of all parameters, a tied one counted once
     padding_share: float  # share of padding among all positions of an epoch's batches
@@ -103,8 +104,10 @@ def assemble(
     source_flops, target_flops = count_flops(model)
     peak = peak_flops(comm.device, config.training.precision)
     shard_model(model, config, comm, weights=ready.weights)
-    share = padding_share(plan, train_set, causal=causal, packed=config.training.packing)
-    about = "by estimated lengths, " if train_set.estimated else ""
+    collate = training_batches(config, collate_spec(tokenizer, causal=causal), plan, train_set)
+    # What no forward reads is not made; the routers' own loss counts tokens by the mask, and would count fillers.
+    collate = replace(collate, prompts=False, masked=not causal or router is not None, fills=router is None)
+    share = padding_share(plan, train_set, collate)
     return Assembly(
         config=config,
         comm=comm,
@@ -115,7 +118,7 @@ def assemble(
         schedule=learning_rate_schedule(config, plan.num_steps),
         train_set=train_set,
         plan=plan,
-        collate=collate_spec(tokenizer, causal=causal),
+        collate=collate,
         evaluation=evaluation,
         parameters=parameters,
         padding_share=share,
@@ -126,7 +129,7 @@ def assemble(
             *ready_data.notes,
             *mixture_notes(config, ready_data),
             *([describe_words(evaluation.words)] if evaluation is not None and evaluation.words else []),
-            f"training batches: {about}{share:.1%} of all positions are padding",
+            padding_note(plan, train_set, collate, share),
             *router_notes,
             *ready.notes,
             *advice(config, ready_data, plan, comm.size),
@@ -134,6 +137,20 @@ def assemble(
         system_turns=ready_data.system_turns,
         chosen=choices(config, devices, model, memory, before=chosen),
         base=quantised_base(model, config, ready_data.model_directory, comm),
+    )
+
+
+def padding_note(plan: BatchPlan, train_set: TokenizedSet, collate: CollateSpec, share: float) -> str:
+    """Return a line for users about the padding of training batches; any rank."""
+    about = "by estimated lengths, " if train_set.estimated else ""
+    line = f"training batches: {about}{share:.1%} of all positions are padding"
+    if not collate.shapes:
+        return line
+    own = padding_share(plan, train_set, replace(collate, shapes=()))
+    sizes = ", ".join("x".join(map(str, shape[:2] if collate.causal else shape)) for shape in collate.shapes)
+    return (
+        f"{line}; {own:.1%} without the fixed shapes that blocks are compiled for ({sizes}), which are "
+        f"{(1 - own) / (1 - share) - 1:.1%} more positions"
     )
 
 

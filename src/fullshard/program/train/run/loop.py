@@ -8,9 +8,10 @@ with ``max_train_minutes``: the learning rate follows the time that is left.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Generator, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
+from itertools import islice
 from math import ceil
 from pathlib import Path
 from typing import Any, NoReturn, Self
@@ -20,9 +21,10 @@ import torch
 from fullshard.core.comm import Comm, device_of, together, together_in_background
 from fullshard.errors import ConfigError, MemoryLimitError, RunStopped
 from fullshard.program.config import RunConfig, TrainingConfig
-from fullshard.program.data import Batch, step_sizes, steps
+from fullshard.program.data import Batch, feed, step_sizes, steps
 from fullshard.program.metrics import higher_is_better, is_better
 from fullshard.program.models import Objective
+from fullshard.program.speed import Compiled, watch_compiling
 from fullshard.program.train.evaluation.evaluate import evaluate
 from fullshard.program.train.evaluation.generation import fits_at_once
 from fullshard.program.train.reporting.reports import EndedBy, EvaluationReport, RunSummary, StepReport
@@ -171,6 +173,7 @@ class TrainingRun:
         self._paced_from_s = 0.0
         self._late = decided and device_of(parts.comm.device).queues
         self._unread: IssuedStep | None = None
+        self._compiled = Compiled()
         self._read_s = 0.0
 
     @property
@@ -187,9 +190,13 @@ class TrainingRun:
         self._begin()
         # A resumed run traces a step only if its checkpoint has no trace, or has one of another number of ranks.
         traced = 0 if self.record.peak_bytes else self._timetable.heaviest_step(self.resumed_step)
-        with self._stop:
+        with ExitStack() as ending:
+            ending.enter_context(self._stop)
+            steps_due = ending.enter_context(closing(self._timetable.steps_after(self.resumed_step)))
+            if "compile" in self._config.ways:
+                ending.enter_context(watch_compiling(self._compiling))
             self._make_up_evaluation()
-            for due in self._timetable.steps_after(self.resumed_step):
+            for due in steps_due:
                 reason = self._early_end(due.position.step - 1)
                 if reason is not None:
                     self.ended_by = reason
@@ -235,6 +242,16 @@ class TrainingRun:
         start = start if self._planned is None else replace(start, plan=self._planned.values)
         for sink in self._sinks:
             sink.start(start)
+
+    def _compiling(self, found: Compiled) -> None:
+        """Tell that blocks were compiled; a block that is compiled after the first epoch costs time unexpectedly."""
+        step = self.record.last.step if self.record.last is not None else 0
+        epoch_over = step >= self.resumed_step + self._parts.schedule.steps_per_epoch
+        again = found.graphs > self._compiled.graphs and epoch_over
+        self.record.compile_seconds += found.seconds - self._compiled.seconds
+        self._compiled = replace(found)
+        for sink in self._sinks:
+            sink.compiling(found.graphs, found.seconds, late_after=step if again else None)
 
     def _early_end(self, steps: int) -> EndedBy | None:
         """Return why the run ends before its next step, after ``steps``, or None. A run has at least one step.
@@ -462,7 +479,7 @@ class StepInput:
     """Input of one step."""
 
     position: Position  # position after the step
-    micro_batches: list[Batch]  # this rank's micro-batches, on the CPU
+    micro_batches: list[Batch]  # this rank's micro-batches, on its device
 
 
 def saves_between_steps(settings: TrainingConfig, *, evaluates: bool) -> bool:
@@ -487,18 +504,23 @@ class Timetable:
         """Return the position after ``step`` steps."""
         return Position(step, step / self._per_epoch, step % self._per_epoch == 0)
 
-    def steps_after(self, resumed_step: int) -> Iterator[StepInput]:
-        """Yield the steps after ``resumed_step``; micro-batches are collated on demand."""
+    def steps_after(self, resumed_step: int) -> Generator[StepInput]:
+        """Yield the steps after ``resumed_step``; see :func:`~fullshard.program.data.feed`."""
+        with closing(feed(self._micro_batches(resumed_step), self._parts.comm.device)) as fed:
+            for step, micro_batches in enumerate(fed, start=resumed_step + 1):
+                yield StepInput(self.position(step), micro_batches)
+
+    def _micro_batches(self, resumed_step: int) -> Generator[list[Batch]]:
+        """Yield this rank's micro-batches of each step after ``resumed_step``, on the CPU."""
         parts = self._parts
-        collate = replace(parts.collate, packed=self._settings.packing)
         first_epoch, taken = divmod(resumed_step, self._per_epoch)
         for epoch in range(first_epoch, ceil(self._total / self._per_epoch)):
             start = taken if epoch == first_epoch else 0
-            stream = steps(parts.train_set, parts.plan.for_epoch(epoch), parts.comm.rank, collate, start=start)
-            for step, micro_batches in enumerate(stream, start=epoch * self._per_epoch + start + 1):
-                if step > self._total:
-                    return
-                yield StepInput(self.position(step), micro_batches)
+            left = self._total - epoch * self._per_epoch - start
+            with closing(
+                steps(parts.train_set, parts.plan.for_epoch(epoch), parts.comm.rank, parts.collate, start=start)
+            ) as stream:
+                yield from islice(stream, left)
 
     def evaluation_is_due(self, position: Position) -> bool:
         """Return True if the run evaluates here: by ``eval_strategy``, and always after the last step."""
@@ -530,8 +552,7 @@ class Timetable:
         epoch, taken = divmod(resumed_step, self._per_epoch)
         before = epoch * self._per_epoch
         left = min(self._per_epoch, self._total - before)
-        causal, packed = parts.collate.causal, self._settings.packing
-        sizes = step_sizes(parts.plan.for_epoch(epoch), parts.train_set, 0, causal=causal, packed=packed)
+        sizes = step_sizes(parts.plan.for_epoch(epoch), parts.train_set, 0, parts.collate)
         later = range(taken or 1, left) or range(taken, left)
         return before + 1 + max(later, key=sizes.__getitem__) if later else 0
 

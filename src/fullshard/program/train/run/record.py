@@ -47,6 +47,7 @@ class Record:
     train_seconds: float = 0.0  # wall time of the run up to the checkpoint that it resumed from
     step_seconds: float = 0.0  # wall time of all steps
     evaluation_seconds: float = 0.0  # wall time of all evaluations
+    compile_seconds: float = 0.0  # wall time of compiling blocks, on this rank; part of that of steps
     peak_bytes: int = 0  # peak memory of this rank in the traced step; 0 before it
     stale_evaluations: int = 0  # evaluations since the last one that was better, by early stopping's threshold
     pace_s: float = 0.0  # seconds of a step with its share of evaluations, for a time limit; 0: not measured
@@ -142,6 +143,7 @@ def summarise(parts: Assembly, record: Record, train_seconds: float, ended_by: E
         train_seconds=train_seconds,
         step_seconds=record.step_seconds,
         evaluation_seconds=record.evaluation_seconds,
+        compile_seconds=record.compile_seconds,
         tokens=record.tokens,
         tokens_per_second=record.tokens / record.step_seconds,
         memory=tuple(parts.comm.all_gather_object(_memory(parts, record))),

@@ -67,9 +67,9 @@ def issue_step(
     fp16, if the loss is finite but the gradient is not, the step is skipped and the loss scale is halved, as long as
     it is at least 1.
 
-    ``micro_batches`` are on the CPU. ``late`` updates the weights before loss and norm are known, so that nothing waits
-    for the device; allowed only if steps are never skipped. The returned step's report has the same loss, norm and
-    counts on every rank.
+    ``micro_batches`` are on the CPU or on the device. ``late`` updates the weights before loss and norm are known, so
+    that nothing waits for the device; allowed only if steps are never skipped. The returned step's report has the same
+    loss, norm and counts on every rank.
 
     Raises:
         TrainingError: The loss or the gradient's norm is not finite; on every rank, before the weights change. With

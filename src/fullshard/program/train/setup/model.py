@@ -462,10 +462,11 @@ class UnreadWeights:
         """See :meth:`WeightReader.read`: does nothing."""
 
 
-def model_inputs(model: PreTrainedModel, batch: Batch, *, causal: bool) -> dict[str, Any]:
+def model_inputs(model: PreTrainedModel, batch: Batch, *, causal: bool, routed: bool = False) -> dict[str, Any]:
     """Return the keyword arguments of the model's forward for a packed or padded batch on its device; any rank.
 
-    The logits are for ``batch.labels_BT``; a causal model's logits at position t are for label t + 1.
+    The logits are for ``batch.labels_BT``; a causal model's logits at position t are for label t + 1. With ``routed``
+    the routers' own loss is computed, which counts tokens by the mask.
     """
     if batch.packing is not None:
         packing = batch.packing
@@ -479,7 +480,12 @@ def model_inputs(model: PreTrainedModel, batch: Batch, *, causal: bool) -> dict[
             longest=packing.longest,
         )
         return packed_inputs(model, rows)
-    inputs = {"input_ids": batch.input_ids_BS, "attention_mask": batch.attention_mask_BS, "use_cache": False}
+    inputs = {"input_ids": batch.input_ids_BS, "use_cache": False}
+    if causal and not routed:
+        # No token sees the padding, which is behind it. Without a mask the fastest kernels apply, and nothing reads
+        # on the CPU whether the mask hides anything.
+        return inputs
+    inputs["attention_mask"] = batch.attention_mask_BS
     if causal:
         return inputs
     return {**inputs, "decoder_input_ids": decoder_inputs(model, batch.labels_BT)}
@@ -511,7 +517,7 @@ def losses(
     expected_gradient: float | Tensor = 1.0,
 ) -> tuple[Tensor, Tensor | None]:
     """Return the loss of :func:`loss_sum`, and of the same forward the routers' own loss, 0-d, or None."""
-    inputs = model_inputs(model, batch, causal=causal)
+    inputs = model_inputs(model, batch, causal=causal, routed=router is not None)
     own: list[Tensor] = []
     labels_BT, weights_BT = batch.labels_BT, batch.weights_BT
     if causal:

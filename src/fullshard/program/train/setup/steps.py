@@ -11,7 +11,7 @@ from typing import Any, Literal
 from fullshard.errors import ConfigError
 from fullshard.program.config import RunConfig
 from fullshard.program.config.training import TrainingConfig
-from fullshard.program.data import BatchPlan, EpochPlan, Mixture, TokenizedSet, TokenPlan
+from fullshard.program.data import BatchPlan, CollateSpec, EpochPlan, Mixture, TokenizedSet, TokenPlan, fixed_shapes
 from fullshard.program.train.reporting.reports import SetFacts
 from fullshard.program.train.setup.prepare import Prepared
 
@@ -124,6 +124,15 @@ def make_plan(
         seed=config.seed,
         group=group,
     )
+
+
+def training_batches(config: RunConfig, spec: CollateSpec, plan: BatchPlan, train_set: TokenizedSet) -> CollateSpec:
+    """Return how training batches are made: packed, and for compiled blocks of fixed shapes; any rank, alone.
+
+    ``spec`` is that of the tokenizer, and ``plan`` of :func:`make_plan`.
+    """
+    spec = replace(spec, packed=config.training.packing)
+    return replace(spec, shapes=fixed_shapes(plan, train_set, spec)) if "compile" in config.ways else spec
 
 
 def make_mixture(config: RunConfig, train_set: TokenizedSet) -> Mixture | None:
