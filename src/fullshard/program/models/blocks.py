@@ -104,7 +104,7 @@ def _computes_bias(block: Any) -> bool:
     attention: Any = getattr(next(iter(getattr(block, "layer", ())), None), "SelfAttention", None)
     if not getattr(attention, "has_relative_attention_bias", False):
         return False
-    computes = getattr(sys.modules[type(attention).__module__], "eager_attention_forward", None)
+    computes: Any = getattr(sys.modules[type(attention).__module__], "eager_attention_forward", None)
     both = (type(block).forward, computes)
     return computes is not None and all("position_bias" in inspect.signature(one).parameters for one in both)
 
@@ -114,12 +114,19 @@ def _give_biases(block: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> t
     """Give a stack's first block the biases that it would compute itself, so that it shares the graph of the others."""
     names = [*inspect.signature(type(block).forward).parameters][1:]
     given, attention = dict(zip(names, args, strict=False)) | kwargs, block.layer[0].SelfAttention
-    if given.get("past_key_values") is not None or given.get("position_bias") is not None:
+    if not torch.is_grad_enabled() or given.get("past_key_values") or given.get("position_bias") is not None:
         return args, kwargs
     states, memory = given["hidden_states"], given.get("encoder_hidden_states")
-    length = states.shape[1]
-    biases = {"position_bias": attention.compute_bias(length, length, device=states.device)}
-    if memory is not None:
+    length, prepare = states.shape[1], getattr(attention, "prepare_bias", None)  # by a way of attention
+    biases: dict[str, Any] = {}
+    if prepare is not None:
+        biases["position_bias"] = prepare(attention, given.get("attention_mask"), states)
+    else:
+        biases["position_bias"] = attention.compute_bias(length, length, device=states.device)
+    if memory is not None and prepare is not None:
+        mask = given.get("encoder_attention_mask")
+        biases["encoder_decoder_position_bias"] = prepare(block.layer[1].EncDecAttention, mask, states)
+    elif memory is not None:
         biases["encoder_decoder_position_bias"] = states.new_zeros(1, attention.n_heads, length, memory.shape[1])
     # Arguments stay positional or by name, as the other blocks get them.
     at = {name: value for name, value in biases.items() if name not in names[: len(args)]}

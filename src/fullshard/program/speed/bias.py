@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -89,6 +89,8 @@ def share_bias(base: PreTrainedModel, attention: str, prepare: Prepare) -> None:
     base.set_attn_implementation(attention)
     for layer in biased_layers(base):
         handed_on = "position_bias" in inspect.signature(type(layer).forward).parameters
+        if handed_on:
+            cast("Any", layer).prepare_bias = prepare  # for compiled blocks, which are given it from outside
         layer.register_forward_pre_hook(partial(_before, prepare if handed_on else None), with_kwargs=True)
 
 
@@ -108,7 +110,8 @@ def _before(
 def _mask(batch_size: int, *, attention_mask: Tensor | None = None, **kwargs: Any) -> Tensor | None:
     """Return transformers' boolean mask, (1, 1, Q, K) if rows have no masks of their own."""
     batch_size = 1 if attention_mask is None else batch_size
-    return sdpa_mask(batch_size, attention_mask=attention_mask, **kwargs | {"allow_is_causal_skip": False})
+    kwargs["allow_is_causal_skip"] = False
+    return sdpa_mask(batch_size, attention_mask=attention_mask, **kwargs)
 
 
 def _prepared(layer: Any, mask: Tensor | None, hidden: Tensor) -> Tensor:
