@@ -108,7 +108,8 @@ def _before(
 def _mask(batch_size: int, *, attention_mask: Tensor | None = None, **kwargs: Any) -> Tensor | None:
     """Return transformers' boolean mask, (1, 1, Q, K) if rows have no masks of their own."""
     batch_size = 1 if attention_mask is None else batch_size
-    return sdpa_mask(batch_size, attention_mask=attention_mask, **kwargs | {"allow_is_causal_skip": False})
+    kwargs["allow_is_causal_skip"] = False
+    return sdpa_mask(batch_size, attention_mask=attention_mask, **kwargs)
 
 
 def _prepared(layer: Any, mask: Tensor | None, hidden: Tensor) -> Tensor:
