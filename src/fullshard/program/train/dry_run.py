@@ -24,7 +24,7 @@ from fullshard.program.train.auto import gpu_sheet, precision_before, simulated_
 from fullshard.program.train.fit import Load, plan_chosen
 from fullshard.program.train.reporting.trackers import tracker_sinks
 from fullshard.program.train.run.assemble import make_evaluation
-from fullshard.program.train.run_plan import ACCUMULATE, BLOCKS, try_step
+from fullshard.program.train.run_plan import ACCUMULATE, BLOCKS, try_step, uncompiled
 from fullshard.program.train.setup.choices import advice, choices
 from fullshard.program.train.setup.devices import (
     Choice,
@@ -241,5 +241,5 @@ def lay_out(config: RunConfig, tokenizer: PreTrainedTokenizerBase, world_size: i
     """
     model = outline_model(config, tokenizer)
     ranks = Ledger(rank, world_size, torch.device("meta")).world
-    shard_model(model, config, ranks, None if config.model.path is None else UnreadWeights())
+    shard_model(model, uncompiled(config), ranks, None if config.model.path is None else UnreadWeights())
     return model

@@ -39,6 +39,7 @@ from fullshard.program.train.run_plan import (
     RunPlan,
     needed_bytes,
     plan_prepared,
+    planned_by_masks,
     uncompiled,
 )
 from fullshard.program.train.setup.devices import Choice, may_accumulate_unsharded
@@ -329,8 +330,8 @@ def _check(
         _limit(everyone, fullest),
         chosen,
     )
-    compiled = "compile" in load(()).ways
-    if short is not None and not compiled:  # an upper bound does not show that a run cannot fit
+    compiled, by_masks = "compile" in load(()).ways, planned_by_masks(load(()), gpu=kind == "cuda")
+    if short is not None and not compiled and by_masks is None:  # an upper bound does not show that a run cannot fit
         need = _need(checked, load, data, comm)
         text = _refusal(short, everyone[fullest].plan, need) if comm.rank == 0 else None  # type: ignore[arg-type]
         raise MemoryLimitError(comm.all_gather_object(text)[0])
@@ -340,13 +341,14 @@ def _check(
     left += f"; too much work to plan: {', '.join(later)}" if later else ""
     keeps = kind == "cpu" and _keeps_snapshots(load(()))
     also = f" and {format_bytes(max(rank.snapshots() for rank in everyone))} for snapshots" if keeps else ""
-    bound = ", an upper bound because blocks are planned uncompiled" if compiled else ""
+    plainly = "attention is planned with masks and scores" if by_masks else "blocks are planned uncompiled"
+    bound = f", an upper bound because {plainly}" if compiled or by_masks else ""
     tell(f"planned: a rank needs at most {format_bytes(checked.before)} for tensors{also}{left}{bound}")
     if short is not None:
         pool, needed, there = short
         tell(
             f"by that bound ranks need {format_bytes(needed)}, and their {pool.partition(':')[0]} has "
-            f"{format_bytes(there)}: unless compiled blocks need less, memory runs out"
+            f"{format_bytes(there)}: unless {by_masks or 'compiled blocks'} need less, memory runs out"
         )
     if keeps:
         _tell_of_snapshots(everyone, tell)

@@ -158,6 +158,7 @@ class RunPlan(Plan):
         gathers_once: Whether evaluations do so; then it is part of ``phase_peaks``.
         compiled_bytes: With ``training.torch_compile``, the gradients of the largest block, which arrive together; they
             are added to the plan of uncompiled blocks, which makes it an upper bound. None: blocks are not compiled.
+        by_masks: The run's way of attention if it is planned with masks and scores, which its kernel does not hold.
     """
 
     steps: int = 0
@@ -177,6 +178,7 @@ class RunPlan(Plan):
         )
 
     compiled_bytes: int | None = None
+    by_masks: str | None = None
 
     @property
     def run_s(self) -> float | None:
@@ -205,6 +207,11 @@ class RunPlan(Plan):
             table += (
                 "\nmemory is an upper bound: blocks are planned uncompiled (training.torch_compile), and for gradients "
                 f"that arrive together {format_bytes(self.compiled_bytes)} are added; time is that of uncompiled blocks"
+            )
+        if self.by_masks is not None:
+            table += (
+                f"\nmemory is an upper bound: attention is planned with masks and scores, which {self.by_masks} does "
+                "not hold on a GPU; time is that of attention with masks"
             )
         if self.timing is None:
             return table
@@ -313,6 +320,7 @@ def plan_prepared(  # noqa: PLR0913 (each caller needs another part)
         blocks=told.blocks,
         recomputed=told.recomputed,
         at_once={name.removesuffix(AT_ONCE): size for name, size in at_once.items()},
+        by_masks=planned_by_masks(asked, gpu=device is not None),
     )
     return _with_compiled(plan, told.block_bytes) if "compile" in asked.ways else plan
 
@@ -602,9 +610,19 @@ def longest_rows(rows: TokenizedSet, count: int, *, causal: bool) -> Sequence[in
     return list(dict.fromkeys([*first, *by_length]))[:count]
 
 
+_GPU_KERNELS = ("flex", "varlen", "flash")
+"""Ways of attention that no CPU can train with."""
+
+
+def planned_by_masks(config: RunConfig, *, gpu: bool) -> str | None:
+    """Return the run's way of attention if its plan holds masks and scores that the run on a GPU does not; or None."""
+    bounded = (*_GPU_KERNELS, "bias_sdpa") if gpu else _GPU_KERNELS
+    return next((name for name in config.ways if name in bounded), None)
+
+
 def uncompiled(config: RunConfig) -> RunConfig:
-    """Return the settings without compiling and Liger: the same is then computed in operators that can be followed."""
-    ways = tuple(name for name in config.speed.ways if name not in ("compile", "liger"))
+    """Return the settings without ways that a plan cannot follow: those of graphs, and of kernels for GPUs only."""
+    ways = tuple(name for name in config.speed.ways if name not in ("compile", "liger", *_GPU_KERNELS))
     training = config.training.model_copy(update={"torch_compile": False})
     return config.model_copy(update={"training": training, "speed": config.speed.model_copy(update={"ways": ways})})
 

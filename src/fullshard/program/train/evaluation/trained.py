@@ -109,6 +109,8 @@ def load_trained(trained: Trained, comm: Comm) -> tuple[PreTrainedModel, PreTrai
     """
     recorded = trained.recorded
     config, told = usable(trained.config, Devices.of_ranks(comm))
+    plain = config.speed.model_copy(update={"ways": ()})  # ways are for training, perhaps on another device
+    config = config.model_copy(update={"speed": plain})
     if recorded is not None:
         together(comm, lambda: _require_base(trained, recorded) if comm.rank == 0 else None)
     tokenizer = together(comm, lambda: _tokenizer_of(trained))
