@@ -1,13 +1,16 @@
 """fullshard's program, Hugging Face's Trainer and a loop on torch's fully_shard, in one run on this machine's CPU.
 
     python benchmarks/program.py SCITLDR_DIRECTORY [--out PATH] [--steps N] [--small] [--rate RATE] [--only NAMES]
+                                 [--ways LISTS]
 
 SciTLDR's abstracts and summaries (train.jsonl and dev.jsonl of SciTLDR-A), a T5 of t5-small's shapes with the same
 random weights and token ids for all, two gloo ranks, fp32, 8 rows a rank and step, AdamW at one constant learning rate,
 no clipping (the Trainer multiplies T5's loss by the number of ranks, so clipping would differ). Each contender runs in
 its own thread on each rank; the threads take turns, one step each, so that all see the same noise. With ``--rate``
-(as root) the ranks are in namespaces of their own, joined by a link that lets through so much each way. Without --small
-and --out the result goes to benchmarks/results/program.json. Exits with 1 if one failed.
+(as root) the ranks are in namespaces of their own, joined by a link that lets through so much each way. Each list of
+``--ways``, such as ``compile,bias_sdpa+compile``, is a further contender: fullshard with these ``speed.ways``, left out
+by name where one does not apply. Without --small, --ways and --out the result goes to benchmarks/results/program.json.
+Exits with 1 if one failed.
 """
 
 import argparse
@@ -21,6 +24,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +50,9 @@ from transformers.models.t5.modeling_t5 import T5Block
 from fullshard.core.comm import Comm, init_from_env, shutdown
 from fullshard.program.config import RunConfig
 from fullshard.program.models import train_tokenizer
+from fullshard.program.speed import WAYS
 from fullshard.program.train import train
+from fullshard.program.train.setup.model import speed_facts
 from fullshard.program.train.setup.prepare import Prepared, prepare
 
 LATEST = Path(__file__).parent / "results" / "program.json"
@@ -62,6 +68,7 @@ RATE = 5e-4
 HELD_OUT = 32
 EVALUATIONS = 4
 WARM_STEPS = 2
+OURS = "fullshard"
 M_ARENA_MAX = -8
 """Of glibc's malloc.h."""
 
@@ -72,6 +79,7 @@ DEFINITIONS = {
     "computed/real": "Positions that went through the model over tokens.",
     "held-out loss": f"Mean per target token on {HELD_OUT} rows of dev.jsonl, after each quarter of the steps.",
     "fullshard": "fullshard train in its defaults for what is not named above: batches grouped by length.",
+    "fullshard, WAYS": "The same with speed.ways. The first steps, which compile, are not timed.",
     "trainer": "Seq2SeqTrainer in its defaults: DDP, rows drawn at random, padded to the batch's longest.",
     "tutorial": "T5Block by T5Block under torch's fully_shard, every row padded to 512 and 150.",
 }
@@ -157,6 +165,24 @@ def ours(config: RunConfig, comm: Comm, prepared: Prepared, mine: Contender) -> 
 
     T5ForConditionalGeneration.__init__ = hooked
     train(config, comm, [Turns()], prepared=prepared)
+
+
+def _with_ways(config: RunConfig, name: str) -> RunConfig:
+    """Return the settings of fullshard's contender of this name, which writes to a directory of its own."""
+    ways = tuple(name.removeprefix(OURS).strip(", ").split("+")) if name != OURS else ()
+    speed = config.speed.model_copy(update={"ways": ways})
+    return config.model_copy(update={"speed": speed, "output_dir": f"{config.output_dir}-{'-'.join(ways)}"})
+
+
+def fitting(lists: list[str], config: RunConfig, directory: Path) -> list[str]:
+    """Return the names of the contenders with these ways, and say which are left out, and why."""
+    names, model = [], T5ForConditionalGeneration.from_pretrained(directory)
+    for ways in lists:
+        reasons = [WAYS[way].misfit(model, speed_facts(config, torch.device("cpu"))) for way in ways.split("+")]
+        for reason in filter(None, reasons):
+            print(f"without {ways}: {reason}", file=sys.stderr)
+        names += [] if any(reasons) else [f"{OURS}, {ways}"]
+    return names
 
 
 def trainer(options: dict[str, Any], prepared: Prepared, mine: Contender) -> None:
@@ -264,7 +290,7 @@ def work(comm: Comm, options: dict[str, Any]) -> dict[str, Any]:
     config = RunConfig.model_validate(options["config"])
     prepared = prepare(config)
     loops: dict[str, Callable[[Contender], None]] = {
-        "fullshard": lambda mine: ours(config, comm, prepared, mine),
+        **{name: partial(ours, _with_ways(config, name), comm, prepared) for name in options["only"] if OURS in name},
         "trainer": lambda mine: trainer(options, prepared, mine),
         "tutorial": lambda mine: tutorial(options, prepared, mine),
     }
@@ -311,11 +337,17 @@ def figures(ranks: list[dict[str, Any]]) -> dict[str, Any]:
         table[name] = {
             "tokens_per_second": tokens / sum(seconds),
             "seconds_per_step_median": statistics.median(seconds),
+            "seconds_per_step_least": min(seconds),
             "computed_over_real": sum(one["positions"] for one in both) / tokens,
             "held_out_loss": both[0]["held_out"],
         }
-    best = table["fullshard"]["tokens_per_second"]
-    ratios = {f"over_{name}": best / one["tokens_per_second"] for name, one in table.items() if name != "fullshard"}
+    speeds = {name: one["tokens_per_second"] for name, one in table.items()}
+    ratios = {
+        f"{ours.removeprefix(OURS).strip(', ')} over {name}".strip().replace(" ", "_"): speed / speeds[name]
+        for ours, speed in speeds.items()
+        for name in speeds
+        if OURS in ours and name != ours and (OURS not in name or name == OURS)
+    }
     return {"contenders": table, "ratios": ratios}
 
 
@@ -359,6 +391,7 @@ def main() -> int:
     )
     parser.add_argument("--small", action="store_true", help="use a tiny model, for development only")
     parser.add_argument("--rate", help="run the ranks in namespaces joined by a link of this rate, as tc writes it")
+    parser.add_argument("--ways", default="", help="lists of speed.ways, separated by commas; inside of a list by +")
     parser.add_argument("--only", default="fullshard,trainer,tutorial", help="contenders, separated by commas")
     args = parser.parse_args()
     quiet()
@@ -373,6 +406,9 @@ def main() -> int:
         config = settings(args.data, directory, args.steps)
         options = {"directory": folder, "steps": args.steps, "config": config, "eval_steps": args.steps // EVALUATIONS}
         options["only"] = args.only.split(",")
+        options["only"] += fitting(
+            list(filter(None, args.ways.split(","))), RunConfig.model_validate(config), directory
+        )
         try:
             ranks = _over_a_link(options, args.rate) if args.rate else on_two_ranks(work, options, timeout_s=TIMEOUT_S)
         except RankFailed as error:
@@ -385,7 +421,7 @@ def main() -> int:
         "definitions": DEFINITIONS,
         **figures(ranks),
     }
-    out = args.out or (None if args.small else LATEST)
+    out = args.out or (None if args.small or args.ways else LATEST)
     if out:
         out.write_text(json.dumps(result, indent=2) + "\n")
     print(json.dumps({key: result[key] for key in ("contenders", "ratios")}, indent=2))

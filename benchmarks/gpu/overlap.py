@@ -47,7 +47,7 @@ def _measure(shape: Shape, world: int, devices: int, rounds: int, limit_s: float
     torch.set_flush_denormal(True)
     prepare(device, 1, devices, limit_s)
     tell = teller(f"{shape.name}, {world}", time.time(), speaks=True)
-    wire = Wire(device, world, _cycles_per_s(device))
+    wire = Wire(device, world, cycles_per_s(device))
     join(wire)
     comm = TimedComm(wire)
     racers = []
@@ -94,7 +94,7 @@ def _hidden(racer: Racer, comm: TimedComm, step: dict[str, Any], free_s: float) 
     }
 
 
-def _cycles_per_s(device: torch.device) -> float:
+def cycles_per_s(device: torch.device) -> float:
     """Return the rate of the sleeping kernel's clock, while the device is busy: idle ones run slower."""
     if device.type != "cuda":
         return 1e9

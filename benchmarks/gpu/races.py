@@ -97,20 +97,20 @@ def race(machine: Machine, contest: Contest, limit_s: float) -> dict[str, Any]:
             seconds.setdefault(name, []).extend(slowest(rank["seconds"][name] for rank in ranks))
         figures["flops"] = ranks[0]["flops"]
     for name, values in seconds.items():
-        figures["engines"][name] = summary(values) | _rates(contest, min(values), ranks[0]["flops"])
+        figures["engines"][name] = summary(values) | rates(contest, min(values), ranks[0]["flops"])
     return _marked(figures, len(contest.entries))
 
 
-def _rates(contest: Contest, best: float, flops: dict[str, Any]) -> dict[str, Any]:
-    """Return tokens a second and the share of the peak, of the fastest step."""
+def rates(contest: Contest, best: float, flops: dict[str, Any]) -> dict[str, Any]:
+    """Return tokens a second and the share of the peak, of a step of ``best`` seconds."""
     shape = contest.shape
-    rates: dict[str, Any] = {"tokens_per_s": round(shape.tokens * contest.world / best, 1), "mfu": None}
+    found: dict[str, Any] = {"tokens_per_s": round(shape.tokens * contest.world / best, 1), "mfu": None}
     if flops["peak"]:
         needed = flops_module().Flops(**flops)
         targets = shape.batch * shape.target * contest.world
         used = needed.utilisation(tokens=shape.tokens * contest.world, target_tokens=targets, seconds=best)
-        rates["mfu"] = round(used, 4)
-    return rates
+        found["mfu"] = round(used, 4)
+    return found
 
 
 def _marked(figures: dict[str, Any], engines: int) -> dict[str, Any]:
@@ -131,7 +131,7 @@ def _race_on_rank(comm: Comm, contest: Contest, devices: int, limit_s: float) ->
         if comm.device.type == "cuda":
             torch.cuda.empty_cache()  # of one that failed
         model = contest.method.model(contest.shape, comm.device)
-        flops.update(_flops(model, comm, devices))
+        flops.update(flops_of(model, comm, devices))
         entry = next(entry for entry in contest.entries if entry.name == name)
         return Racer(entry, model, contest.shape.inputs(comm.rank, comm.device), comm, contest.shape.block)
 
@@ -174,7 +174,8 @@ def prepare(device: torch.device, size: int, devices: int, limit_s: float) -> No
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // size))  # offloaded optimizers step on the CPU
 
 
-def _flops(model: Any, comm: Comm, devices: int) -> dict[str, Any]:
+def flops_of(model: Any, comm: Any, devices: int) -> dict[str, Any]:
+    """Return FLOPs of a source and of a target token, and the peak of the devices of all ranks; None if unknown."""
     counting = flops_module()
     source, target = counting.count_flops(model)
     peak = counting.peak_flops(comm.device, "bf16")

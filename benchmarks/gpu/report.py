@@ -18,9 +18,17 @@ STAGES = {
     "memory": "peaks, waits, kernels, each engine alone",
     "headlines": "bf16, prefetch, offload",
     "overlap": "communication hidden, as rank 0 of 8 to 512",
+    "speed": "ways of speed.ways, next to FSDP2 with the same ways",
     "plan": "the planner's figures",
 }
 ENGINES = {"fullshard": "fullshard", "fsdp2": "FSDP2", "fsdp1": "FSDP1"}
+AIMS = (
+    ("t5-large, full, 1 rank", "mfu", 0.30),
+    ("t5-3b, full, checkpointed, 1 rank", "mfu", 0.38),
+    ("llama-3-8b, LoRA, checkpointed, 1 rank", "tokens_per_s", 13_000),
+    ("llama-3-8b, full, checkpointed, rank 0 of 8", "mfu", 0.55),
+)
+"""Models of stage ``speed``, and what fullshard is to reach on one H100 with the best ways."""
 SHOWN = 240
 Results = dict[str, dict[str, dict[str, Any]]]
 
@@ -67,13 +75,14 @@ def replaced(text: str, new: str) -> str:
 
 def part(results: Results) -> str:
     """Return what has run where, as Markdown."""
-    sections = [_stages(results), _tests(results.get("tests", {}))]
+    sections = [_stages(results), _tests(results.get("tests", {})), _aims(results.get("speed", {}))]
     tables: tuple[tuple[str, Callable[[dict[str, Any]], list[str]]], ...] = (
         ("kernels", _kernels),
         ("step", _steps),
         ("memory", _memory),
         ("headlines", _headlines),
         ("overlap", _overlap),
+        ("speed", _speed),
     )
     for stage, table in tables:
         figures = {name: case["figures"] for name, case in results.get(stage, {}).items() if case["figures"]}
@@ -197,4 +206,43 @@ def _overlap(figures: dict[str, Any]) -> list[str]:
                     "-" if hidden is None else f"{hidden:.0%}",
                 ]
             lines.append(f"| {name} | {link} | {' | '.join(cells)} |")
+    return lines
+
+
+def _aims(cases: dict[str, Any]) -> list[str]:
+    """Return what is aimed at on one H100, and the best that stage ``speed`` measured, with its ways."""
+    lines = ["With the best [ways](../guides/faster.md), on one H100:", ""]
+    lines += ["| | aim | measured | ways |", "|---|---|---|---|"]
+    for model, what, aim in AIMS:
+        ours = {
+            name.partition(": ")[2]: case["figures"]["engines"]["fullshard"][what]
+            for name, case in cases.items()
+            if name.startswith(f"{model}: ") and "fullshard" in case["figures"].get("engines", {})
+        }
+        ways = max((one for one in ours if ours[one] is not None), key=lambda one: ours[one], default=None)
+        measured = "not yet" if ways is None else _share(ours[ways], what)
+        lines.append(f"| {model} | {_share(aim, what)} | {measured} | {ways or '-'} |")
+    return lines
+
+
+def _share(value: float, what: str) -> str:
+    return f"{value:.0%} of the peak" if what == "mfu" else f"{value:,.0f} tokens/s"
+
+
+def _speed(figures: dict[str, Any]) -> list[str]:
+    lines = [
+        "Median of a step in milliseconds; tokens a second, share of the device's bf16 peak (MFU), memory reserved in"
+    ]
+    lines += ["GB and seconds of compiling are fullshard's. FSDP2 has the same ways.", ""]
+    lines += ["| | fullshard | FSDP2 | tokens/s | MFU | reserved | compiling |", "|---" * 7 + "|"]
+    for name, found in figures.items():
+        engines = found.get("engines", {})
+        ours = engines.get("fullshard", {})
+        times = (engines.get(engine, {}).get("step_s") for engine in ("fullshard", "fsdp2"))
+        label = f"{name} (without {', '.join(ours['left_out'])})" if ours.get("left_out") else name
+        row = _row(label, (seconds and seconds * 1e3 for seconds in times), "{:.1f}")
+        mfu, reserved = ours.get("mfu"), ours.get("reserved_bytes")
+        cells = [ours.get("tokens_per_s", "-"), "-" if mfu is None else f"{mfu:.1%}"]
+        cells += ["-" if reserved is None else f"{reserved / 1e9:.1f}", ours.get("compile_s", "-")]
+        lines.append(f"{row} {' | '.join(map(str, cells))} |")
     return lines
