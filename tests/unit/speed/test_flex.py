@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
-from transformers import masking_utils
+from transformers import AutoConfig, AutoModelForCausalLM, masking_utils
 from transformers.integrations import flex_attention as transformers_flex
 
 from fullshard.errors import ModelError
@@ -102,6 +102,18 @@ def test_packed_rows_skip_the_blocks_between_rows():
     segments = torch.arange(1, 9).repeat_interleave(128)[None]
     blocks = flex._packed_blocks(segments, segments, causal=True)
     assert blocks.sparsity() == pytest.approx(100 * (1 - 8 / 64))
+
+
+def test_models_whose_evaluation_would_be_wrong_are_refused():
+    sizes = {"num_hidden_layers": 1, "num_local_experts": 2, "vocab_size": 40, "hidden_size": 16, "head_dim": 4}
+    config = AutoConfig.for_model("gpt_oss", **sizes, intermediate_size=8, num_attention_heads=4, pad_token_id=0)
+    sinks, facts = AutoModelForCausalLM.from_config(config), Facts(**{**vars(FACTS), "packing": False})
+    assert "transformers' GptOssForCausalLM has none" in WAYS["flex"].misfit(sinks, facts)
+    assert "attn_logit_softcapping: 50" in WAYS["flex"].misfit(build("gemma2", "eager"), FACTS)
+    assert WAYS["flex"].misfit(build("t5", "eager"), FACTS) is None
+    sizes = {"vocab_size": 40, "hidden_size": 16, "num_hidden_layers": 1, "intermediate_size": 8}
+    config = AutoConfig.for_model("biogpt", **sizes, num_attention_heads=2, attention_probs_dropout_prob=0.25)
+    assert "this model's is 0.25" in WAYS["flex"].misfit(AutoModelForCausalLM.from_config(config), facts)
 
 
 def test_what_it_cannot_do_is_refused():

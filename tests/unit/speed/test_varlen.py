@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from torch.nn.attention import varlen as torchs
+from transformers import AutoConfig, AutoModelForSeq2SeqLM
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from fullshard.program.models import enable_activation_checkpointing
@@ -115,6 +116,20 @@ def test_every_type_hands_flash_attention_the_rows_lengths(kind, monkeypatch):
     _, packed = rows(causal=True)
     ours, theirs = (loss_and_gradients(model, packed, causal=True) for model in (way, plain))
     assert_same(ours, theirs, 1e-5)
+
+
+def test_flash_attention_is_refused_where_transformers_computes_something_else(monkeypatch):
+    """Its cross-attention cuts targets by the padding of sources, and it does not read windows from masks."""
+    monkeypatch.setattr(flash, "_installed", lambda: "flash_attention_2")
+    facts, misfit = Facts(**{**vars(FACTS), "packing": False}), WAYS["flash"].misfit
+    sizes = {"d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "vocab_size": 40, "encoder_ffn_dim": 8}
+    bart = AutoModelForSeq2SeqLM.from_config(AutoConfig.for_model("bart", **sizes, decoder_ffn_dim=8))
+    assert "the padding of sources for that of targets, and bart has an encoder" in misfit(bart, facts)
+    moe = build("qwen2_moe", "sdpa")
+    assert misfit(moe, facts) is None
+    moe.config.layer_types, moe.config.sliding_window = ["sliding_attention"] * 2, 4
+    assert "qwen2_moe does not tell flash attention its window of 4 tokens" in misfit(moe, facts)
+    assert misfit(build("llama", "sdpa"), facts) is None
 
 
 def test_flash_attention_says_what_is_missing(monkeypatch):

@@ -12,6 +12,7 @@ from fullshard.planner import hardware
 from fullshard.program.config import TrainingConfig, load_run
 from fullshard.program.data import steps
 from fullshard.program.train import around_steps, run_plan as plan_module
+from fullshard.program.train.dry_run import lay_out
 from fullshard.program.train.run.loop import saves_between_steps
 from fullshard.program.train.run_plan import (
     largest_steps,
@@ -306,3 +307,15 @@ def test_compiled_blocks_are_planned_uncompiled_and_the_figures_are_upper_bounds
     assert sum(compiled.parts.values()) == compiled.peak_bytes
     assert compiled.sent_bytes == plain.sent_bytes
     assert [str(plan).count("upper bound") for plan in (plain, compiled)] == [0, 1]
+
+
+@pytest.mark.parametrize("way", ["flex", "varlen", "flash", "liger"])
+def test_ways_for_gpus_are_planned_and_laid_out_without_one(tmp_path, way):
+    model = {"config": LLAMA, "tokenizer": {"vocab_size": 60}}
+    overrides = ["training.packing=true", "training.precision=bf16", "training.eval_strategy=no"]
+    path = write_run(tmp_path, model=model)
+    with_way, without = (load_run(path, [*overrides, f"speed.ways=[{ways}]"]) for ways in (way, ""))
+    data = prepare(with_way)
+    lay_out(with_way, data.tokenizer, 2)
+    plans = [plan_prepared(one, data, 2, hardware("h100"), roughly=0) for one in (with_way, without)]
+    assert plans[0].peak_bytes == plans[1].peak_bytes

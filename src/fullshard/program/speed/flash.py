@@ -9,7 +9,7 @@ from transformers.utils.import_utils import is_flash_attn_2_available, is_flash_
 
 from fullshard.core.transformers_private import attentions
 from fullshard.program.models import base_of
-from fullshard.program.models.packing import PackedRows, mask_packed_rows
+from fullshard.program.models.packing import PackedRows, mask_packed_rows, sliding_window
 from fullshard.program.speed.varlen import HALF, rows_misfit
 
 if TYPE_CHECKING:
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 _HOPPER = 9  # major version of the capability that flash attention 3 is for
 
 _DROPS_LENGTHS = ("stablelm",)  # a test looks at every packable type
+
+_DROPS_WINDOW = ("phimoe", "qwen2_moe")  # their layers' window is only in the mask, which flash attention does not read
 
 
 class Flash:
@@ -40,6 +42,14 @@ class Flash:
             return f"flash attention computes in bfloat16 and float16 on CUDA, and this run computes in {computed}"
         if _installed() is None:
             return "none of the packages flash-attn-3, flash-attn and kernels is installed (pip install kernels)"
+        if base.config.is_encoder_decoder:
+            return (
+                "transformers' flash attention takes the padding of sources for that of targets, and "
+                f"{base.config.model_type} has an encoder"
+            )
+        window = sliding_window(base.config)
+        if window is not None and base.config.model_type in _DROPS_WINDOW:
+            return f"transformers' {base.config.model_type} does not tell flash attention its window of {window} tokens"
         if facts.packing and base.config.model_type in _DROPS_LENGTHS:
             return f"transformers' {base.config.model_type} does not hand the lengths of packed rows to flash attention"
         return rows_misfit(model, facts) if facts.packing else None

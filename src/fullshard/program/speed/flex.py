@@ -41,6 +41,11 @@ class Flex:
             return "FlexAttention has no backward on a CPU"
         if not biased_layers(base) and "flex_attention" not in attentions(type(base)):
             return f"transformers' {type(base).__name__} has no FlexAttention"
+        softcap = getattr(base.config, "attn_logit_softcapping", None)
+        if not biased_layers(base) and (softcap or "sdpa" not in attentions(type(base))):
+            # scaled_dot_product_attention would silently leave out caps of scores, attention sinks and the like
+            why = f"has attn_logit_softcapping: {softcap:g}" if softcap else "has none"
+            return f"evaluation is by scaled_dot_product_attention, for which transformers' {type(base).__name__} {why}"
         dropout = attention_dropout(base)
         if dropout:
             return (
@@ -67,7 +72,8 @@ def attention_dropout(base: PreTrainedModel) -> float:
     config: Any = base.config
     if biased_layers(base):
         return max(float(layer.dropout) for layer in biased_layers(base))  # type: ignore[arg-type]
-    return float(getattr(config, "attention_dropout", None) or getattr(config, "attn_pdrop", None) or 0.0)
+    names = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
+    return max(float(getattr(config, name, None) or 0.0) for name in names)
 
 
 def _mask(batch_size: int, **kwargs: Any) -> BlockMask | Tensor | None:

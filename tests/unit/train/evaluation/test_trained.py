@@ -10,7 +10,7 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from rich.console import Console
-from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 from transformers.utils import logging
 
 from fullshard.core.testing import run_ranks
@@ -448,3 +448,14 @@ def test_a_prompt_adapter_of_a_causal_model_takes_one_row_at_a_time(tokenizer, t
     with pytest.raises(ConfigError, match="--batch-size 1"):
         run_ranks(1, lambda comm: work(comm, 2))
     assert len(run_ranks(1, lambda comm: work(comm, 1))[0][0]) == 2
+
+
+def test_ways_of_the_training_are_not_needed(tmp_path, tokenizer):
+    torch.manual_seed(0)
+    model = AutoModelForSeq2SeqLM.from_config(
+        AutoConfig.for_model(**MODEL, vocab_size=len(tokenizer), decoder_start_token_id=0)
+    )
+    directory = save(model, tokenizer, tmp_path / "model")
+    speed = {"speed": {"ways": ["flex", "liger"]}}
+    config = RunConfig.model_validate(settings(tmp_path, model={"path": str(directory)}) | speed)
+    assert written_by(directory, 1, config) == written_by(directory, 1)
