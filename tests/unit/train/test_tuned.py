@@ -8,11 +8,13 @@ import pytest
 import yaml
 
 from fullshard.core.testing import run_ranks
+from fullshard.errors import ConfigError
 from fullshard.planner import hardware
 from fullshard.program.config import load_run
 from fullshard.program.data import Ragged
 from fullshard.program.train.auto import chosen_speed
 from fullshard.program.train.fit import search
+from fullshard.program.train.setup import tuned as tuned_module
 from fullshard.program.train.setup.prepare import prepare
 from fullshard.program.train.setup.resume import checkpoints_directory
 from fullshard.program.train.setup.tuned import (
@@ -23,11 +25,14 @@ from fullshard.program.train.setup.tuned import (
     measured_step,
     place_of,
     read_tuned,
+    set_by_hand,
+    with_others,
     write_tuned,
 )
 from fullshard.state.resilience import ScratchDirectory
 from support.tiny_run import QUICK, write_run_file
 
+GPU = hardware("h100")
 FAST, SLOW = Setting(("flex", "compile"), "false", 4, 2), Setting((), "true", 4, 2)
 
 
@@ -54,6 +59,8 @@ def key(run_file, data, *overrides, ranks=2, card="a card"):
         "sharding.strategy=no_shard",
         "model.attention_dropout=0.0",
         "training.packing=true",
+        "training.label_smoothing_factor=0.1",
+        "training.z_loss=0.001",
     ],
 )
 def test_what_changes_a_step_changes_the_key(run_file, data, override):
@@ -107,7 +114,10 @@ def test_a_damaged_file_counts_as_none(tmp_path):
     assert read_tuned(path) == []
     write_tuned(path, [(FAST, 0.5)])
     assert read_tuned(path) == [(FAST, 0.5)]
-    for text in ("", "{}", '[{"ways": 3}]', "[1]"):
+    one = '[{"ways": WAYS, "recompute": BLOCKS, "rows": 4, "times": 2, "step_s": SECONDS}]'
+    damaged = [("[]", "3", "1.0"), ('"abc"', '"3"', "1.0"), ("[]", '"3"', "NaN"), ('["later"]', '"3"', "1.0")]
+    damaged = [one.replace("WAYS", a).replace("BLOCKS", b).replace("SECONDS", c) for a, b, c in damaged]
+    for text in ("", "{}", '[{"ways": 3}]', "[1]", *damaged):
         path.write_text(text)
         assert read_tuned(path) == []
 
@@ -190,3 +200,63 @@ def test_a_search_takes_measured_steps_in_place_of_predicted_ones(run_file, data
 def test_the_run_file_that_was_written_is_the_setting(run_file):
     values = yaml.safe_load("\n".join(f"{one.replace('=', ': ')}" for one in FAST.overrides))
     assert values == FAST.values
+
+
+def test_a_resumed_run_keeps_only_what_the_run_file_still_leaves_open(run_file, data, tmp_path):
+    """What the user sets after the start is not overridden: values by hand, and rows of a step."""
+    kept = Setting(("flex", "compile"), "false", 2, 2).overrides
+    free = [f"output_dir={tmp_path}", "training.gradient_accumulation_steps=null"]
+    config = load_run(run_file, [*free, *kept, f"training.speed={json.dumps(kept)}"])
+    (tmp_path / "run.json").write_text(json.dumps({"config": config.as_plain()}))
+
+    def again(*overrides):
+        found = choose(run_file, data, *free, *overrides)[0]
+        training = found.training
+        rows = training.per_device_train_batch_size, training.gradient_accumulation_steps
+        return found.ways, training.gradient_checkpointing, rows
+
+    assert again() == (("flex", "compile"), False, (2, 2))
+    assert again("training.per_device_train_batch_size=16") == (("flex", "compile"), False, (16, 1))
+    assert again("training.gradient_checkpointing=true") == (("flex", "compile"), True, (2, 2))
+    assert again("speed.ways=[]", "training.gradient_accumulation_steps=3") == ((), False, (4, 3))
+    assert again("training.torch_compile=false") == ((), False, (2, 2))
+
+
+def test_a_predicted_step_is_as_far_off_as_those_that_were_measured(run_file, data):
+    """Or a tuned setting would lose to each one that was never measured: data sheets are optimistic."""
+    fixed = ["training.precision=bf16", "training.fused_cross_entropy=false", "training.gradient_checkpointing=false"]
+    config = load_run(run_file, fixed)
+    place = place_of(config, key_of(config, data, 2, "h100"))
+    place.unlink(missing_ok=True)
+
+    def order():
+        return [one.overrides for one in search(lambda more: load_run(run_file, [*fixed, *more]), 2, GPU, data=data)]
+
+    before = order()
+    assert len(before) > 1
+    settings = load_run(run_file, [*fixed, *before[0]])
+    write_tuned(place_of(settings, key_of(settings, data, 2, "h100")), [(Setting((), "false", 4, 2), 0.5)])
+    assert order() == before
+    place_of(settings, key_of(settings, data, 2, "h100")).unlink()
+
+
+def test_a_later_tuning_keeps_what_the_run_file_rules_out_now(run_file, tmp_path):
+    path, medium = tmp_path / "tuned.json", Setting((), "1", 4, 2)
+    write_tuned(path, [(FAST, 1.0), (medium, 1.5), (SLOW, 2.0)])
+    plain = load_run(run_file, ["speed.ways=[]"])
+    assert with_others([(SLOW, 0.9), (medium, 1.6)], path, plain) == [(SLOW, 0.9), (FAST, 1.0), (medium, 1.6)]
+    assert with_others([(SLOW, 2.1)], path, load_run(run_file)) == [(SLOW, 2.1)]  # all others were tried again
+    assert set_by_hand(plain) == ["speed.ways", "training.gradient_accumulation_steps"]
+
+
+def test_names_of_ways_are_no_record(run_file):
+    with pytest.raises(ConfigError, match=r"expected auto or null; got \['compile'\]\. Ways are named in speed.ways"):
+        load_run(run_file, ["training.speed=[compile]"])
+
+
+def test_a_library_that_a_way_needs_changes_the_key(run_file, data, monkeypatch):
+    before = key(run_file, data)
+    monkeypatch.setattr(tuned_module, "_version", lambda library: None if library == "liger-kernel" else "1")
+    without = key(run_file, data)
+    monkeypatch.setattr(tuned_module, "_version", lambda library: "1")
+    assert len({before, without, key(run_file, data)}) == 3

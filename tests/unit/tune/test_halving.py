@@ -141,3 +141,18 @@ def test_the_best_are_measured_again_in_turns_and_once_more_while_their_steps_ov
     far = Machine({a: 1.0, b: 2.0}, noise=0.02, at_once=FULL)
     far.run()
     assert far.asked == [a, b, a, b]
+
+
+def test_what_an_attempt_before_has_measured_is_taken_however_little_time_is_left():
+    times = space(5)
+    first = Machine(times, setup_s=40.0)
+    recorded = {one: first.measure(one, FULL) for one in list(times)[:9]}
+    again = Machine(times, setup_s=40.0)
+
+    def measure(one, steps):
+        return recorded.pop(one) if one in recorded else again.measure(one, steps)
+
+    halving = Halving(measure, lambda: again.now, 1.0, is_recorded=lambda one: one in recorded)
+    best = next(iter(halving.run(list(times)).measured))
+    assert best == min(list(times)[:9], key=times.get)
+    assert again.asked == []

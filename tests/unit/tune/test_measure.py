@@ -14,7 +14,7 @@ from fullshard.program.config import load_run
 from fullshard.program.speed import WAYS
 from fullshard.program.train.setup.prepare import prepare
 from fullshard.program.tune import measure
-from fullshard.program.tune.candidates import Candidate
+from fullshard.program.tune.candidates import Candidate, Memory
 from fullshard.program.tune.journal import Journal
 from fullshard.program.tune.measure import TOLERANCES, difference, product_format, without_dropout
 from fullshard.program.tune.tune import tune
@@ -199,3 +199,30 @@ def test_an_old_journal_is_not_continued(tmp_path, monkeypatch):
     assert read() == {"4": [1.0, 2.0]}
     monkeypatch.setattr("fullshard.program.tune.journal.YOUNG_S", -1.0)
     assert read() == {}
+
+
+@pytest.mark.parametrize("fakes", [("liger",)], indirect=True)
+def test_a_way_beside_which_the_plain_model_does_not_fit_is_left_out_without_trying(
+    fakes, run_file, one_at_a_time, monkeypatch
+):
+    settled = Memory.settled
+
+    def tight(self, candidate, blocks):
+        return settled(self, candidate, blocks) if candidate.ways else "its memory plan does not fit"
+
+    monkeypatch.setattr(Memory, "settled", tight)
+    with pytest.raises(MemoryLimitError, match="cannot be compared: the model without it does not fit"):
+        tuned(run_file)
+
+
+@pytest.mark.parametrize("fakes", [()], indirect=True)
+def test_ranks_with_other_cards_stay_together_where_one_card_is_not_known(fakes, run_file, one_at_a_time, monkeypatch):
+    calls = iter([1e12])
+    monkeypatch.setattr(measure, "peak_flops", lambda *_: next(calls, None))
+    data = prepare(load_run(run_file))
+    load = lambda more: load_run(run_file, ["training.precision=fp32", *more])  # noqa: E731
+    shares = [
+        [one.share_of_peak for one in found.outcome.measured.values()]
+        for found in run_ranks(2, lambda comm: tune(load, data, comm, 0.0))
+    ]
+    assert sorted(map(len, shares)) == [1, 1]

@@ -1,10 +1,15 @@
 """A choice written into a user's run file."""
 
+from argparse import Namespace
+from types import SimpleNamespace
+
 import pytest
 import yaml
 
-from fullshard.errors import ConfigError
+from fullshard.errors import CheckpointError, ConfigError
 from fullshard.program.config import load_run
+from fullshard.program.config.load import read_values
+from fullshard.program.launch.programs import tune
 from fullshard.program.train.setup.tuned import Setting
 from fullshard.program.tune.run_file import as_yaml, changes, edited, write_choice
 from support.tiny_run import write_rows
@@ -109,3 +114,39 @@ def test_an_override_that_hides_the_choice_is_refused(path):
     with pytest.raises(ConfigError, match="an override of the command line"):
         write_choice(path, VALUES, ["training.gradient_checkpointing=true"])
     assert path.read_text() == FILE
+
+
+def test_a_read_only_file_is_not_replaced_and_a_full_disk_names_what_to_add(path, monkeypatch):
+    path.chmod(0o444)
+    with pytest.raises(ConfigError, match=r"(?s)it is read-only.*Add it by hand:"):
+        write_choice(path, VALUES)
+    path.chmod(0o644)
+
+    def refuse(*arguments):
+        raise CheckpointError("No space left on device.")
+
+    monkeypatch.setattr("fullshard.program.tune.run_file.write_text", refuse)
+    with pytest.raises(ConfigError, match=r"(?s)No space left.*Add it by hand:"):
+        write_choice(path, VALUES)
+    assert path.read_text() == FILE
+
+
+def test_a_file_that_changed_while_ranks_measured_stays(path, capsys):
+    before = read_values(path)
+    path.write_text(FILE.replace("batch_size: 8", "batch_size: 64"))
+    options = Namespace(config=path, overrides=[])
+    found = SimpleNamespace(chosen=Setting(("flex",), "3", 2, 4), kept="somewhere")
+    with pytest.raises(ConfigError, match=r"(?s)has changed since it was read.*per_device_train_batch_size: 2"):
+        tune._write(options, before, found)
+    assert "batch_size: 64" in path.read_text()
+    tune._write(options, read_values(path), found)
+    assert load_run(path).ways == ("flex",)
+    tune._write(options, read_values(path), found)
+    said = capsys.readouterr().out
+    assert "it already says the fastest" in said
+    assert "not varied, as the run file sets it: speed.ways, training.gradient_checkpointing" in said
+
+
+def test_ways_by_hand_stay_as_they_are_written(path):
+    overrides = ["speed.ways=[flex]", "training.torch_compile=true", "training.gradient_checkpointing=false"]
+    assert changes(Setting(("flex", "compile"), "false", 8, 1), load_run(path, overrides)) == {}

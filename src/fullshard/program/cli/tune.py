@@ -68,7 +68,7 @@ def run(options: argparse.Namespace) -> Failure | None:
                 PROGRAM, [*arguments, f"--minutes={left}", f"--journal={journal}"], nproc, saves=False
             )
             now = len(list(journal.parent.glob(f"{journal.name}.*.lost")))
-            if failure is None or now == lost:
+            if failure is None or now <= lost:  # fewer: all was measured, and then something else failed
                 return failure
             lost = now
             what = failure.message.partition(" Run the same command")[0].splitlines()

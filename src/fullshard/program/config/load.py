@@ -54,7 +54,7 @@ def load_run(
             of range, contradicts another or names a file that does not exist. The message holds all problems.
     """
     path = Path(path)
-    return check_run(_merged(under or {}, _read_yaml(path)), path, overrides, reads_data=reads_data)
+    return check_run(_merged(under or {}, read_values(path)), path, overrides, reads_data=reads_data)
 
 
 def check_run(
@@ -141,8 +141,12 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep=deep)
 
 
-def _read_yaml(path: Path) -> dict[str, Any]:
-    """Read the settings of a run file."""
+def read_values(path: Path) -> dict[str, Any]:
+    """Return the settings in a run file as it has them, unchecked; any rank.
+
+    Raises:
+        ConfigError: It cannot be read.
+    """
     if path.is_dir():
         raise ConfigError(f"{path} is a directory; a run file (YAML) is expected. {_run_files_in(path)}")
     if not path.exists():

@@ -232,6 +232,14 @@ class TrainingConfig(ConfigSection):
         unset = -1 if info.field_name == "max_steps" else 0
         return None if value == unset and value is not False else value
 
+    @field_validator("speed")
+    @classmethod
+    def _auto_or_a_record(cls, value: object) -> object:
+        """Refuse names of ways, which would change nothing here."""
+        if isinstance(value, tuple) and not all("=" in one for one in value):
+            raise ValueError(f"expected auto or null; got {list(value)}. Ways are named in speed.ways")
+        return value
+
     @field_validator("warmup_steps")
     @classmethod
     def _steps_or_share(cls, value: float) -> float:

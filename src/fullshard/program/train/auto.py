@@ -20,7 +20,7 @@ from fullshard.program.train.reporting.sinks import RUN_NAME
 from fullshard.program.train.setup.devices import Choice, Devices, precision_choice
 from fullshard.program.train.setup.prepare import Prepared
 from fullshard.program.train.setup.resume import checkpoints_directory
-from fullshard.program.train.setup.tuned import best_of, card_of, key_of, place_of, read_tuned
+from fullshard.program.train.setup.tuned import best_of, card_of, key_of, place_of, read_tuned, still_open
 from fullshard.sizes import format_bytes, format_duration
 from fullshard.state.resilience import ScratchDirectory
 from fullshard.state.storage import as_place, find_checkpoints, read_index
@@ -86,8 +86,8 @@ def chosen_speed(
     """Return the overrides that ``training.speed: auto`` stands for and the choice; both empty if it is not set.
 
     Every rank calls it, with its precision chosen. Rank 0 reads what ``fullshard tune`` has measured on its machine. A
-    resumed run keeps the choice of its start, also that there was none. The last of the overrides records the others.
-    ``tell`` receives a line for the user.
+    resumed run keeps the choice of its start, also that there was none, as far as the run file still leaves it open.
+    The last of the overrides records the others. ``tell`` receives a line for the user.
     """
     config = load(())
     if config.training.speed != "auto":
@@ -100,7 +100,7 @@ def chosen_speed(
             return None
         before = recorded(config, "training.speed", begun=begun)
         if isinstance(before, list):
-            return tuple(before), KEPT
+            return still_open(before, config), KEPT
         place = place_of(config, key_of(config, data, comm.size, card))
         best = best_of(read_tuned(place), config)
         if best is None:

@@ -80,7 +80,8 @@ class Outcome:
 class Halving:
     """Measures candidates in rounds. Every rank calls it alike, and ``measure`` and ``clock`` give all ranks the same.
 
-    ``clock`` returns the seconds since the start, of which there are ``limit_s``.
+    ``clock`` returns the seconds since the start, of which there are ``limit_s``. A candidate whose next result
+    ``is_recorded`` takes none of them.
     """
 
     def __init__(
@@ -89,8 +90,10 @@ class Halving:
         clock: Callable[[], float],
         limit_s: float,
         progress: Callable[[int, int], None] = lambda done, total: None,
+        is_recorded: Callable[[Candidate], bool] = lambda one: False,
     ) -> None:
         self._measure, self._clock, self._limit_s, self._progress = measure, clock, limit_s, progress
+        self._is_recorded = is_recorded
         self._found = Outcome()
 
     def run(self, candidates: Sequence[Candidate]) -> Outcome:
@@ -163,7 +166,7 @@ class Halving:
     def _fits(self, one: Candidate, *, last: bool = False) -> bool:
         """Return whether there is time for a candidate; before the ``last`` round, and then for that."""
         known = self._found.measured
-        if not known:
+        if not known or self._is_recorded(one):
             return True
         best = sorted(known.values(), key=lambda found: found.step_s)[: 0 if last else FINALISTS]
         later = sum(found.took_s for found in best if len(found.steps_s) < FULL)

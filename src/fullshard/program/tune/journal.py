@@ -59,6 +59,11 @@ class Journal:
         self._taken[name] = place + 1
         return _measured(recorded[place])
 
+    def has(self, candidate: Candidate) -> bool:
+        """Return whether :meth:`take` would return a result."""
+        name = str(candidate)
+        return name in self._lost or self._taken.get(name, 0) < len(self.values["measured"].get(name, []))
+
     def add(self, candidate: Candidate, result: Measured | str) -> None:
         """Record a result; every rank calls it, and rank 0 writes."""
         name = str(candidate)

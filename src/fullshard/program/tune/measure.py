@@ -213,7 +213,8 @@ class Bench:
 
     def _measure(self, candidate: Candidate, setting: Setting, steps: int) -> Measured | str:
         begun = time.perf_counter()
-        self._measure_plain(candidate, setting)
+        if (why := self._measure_plain(candidate, setting)) is not None:
+            return why
         built = self._built(setting)
         before_check = time.perf_counter()
         why = self._check(candidate, setting, built)
@@ -234,9 +235,9 @@ class Bench:
             compile_s=max(checked - min(warm), 0.0) + sum(warm) - len(warm) * min(warm),
             reserved_bytes=int(self._slowest(reserved_memory_bytes(self._comm.device))),
         )
-        if built.flops is None:
-            return found
         targets = self._sum(batch.target_tokens for batch in built.batches)
+        if built.flops is None:  # on a rank whose card is not known; another one's may be
+            return found
         share = built.flops.utilisation(tokens=found.tokens, target_tokens=targets, seconds=found.step_s)
         return replace(found, share_of_peak=share)
 
@@ -246,18 +247,25 @@ class Bench:
     def _sum(self, mine: Iterable[int]) -> int:
         return sum(self._comm.all_gather_object(sum(mine)))
 
-    def _measure_plain(self, candidate: Candidate, setting: Setting) -> None:
-        """Measure loss and gradient norm of the plain ways for these micro-batches, unless they are known."""
+    def _measure_plain(self, candidate: Candidate, setting: Setting) -> str | None:
+        """Measure loss and gradient norm of the plain ways for these micro-batches, unless they are known.
+
+        Returns why they cannot be measured; None if they are known.
+        """
         known, ways = self._journal.values, named(candidate.ways)
         rows = str(setting.rows)
         if not candidate.ways or ways in known["wrong"] or rows in known["plain"]:
-            return
-        plain = replace(candidate, attention="", kernels="", blocks="", recompute="none")
-        recompute = setting.recompute if isinstance(self._settled(plain), Setting) else "true"
-        built = self._built(replace(setting, ways=(), recompute=recompute))
+            return None
+        plain = replace(candidate, attention="", kernels="", blocks="")
+        tried = (self._settled(replace(plain, recompute=recompute)) for recompute in (setting.recompute, "true"))
+        fitting = next((one for one in tried if isinstance(one, Setting)), None)
+        if fitting is None:
+            return "its values cannot be compared: the model without it does not fit by its memory plan"
+        built = self._built(fitting)
         known["plain"][rows] = built.values()
         del built
         self._free()
+        return None
 
     def _check(self, candidate: Candidate, setting: Setting, built: Built) -> str | None:
         """Compare loss and gradient norm with those of the plain ways, once for each combination of ways."""
@@ -281,7 +289,7 @@ class Bench:
         accumulate = self._memory.accumulate(setting) if comm.rank == 0 else None
         accumulate = comm.all_gather_object(accumulate)[0]
         unsharded = () if accumulate is None else (f"training.accumulate={accumulate}",)
-        config = self._load([*setting.overrides, *unsharded, *plain])
+        config = together(comm, lambda: self._load([*setting.overrides, *unsharded, *plain]))
         ready = self._prepared(config)
         source, target = count_flops(ready.model)
         peak = peak_flops(comm.device, config.training.precision)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from fullshard.errors import ConfigError
+from fullshard.errors import CheckpointError, ConfigError
 from fullshard.program.config import RunConfig
 from fullshard.program.config.load import check_run
 from fullshard.program.train.setup.tuned import Setting
@@ -20,7 +21,10 @@ from fullshard.state.storage import write_text
 def changes(setting: Setting, config: RunConfig) -> dict[str, Any]:
     """Return the options whose value the run file must be given for a setting, by dotted key."""
     now = config.as_flat()
-    return {name: value for name, value in setting.values.items() if now[name] != value}
+    found = {name: value for name, value in setting.values.items() if now[name] != value}
+    if set(setting.ways) == set(config.ways):  # in another order, or by training.torch_compile
+        found.pop("speed.ways", None)
+    return found
 
 
 def write_choice(path: Path, values: Mapping[str, Any], overrides: Sequence[str] = ()) -> None:
@@ -31,6 +35,9 @@ def write_choice(path: Path, values: Mapping[str, Any], overrides: Sequence[str]
     """
     path = path.resolve()
     try:
+        mode = path.stat().st_mode
+        if not (mode & 0o222 and os.access(path, os.W_OK)):  # renaming would replace it all the same
+            raise ValueError("it is read-only")
         with path.open(encoding="utf-8", newline="") as file:  # line ends stay as they are
             text = file.read()
         before = yaml.safe_load(text)
@@ -40,10 +47,9 @@ def write_choice(path: Path, values: Mapping[str, Any], overrides: Sequence[str]
         found = check_run(yaml.safe_load(new), path, overrides).as_flat()
         if any(found[name] != value for name, value in values.items()):
             raise ValueError("an override of the command line sets one of them")
-        mode = path.stat().st_mode
         write_text(path, new)
         path.chmod(mode)
-    except (OSError, ValueError, yaml.YAMLError) as error:
+    except (OSError, CheckpointError, ValueError, yaml.YAMLError) as error:
         raise ConfigError(
             f"{path} is as it was: the choice cannot be written into it ({error}). Add it by hand:\n{as_yaml(values)}"
         ) from error

@@ -16,7 +16,7 @@ from fullshard.program.train.auto import gpu_sheet
 from fullshard.program.train.fit import Load
 from fullshard.program.train.run.assemble import require_same_rows, require_same_settings
 from fullshard.program.train.setup.prepare import Prepared
-from fullshard.program.train.setup.tuned import Setting, card_of, key_of, place_of, write_tuned
+from fullshard.program.train.setup.tuned import Setting, card_of, key_of, place_of, with_others, write_tuned
 from fullshard.program.tune.candidates import Memory, candidates
 from fullshard.program.tune.halving import Halving, Outcome
 from fullshard.program.tune.journal import Journal
@@ -73,6 +73,8 @@ def tune(
     kept = place_of(config, key)
     free = comm.all_gather_object(free_memory(comm.device))
     shares = [size // sum(pool in of_rank for of_rank in free) for one in free for pool, size in one.items()]
+    # Of another attempt's journal nothing holds if the run file was changed meanwhile.
+    journal = None if journal is None else journal.with_name(f"{journal.name}.{key}")
     notes = Journal(journal or kept.with_name(f"tuning-{key}.json"), comm)
     bench = Bench(load, data, comm, Memory(load, data, comm.size, sheet, min(shares, default=None)), notes)
     for name in config.ways:
@@ -83,11 +85,11 @@ def tune(
     def clock() -> float:
         return comm.all_gather_object(time.monotonic() - started)[0]
 
-    outcome = Halving(bench, clock, 60 * minutes, progress).run(candidates(config, fitting))
+    outcome = Halving(bench, clock, 60 * minutes, progress, notes.has).run(candidates(config, fitting))
     if not outcome.measured:
         reasons = "; ".join(dict.fromkeys(outcome.left_out.values()))
         raise MemoryLimitError(f"Nothing could be measured: {reasons}. Use more ranks, or a smaller model or batch.")
     measured = [(found.setting, found.step_s) for found in outcome.measured.values()]
-    together(comm, lambda: write_tuned(kept, measured) if comm.rank == 0 else None)
+    together(comm, lambda: write_tuned(kept, with_others(measured, kept, config)) if comm.rank == 0 else None)
     notes.remove()
     return Tuning(outcome, bench.misfits, measured[0][0], kept)

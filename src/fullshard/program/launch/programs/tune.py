@@ -5,16 +5,20 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from fullshard.core.comm import init_from_env, shutdown, together
-from fullshard.program.config import RunConfig, load_run, require_base
+from fullshard.errors import ConfigError
+from fullshard.program.config import RunConfig, require_base
+from fullshard.program.config.load import check_run, read_values
 from fullshard.program.launch.messages import say
 from fullshard.program.launch.programs.rank import rank_parser, run_as_rank
 from fullshard.program.launch.progress import WorkProgress
 from fullshard.program.train.auto import chosen_precision
 from fullshard.program.train.setup.prepare import prepare
+from fullshard.program.train.setup.tuned import set_by_hand
 from fullshard.program.tune.run_file import as_yaml, changes, write_choice
 from fullshard.program.tune.table import as_json, as_text
 from fullshard.program.tune.tune import Tuning, tune
@@ -34,8 +38,10 @@ def _tune(options: argparse.Namespace, *, is_first: bool) -> None:
     """Tokenize, join the other ranks and measure; rank 0 prints the table and writes the choice."""
     tell = say if is_first else lambda line: None
 
+    values = read_values(options.config)  # once: the user may edit the file while ranks measure
+
     def load(more: Sequence[str]) -> RunConfig:
-        return load_run(options.config, [*options.overrides, *more, "resume=never"])
+        return check_run(values, options.config, [*options.overrides, *more, "resume=never"])
 
     config = load(())
     require_base(config.model)
@@ -51,21 +57,28 @@ def _tune(options: argparse.Namespace, *, is_first: bool) -> None:
         text = (as_json if options.json else as_text)(found.outcome, found.misfits, found.chosen)
         print(text, flush=True)
     if not options.json:
-        together(comm, lambda: _write(options, found) if is_first else None)
+        together(comm, lambda: _write(options, values, found) if is_first else None)
     shutdown()
 
 
-def _write(options: argparse.Namespace, found: Tuning) -> None:
-    """Write the choice into the run file, as far as that leaves it open; on rank 0."""
-    config = load_run(options.config, options.overrides)
+def _write(options: argparse.Namespace, before: Mapping[str, Any], found: Tuning) -> None:
+    """Write the choice into the run file, as far as that leaves it open; on rank 0. ``before``: what it had."""
+    config = check_run(before, options.config, options.overrides)
     values = changes(found.chosen, config)
     if config.training.speed == "auto":
         print(f"\n{options.config} stays as it is: with training.speed: auto its next run takes this choice.")
     elif not values:
         print(f"\n{options.config} stays as it is: it already says the fastest.")
+    elif read_values(options.config) != before:
+        raise ConfigError(
+            f"{options.config} has changed since it was read, and the choice is for what it had; it is not written. "
+            f"Add it by hand if it still applies:\n{as_yaml(values)}"
+        )
     else:
         write_choice(options.config, values, options.overrides)
         print(f"\nwrote into {options.config}:\n{as_yaml(values)}")
+    if fixed := set_by_hand(config):
+        print(f"not varied, as the run file sets it: {', '.join(fixed)}. Remove it to have others measured")
     print(f"kept for training.speed: auto and `fullshard plan --fit`: {found.kept}")
 
 

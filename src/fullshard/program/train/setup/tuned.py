@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import json
+import math
 import platform
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from hashlib import blake2b
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import torch
 
 from fullshard.core.comm import Comm
 from fullshard.program.config import RunConfig
+from fullshard.program.config.speed import AttentionWay, BlocksWay, KernelsWay
 from fullshard.program.data import default_directory
 from fullshard.program.train.setup.prepare import Prepared
 from fullshard.state.storage import write_text
@@ -27,8 +29,21 @@ TIMES = "training.gradient_accumulation_steps"
 _OF_TRAINING = (
     *("precision", "tf32", "optimizer", "packing", "per_device_train_batch_tokens", "train_sampling_strategy"),
     *("accumulate", "messages", "fused_cross_entropy", "activation_offload", "max_grad_norm"),
+    *("label_smoothing_factor", "z_loss"),
 )
 """Options of ``training`` that change a step's time and that tuning does not vary."""
+
+_LIBRARIES = (
+    "torch",
+    "transformers",
+    "triton",
+    "liger-kernel",
+    "flash-attn",
+    "flash-attn-3",
+    "kernels",
+    "bitsandbytes",
+)
+"""Distributions whose versions count, also that one is missing: a choice may name a way that needs it."""
 
 _BUCKET = 16
 """Tokens of a bucket of the histogram of lengths."""
@@ -91,6 +106,34 @@ def rows_are_open(config: RunConfig) -> bool:
     return by_rows and "gradient_accumulation_steps" not in training.model_fields_set
 
 
+def set_by_hand(config: RunConfig) -> list[str]:
+    """Return the options that tuning would vary if the run file did not set them."""
+    by_tokens = config.training.per_device_train_batch_tokens is not None
+    are_open = {
+        "speed.ways": ways_are_open(config),
+        "training.gradient_checkpointing": recompute_is_open(config),
+        TIMES: rows_are_open(config) or by_tokens,
+    }
+    return [name for name, is_open in are_open.items() if not is_open]
+
+
+def still_open(kept: Sequence[str], config: RunConfig) -> tuple[str, ...]:
+    """Return those overrides of an earlier choice whose options the run file leaves open now.
+
+    Rows are open as long as a step has as many as before.
+    """
+    training = config.training
+    chosen = {name: json.loads(value) for name, _, value in (one.partition("=") for one in kept)}
+    rows = training.per_device_train_batch_size * training.gradient_accumulation_steps
+    same_rows = rows_are_open(config) and chosen.get(ROWS, 0) * chosen.get(TIMES, 0) == rows
+    ways = ways_are_open(config) and (
+        compile_is_open(config) or ("compile" in chosen.get("speed.ways", ())) == ("compile" in config.ways)
+    )
+    are_open = {"speed.ways": ways, "training.gradient_checkpointing": recompute_is_open(config)}
+    are_open |= {ROWS: same_rows, TIMES: same_rows}
+    return tuple(one for one in kept if are_open.get(one.partition("=")[0], True))
+
+
 def card_of(comm: Comm, sheet: str | None) -> str:
     """Return the name of the ranks' devices for :func:`key_of`; every rank calls it. ``sheet``: of their data sheet."""
     if comm.device.type == "cuda":
@@ -128,9 +171,16 @@ def key_of(config: RunConfig, data: Prepared, world_size: int, card: str) -> str
         "sharding": {name: value for name, value in plain["sharding"].items() if name != "auto"},
         "ranks": world_size,
         "card": card,
-        "versions": [version("torch"), version("transformers"), __version__],
+        "versions": [*map(_version, _LIBRARIES), __version__],
     }
     return blake2b(json.dumps(parts, sort_keys=True, default=str).encode(), digest_size=16).hexdigest()
+
+
+def _version(library: str) -> str | None:
+    try:
+        return version(library)
+    except PackageNotFoundError:
+        return None
 
 
 def _histogram(lengths: Any) -> list[tuple[int, int]]:
@@ -159,12 +209,33 @@ def read_tuned(path: Path) -> list[tuple[Setting, float]]:
     """Return what :func:`write_tuned` wrote; empty if there is nothing, or it is damaged."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-        return [
-            (Setting(tuple(one["ways"]), one["recompute"], one["rows"], one["times"]), float(one["step_s"]))
-            for one in found
-        ]
+        return [_entry(one) for one in found]
     except (OSError, ValueError, KeyError, TypeError):
         return []
+
+
+def _entry(one: Any) -> tuple[Setting, float]:
+    known = get_args(AttentionWay) + get_args(KernelsWay) + get_args(BlocksWay)
+    setting = Setting(tuple(one["ways"]), one["recompute"], one["rows"], one["times"])
+    json.loads(setting.recompute)
+    if not set(setting.ways) <= {*known} or not math.isfinite(one["step_s"]):
+        raise ValueError("it is damaged")
+    return setting, float(one["step_s"])
+
+
+def with_others(
+    measured: Sequence[tuple[Setting, float]], path: Path, config: RunConfig
+) -> list[tuple[Setting, float]]:
+    """Return what was measured, and at their places what an earlier tuning measured that ``config`` rules out.
+
+    That holds still for run files that leave open what this one sets.
+    """
+    found = list(measured)
+    for setting, seconds in read_tuned(path):
+        if not setting.agrees(config):
+            place = next((at for at, (_, other) in enumerate(found) if other > seconds), len(found))
+            found.insert(place, (setting, seconds))
+    return found
 
 
 def best_of(measured: Sequence[tuple[Setting, float]], config: RunConfig) -> tuple[Setting, float] | None:
