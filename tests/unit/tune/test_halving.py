@@ -156,3 +156,9 @@ def test_what_an_attempt_before_has_measured_is_taken_however_little_time_is_lef
     best = next(iter(halving.run(list(times)).measured))
     assert best == min(list(times)[:9], key=times.get)
     assert again.asked == []
+
+
+@pytest.mark.parametrize(("seconds", "chosen"), [(0.99, ()), (0.9, ("flex",))])
+def test_a_way_that_gains_next_to_nothing_is_not_chosen(seconds, chosen):
+    found = Machine({Candidate(): 1.0, Candidate(attention="flex"): seconds}).run()
+    assert next(iter(found.measured)).ways == chosen

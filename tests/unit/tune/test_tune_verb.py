@@ -6,6 +6,9 @@ from types import SimpleNamespace
 
 from fullshard.program.cli import tune as verb
 from fullshard.program.launch import Failure
+from fullshard.program.tune.candidates import Candidate
+from fullshard.program.tune.journal import Journal
+from support.alone import alone
 
 
 def test_ranks_start_again_after_a_loss_but_not_if_they_fail_when_all_is_measured(monkeypatch):
@@ -28,3 +31,27 @@ def test_ranks_start_again_after_a_loss_but_not_if_they_fail_when_all_is_measure
     options = Namespace(config=Path("run.yaml"), overrides=[], json=False, minutes=5.0)
     assert verb.run(options) is unwritten
     assert len(started) == 2
+
+
+def test_the_candidate_in_which_the_system_killed_a_rank_is_left_out(monkeypatch):
+    """A rank that is killed writes nothing; the note of what was begun stays."""
+    started = []
+    candidate = Candidate(attention="bias_sdpa")
+
+    def start_ranks(program, arguments, nproc, *, saves):
+        started.append(arguments)
+        journal = Path(arguments[-1].partition("=")[2])
+        notes = Journal(journal.with_name(f"{journal.name}.key"), alone())
+        if len(started) == 1:
+            notes.begin(candidate)
+            return Failure(1, "Killed", "rank 1 was ended by SIGKILL", None, 137, 0.0)
+        reasons.append(notes.take(candidate))
+        return None
+
+    reasons = []
+    monkeypatch.setattr(verb, "start_ranks", start_ranks)
+    monkeypatch.setattr(verb, "load_run", lambda *_: SimpleNamespace(nproc=2))
+    options = Namespace(config=Path("run.yaml"), overrides=[], json=False, minutes=5.0)
+    assert verb.run(options) is None
+    assert len(started) == 2
+    assert "killed" in reasons[0]

@@ -3,16 +3,27 @@
 from __future__ import annotations
 
 import argparse
+import signal
 import tempfile
 import time
 from pathlib import Path
 
-from fullshard.program.cli.common import add_run_arguments, amount, join_other_launcher, rank_flags, start_ranks
+from fullshard.program.cli.common import (
+    add_run_arguments,
+    amount,
+    join_other_launcher,
+    load_program,
+    rank_flags,
+    start_ranks,
+)
 from fullshard.program.config import load_run
 from fullshard.program.launch import Failure, choose_nproc
 from fullshard.program.launch.messages import say
 
 PROGRAM = "fullshard.program.launch.programs.tune"
+
+JOURNAL = "fullshard.program.tune.journal"
+KILLED = 128 + signal.SIGKILL
 
 SUMMARY = "measure what trains fastest on this machine, and write it into the run file"
 
@@ -68,6 +79,8 @@ def run(options: argparse.Namespace) -> Failure | None:
                 PROGRAM, [*arguments, f"--minutes={left}", f"--journal={journal}"], nproc, saves=False
             )
             now = len(list(journal.parent.glob(f"{journal.name}.*.lost")))
+            if failure is not None and now <= lost and failure.exit_code == KILLED:
+                now += load_program(JOURNAL).lose_begun(journal.parent)
             if failure is None or now <= lost:  # fewer: all was measured, and then something else failed
                 return failure
             lost = now

@@ -8,6 +8,7 @@ import torch
 from transformers.utils.import_utils import is_flash_attn_2_available, is_flash_attn_3_available, is_kernels_available
 
 from fullshard.core.transformers_private import attentions
+from fullshard.errors import ModelError
 from fullshard.program.models import base_of
 from fullshard.program.models.packing import PackedRows, mask_packed_rows, sliding_window
 from fullshard.program.speed.varlen import HALF, rows_misfit
@@ -56,7 +57,11 @@ class Flash:
 
     def apply(self, model: PreTrainedModel, facts: Facts) -> None:
         """See :meth:`Way.apply`."""
-        base_of(model).set_attn_implementation(_installed() or "flash_attention_2")
+        name = _installed() or "flash_attention_2"
+        try:
+            base_of(model).set_attn_implementation(name)
+        except (ImportError, ValueError) as error:  # such as a kernel that has to be downloaded, offline
+            raise ModelError(f"speed.ways: flash does not apply: transformers refuses {name}: {error}") from error
         if facts.packing:
             mask_packed_rows(model, _lengths)
 

@@ -22,6 +22,9 @@ TURNS = 2
 UNTIMED = 3
 """Steps of a candidate before those that are timed: one to compare its values, and at least two to be warm."""
 
+CLOSE = 1.02
+"""Factor of the fastest step within which fewer ways are preferred: one that gains nothing still rounds differently."""
+
 NO_TIME = "no time was left"
 
 
@@ -97,7 +100,10 @@ class Halving:
         self._found = Outcome()
 
     def run(self, candidates: Sequence[Candidate]) -> Outcome:
-        """Measure, and return the candidates in their order: those of later rounds first, then by their steps."""
+        """Measure, and return the candidates in their order: those of later rounds first, then by their steps.
+
+        Of those that are about as fast as the fastest, the one with the fewest ways comes first.
+        """
         self._first_round(candidates)
         left, places = self._by_time(self._found.measured), list[Candidate]()
         while len(left) > FINALISTS:
@@ -109,7 +115,11 @@ class Halving:
         self._more(left, FULL)
         left = self._by_time(left)
         self._in_turns(left)
-        self._found.measured = {one: self._found.measured[one] for one in (*self._by_time(left), *places)}
+        left = self._by_time(left)
+        near = [one for one in left if self._found.measured[one].step_s <= CLOSE * self._found.measured[left[0]].step_s]
+        near.sort(key=lambda one: len(one.ways))  # stable: of equally many, the faster first
+        left = [*near, *left[len(near) :]]
+        self._found.measured = {one: self._found.measured[one] for one in (*left, *places)}
         return self._found
 
     def _first_round(self, candidates: Sequence[Candidate]) -> None:

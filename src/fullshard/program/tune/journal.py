@@ -18,6 +18,9 @@ from fullshard.state.storage import write_text
 LOST = ".lost"
 """Suffix of the files of what a rank could not measure, one for each."""
 
+BEGUN = ".begun"
+"""Suffix of the file that names the candidate that is being measured: the system may kill a rank without a word."""
+
 OUT_OF_MEMORY = "out of memory: "
 """Mark in the reason of a candidate for which memory ran out."""
 
@@ -28,6 +31,16 @@ YOUNG_S = 3600.0
 def lost_files(path: Path) -> list[Path]:
     """Return the files on this machine that say what could not be measured."""
     return sorted(path.parent.glob(f"{path.name}.*{LOST}"))
+
+
+def lose_begun(directory: Path) -> bool:
+    """Record the candidate that was being measured as lost, after a rank was killed; return whether there was one."""
+    found = [(file, *pair) for file in directory.glob(f"*{BEGUN}") for pair in _read(file).items()]
+    for file, candidate, _ in found:
+        why = f"{OUT_OF_MEMORY}a rank was killed in it, as the system does where memory runs out"
+        write_text(file.with_suffix(f".{time.time_ns()}{LOST}"), json.dumps({candidate: why}))
+        file.unlink()
+    return bool(found)
 
 
 class Journal:
@@ -64,6 +77,16 @@ class Journal:
         name = str(candidate)
         return name in self._lost or self._taken.get(name, 0) < len(self.values["measured"].get(name, []))
 
+    def begin(self, candidate: Candidate) -> None:
+        """Note which candidate is measured from here on, until :meth:`add`; every rank calls it, and rank 0 writes."""
+        if self._comm.rank == 0:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            write_text(self._begun, json.dumps({str(candidate): ""}))
+
+    @property
+    def _begun(self) -> Path:
+        return self._path.with_name(f"{self._path.name}{BEGUN}")
+
     def add(self, candidate: Candidate, result: Measured | str) -> None:
         """Record a result; every rank calls it, and rank 0 writes."""
         name = str(candidate)
@@ -73,6 +96,7 @@ class Journal:
         if self._comm.rank == 0:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             write_text(self._path, json.dumps(self.values))
+            self._begun.unlink(missing_ok=True)
 
     def lose(self, candidate: Candidate, why: str) -> None:
         """Record that a candidate cannot be measured; the rank that failed calls it, alone."""
@@ -81,7 +105,7 @@ class Journal:
 
     def remove(self) -> None:
         """Remove this machine's files, at the end."""
-        for file in (self._path, *lost_files(self._path)):
+        for file in (self._path, self._begun, *lost_files(self._path)):
             with contextlib.suppress(OSError):
                 file.unlink()
 

@@ -91,14 +91,21 @@ class Built:
         return max(self.comm.all_gather_object(time.perf_counter() - begun))
 
     def values(self) -> tuple[float, float]:
-        """Return loss and gradient norm without dropout, and leave the weights as they are; every rank calls it."""
+        """Return loss and gradient norm without dropout, and leave the weights as they are; every rank calls it.
+
+        Raises:
+            TrainingError: One of them is not finite; on every rank.
+        """
         still = replace(self.spec, learning_rate=0.0)
         with without_dropout(self.model):
             for _ in range(1 if self.scaler is None else MOST_SCALES):
                 found = self.step(still)
                 if all(map(math.isfinite, found)):
-                    break
-        return found
+                    return found
+        raise TrainingError(
+            f"The loss is {found[0]} and the gradient norm is {found[1]} in a first step without dropout; both must be "
+            "finite. Look at the data and the model's weights, or set training.precision=fp32."
+        )
 
     def warm(self) -> list[float]:
         """Take steps until one is not much shorter than the one before; return their seconds."""
@@ -181,6 +188,7 @@ class Bench:
         wrong = self._journal.values["wrong"].get(named(candidate.ways))
         if wrong is not None:
             return wrong
+        self._journal.begin(candidate)
         try:
             result = self._measure(candidate, setting, steps)
         except (ConfigError, ModelError, WrapError, TrainingError) as error:  # the same on every rank
