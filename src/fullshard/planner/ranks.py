@@ -14,7 +14,7 @@ from fullshard.core.comm.protocol import ReduceOp
 class PlannedComm:
     """Rank ``rank`` of ``size`` ranks of which only this one runs, as if all had its values."""
 
-    def __init__(self, rank: int, size: int, device: torch.device, issue: Callable[[], Work]) -> None:
+    def __init__(self, rank: int, size: int, device: torch.device, issue: Callable[[], Work] = lambda: DONE) -> None:
         """Take part as ``rank``; tensors are on ``device``, and ``issue`` returns a collective's result."""
         self.rank, self.size, self.device = rank, size, device
         self._issue = issue

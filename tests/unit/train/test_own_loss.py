@@ -58,7 +58,7 @@ def batch_of(some, model, fillers=()):
 def transformers_loss(model, batch):
     """The reference; skips the test if this release of transformers cannot compute it."""
     causal = not model.config.is_encoder_decoder
-    inputs = model_inputs(model, batch, causal=causal)
+    inputs = model_inputs(model, batch, causal=causal, routed=True)
     try:
         return model(**inputs, labels=batch.labels_BT, output_router_logits=True).loss
     except (AttributeError, TypeError, ValueError) as error:
@@ -83,7 +83,7 @@ def test_the_loss_and_its_gradients_are_those_of_transformers(kind):
     model = mixture(kind)
     batch = batch_of(range(4), model)
     expected = transformers_loss(model, batch)
-    plain = model(**model_inputs(model, batch, causal=not model.config.is_encoder_decoder)).logits
+    plain = model(**model_inputs(model, batch, causal=not model.config.is_encoder_decoder, routed=True)).logits
     assert plain.requires_grad
     expected.backward()
     gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
