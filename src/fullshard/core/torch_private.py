@@ -10,6 +10,7 @@ import functools
 import importlib
 import inspect
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -141,6 +142,8 @@ def compiled(call: Callable[..., Any], *, graphs: int, **how: Any) -> Callable[.
 
     Where the limit is that of all functions, it is raised while this one runs; gone: compiled blocks cannot run.
     """
+    # The engine's hooks are outside of graphs by this function; the compiler warns that it cannot trace it.
+    warnings.filterwarnings("ignore", "(?s).*builtin `torch._C._dynamo.eval_frame.set_eval_frame")
     if limits_each_function:
         how["recompile_limit"] = graphs
         return torch.compile(call, **how)
