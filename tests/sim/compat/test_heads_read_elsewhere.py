@@ -81,7 +81,9 @@ def test_values_are_right_and_the_head_is_gathered_once_a_pass(forward, tied, ve
     plain = train_unsharded(reference, loss_of, DATA)
     for run, gathers in run_ranks(2, work):
         assert_same_run(run, plain)
-        assert gathers <= 2 * len(DATA) + 1  # forward and backward, however many chunks; and for the weights after it
+        assert (
+            len(DATA) <= gathers <= 2 * len(DATA) + 1
+        )  # forward and backward, however many chunks; and for the weights after it
 
 
 def test_a_decorated_forward_is_the_models_own():

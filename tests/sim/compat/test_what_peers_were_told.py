@@ -114,6 +114,7 @@ def test_nested_units_under_recompute_and_two_ahead_are_gathered_twice_a_step(re
     plain = train_unsharded(reference, lm_loss, data)
     for run, gathers in run_ranks(2, work):
         assert_same_run(run, plain)
+        assert min(gathers) >= len(data)
         assert max(gathers) <= 2 * len(data) + 1  # the last one shows the weights to this test
 
 
