@@ -32,7 +32,7 @@ from fullshard.program.train.setup.devices import (
     with_unsharded,
 )
 from fullshard.program.train.setup.prepare import Prepared, prepare
-from fullshard.program.train.setup.tuned import measured_step
+from fullshard.program.train.setup.tuned import measured_step, on_machines
 from fullshard.sizes import format_bytes
 
 MOST_PLANS = 12
@@ -323,7 +323,8 @@ class Search:
             return Tried(overrides, None, str(error))
         missing = plan.needed_bytes - self._device.memory_bytes
         settled = with_precision(config, Devices.of_sheet(self._device))
-        measured = measured_step(settled, self._data, self._world_size, self._device.name)
+        card = on_machines(self._device.name, math.ceil(self._world_size / self._device.devices_each))
+        measured = measured_step(settled, self._data, self._world_size, card)
         return Tried(overrides, plan, "" if missing <= 0 else f"{format_bytes(missing)} too large", measured)
 
 

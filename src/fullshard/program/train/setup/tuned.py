@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from fullshard.core.comm import Comm
+from fullshard.core.comm.stack_probe import named_machine
 from fullshard.program.config import RunConfig
 from fullshard.program.config.speed import AttentionWay, BlocksWay, KernelsWay
 from fullshard.program.data import default_directory
@@ -140,7 +141,13 @@ def card_of(comm: Comm, sheet: str | None) -> str:
         mine = sheet or torch.cuda.get_device_name(comm.device)
     else:
         mine = f"{_processor()}, {torch.get_num_threads()} threads"
-    return ", ".join(sorted(set(comm.all_gather_object(mine))))
+    everyone = comm.all_gather_object((mine, named_machine()))
+    return on_machines(", ".join(sorted({name for name, _ in everyone})), len({place for _, place in everyone}))
+
+
+def on_machines(card: str, machines: int) -> str:
+    """Return a card's name with the number of machines: between them a step's messages take another time."""
+    return card if machines == 1 else f"{card}, {machines} machines"
 
 
 def _processor() -> str:
