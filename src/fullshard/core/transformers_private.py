@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 from fullshard.errors import private_name
@@ -17,6 +19,8 @@ TRAINER_METHODS = ("create_accelerator_and_postprocess", "_wrap_model", "save_mo
 """Methods of ``Trainer`` that are replaced. Without one, ``fullshard.compat.transformers`` cannot be imported."""
 
 _SKIPS = "_ignore_bidirectional_mask_sdpa"
+_FINDS = "find_packed_sequence_indices"
+_apart: ContextVar[bool] = ContextVar("apart", default=False)  # of each thread
 
 _ATTENTION = {
     "sdpa": "_supports_sdpa",
@@ -71,6 +75,29 @@ def always_mask() -> None:
         return padding_mask is None and skips(padding_mask, *args, **kwargs)
 
     setattr(masks, _SKIPS, skips_only_no_mask)
+
+
+@contextmanager
+def rows_apart() -> Iterator[None]:
+    """Let causal models know that each row of a batch without a mask is one sequence, inside the context.
+
+    transformers reads on the CPU, for each of a forward's masks, whether positions begin anew within a row. Gone: it
+    does, and the CPU waits for everything issued to the device.
+    """
+    masks: Any = importlib.import_module("transformers.masking_utils")
+    finds = getattr(masks, _FINDS, None)
+    if finds is not None and getattr(finds, "__wrapped__", None) is None:
+
+        @functools.wraps(finds)
+        def finds_unless_apart(position_ids: Any) -> Any:
+            return None if _apart.get() else finds(position_ids)
+
+        setattr(masks, _FINDS, finds_unless_apart)
+    before = _apart.set(True)
+    try:
+        yield
+    finally:
+        _apart.reset(before)
 
 
 def block_classes(model: Any) -> set[str]:

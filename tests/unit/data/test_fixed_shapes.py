@@ -1,13 +1,24 @@
 """Fixed shapes: few, the same in every process, and every micro-batch of every epoch is in one of them."""
 
+from dataclasses import replace
 from itertools import combinations
 
 import numpy as np
 import pytest
 import torch
 
-from fullshard.program.data import MOST_SHAPES, CollateSpec, EpochPlan, TokenPlan, fixed_shapes, padding_share, steps
+from fullshard.program.data import (
+    MOST_SHAPES,
+    CollateSpec,
+    EpochPlan,
+    TokenPlan,
+    fixed_shapes,
+    padding_share,
+    step_sizes,
+    steps,
+)
 from fullshard.program.data.batching.shapes import choose_shapes, positions
+from fullshard.program.train.run.assemble import padding_note
 from support.one_step import tokenized
 
 
@@ -86,3 +97,42 @@ def test_fillers_are_rows_that_do_not_count():
     assert last.fillers == (False, True, True, True)
     assert torch.equal(last.input_ids_BS[0], last.input_ids_BS[3])
     assert (last.labels_BT[1:] == -100).all()
+
+
+def test_packed_rows_of_fixed_shapes_have_few_sizes_of_their_starts():
+    """Ways of attention hand them to compiled blocks, which are compiled for each size."""
+    given = rows(301)
+    plan = plan_of(given, tokens=False, causal=True)
+    own = CollateSpec(0, causal=True, packed=True, prompts=False)
+    fixed = replace(own, shapes=fixed_shapes(plan, given, own))
+    found = set()
+    for step in steps(given, plan, 0, fixed):
+        for batch in step:
+            packing = batch.packing
+            lengths = packing.starts.diff()
+            assert packing.starts[0] == 0
+            assert lengths.sum() == batch.input_ids_BS.numel()
+            assert 0 <= lengths.min() <= lengths.max() <= packing.longest == batch.input_ids_BS.shape[1]
+            found.add((batch.input_ids_BS.shape, packing.starts.shape))
+    assert len(found) <= 2 * MOST_SHAPES
+
+
+def test_the_note_of_padding_says_that_fixed_shapes_exceed_a_budget_of_tokens():
+    given = rows(301)
+    plan = plan_of(given, tokens=True, causal=True)
+    spec = replace(own := CollateSpec(0, causal=True), shapes=fixed_shapes(plan, given, own))
+    most = max(positions(shape, causal=True) for shape in spec.shapes)
+    assert most > 900
+    note = padding_note(plan, given, spec, padding_share(plan, given, spec))
+    assert note.endswith(f"the largest has {most:,}, where training.per_device_train_batch_tokens is 900")
+
+
+def test_the_heaviest_step_is_that_of_the_largest_fixed_shape():
+    given = rows(301)
+    plan = plan_of(given, tokens=True, causal=False)
+    spec = replace(own := CollateSpec(0, prompts=False), shapes=fixed_shapes(plan, given, own))
+    made = [
+        max(batch.input_ids_BS.numel() + batch.labels_BT.numel() for batch in step)
+        for step in steps(given, plan, 0, spec)
+    ]
+    assert step_sizes(plan, given, 0, spec).tolist() == made

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForSeq2SeqLM
 
 from fullshard.core.engine import fully_shard
@@ -10,7 +11,7 @@ from fullshard.core.shards import rows_of
 from fullshard.core.testing import run_ranks
 from fullshard.errors import ModelError
 from fullshard.program.models.packing import PACKABLE_CAUSAL, PACKABLE_SEQ2SEQ, enable_packing
-from fullshard.program.train.setup.model import model_inputs
+from fullshard.program.train.setup.model import loss_sum, model_inputs
 from support.packed_models import BIG, CONFIGS, LONGEST, TOLERANCES, assert_same, build, loss_and_gradients, rows
 
 
@@ -101,3 +102,22 @@ def test_models_that_packing_is_not_proven_for_are_refused():
     model.config._attn_implementation = "flex_attention"
     with pytest.raises(ModelError, match=r"needs attn_implementation eager or sdpa; got flex_attention"):
         enable_packing(model, LONGEST)
+
+
+class Reads(TorchDispatchMode):
+    """Counts how often the CPU reads a tensor, for which it would wait for a GPU."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma2", "qwen3", "opt"])
+def test_the_forward_of_a_causal_model_reads_nothing(kind):
+    model = build(kind, "eager")
+    batch, _ = rows(causal=True)
+    with Reads() as reads:
+        loss_sum(model, batch, causal=True)
+    assert reads.count == 0

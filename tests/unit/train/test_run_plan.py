@@ -63,6 +63,12 @@ def test_no_batch_of_three_epochs_is_larger(tmp_path):
                     assert all(one <= other for one, other in zip(size, most, strict=True))
 
 
+def test_a_small_set_of_fixed_shapes_has_a_largest_batch(tmp_path):
+    changes = {"training__torch_compile": True, "training__per_device_train_batch_size": 16}
+    config = load_run(write_run(tmp_path, **changes), [])
+    assert longest_batch(config, prepare(config), 2).input_ids_BS.shape[0] == 13, "25 rows on two ranks"
+
+
 @pytest.mark.parametrize("override", ["training.packing=false", "training.per_device_train_batch_tokens=60"])
 def test_rows_of_one_length_are_planned_with_the_mask_that_other_batches_have(tmp_path, override):
     config = load_run(write_directory_run(tmp_path, training={"eval_strategy": "no"}), [override])

@@ -17,7 +17,7 @@ from fullshard.program.data.batching.padding import (
     step_shapes as step_shapes,
     step_sizes as step_sizes,
 )
-from fullshard.program.data.batching.shapes import MOST_SHAPES as MOST_SHAPES, Shape as Shape
+from fullshard.program.data.batching.shapes import MOST_SHAPES as MOST_SHAPES, Shape as Shape, positions as positions
 from fullshard.program.data.batching.stream import (
     BatchPlan as BatchPlan,
     EpochPlan as EpochPlan,

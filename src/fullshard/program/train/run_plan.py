@@ -581,8 +581,10 @@ def longest_batch(config: RunConfig, data: Prepared, world_size: int) -> Batch:
     """Return a micro-batch that is at least as large as any of the run, of rows of the data; any process, alone."""
     rows = longest_rows(data.train_set, config.training.per_device_train_batch_size, causal=data.causal)
     spec = _training_spec(config, data, world_size)
-    # The last shape holds any micro-batch of the run, also where no row is longest on both sides.
+    # The last shape holds any micro-batch of the run, also where no row is longest on both sides. Of a small set it has
+    # fewer rows than the settings allow.
     spec = replace(spec, shapes=spec.shapes[-1:])
+    rows = rows[: spec.shapes[0][0]] if spec.shapes else rows
     return _with_padding(collate([RowRef(row) for row in rows], data.train_set, spec))
 
 

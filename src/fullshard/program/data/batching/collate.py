@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn import functional
 
 from fullshard.core.comm import Device, device_of
 from fullshard.program.data.batching.shapes import Shape, fit, share_sequences
@@ -52,8 +53,10 @@ class Packing:
     segments_BS: Tensor  # int64, n for the tokens of the n-th row of a sequence, from 1; 0 on padding
     target_segments_BT: Tensor  # the same for the labels; for a causal model ``segments_BS`` itself
     positions_BS: Tensor  # int64, from 0 in each row
-    starts: Tensor  # int32, where each row of the sources starts among all B x S tokens, and their number
-    longest: int  # most tokens of these rows, padding at a sequence's end being one
+    # int32, where each row of the sources starts among all B x S tokens, and their number; with fixed shapes empty rows
+    # follow, so that few sizes occur
+    starts: Tensor
+    longest: int  # most tokens of these rows, padding at a sequence's end being one; with fixed shapes at least that
 
 
 @dataclass(frozen=True)
@@ -241,7 +244,7 @@ def _packed(
         "input_ids_BS": input_ids,
         "attention_mask_BS": None,
         "labels_BT": _pad(_concatenated(labels, sequences), IGNORED_LABEL, size=target)[0],
-        "packing": Packing(segments, target_segments, positions, *_starts(segments)),
+        "packing": Packing(segments, target_segments, positions, *_starts(segments, fixed=size is not None)),
         "weights_BT": None
         if weights is None
         else _pad(_concatenated(weights, sequences), 1, np.float32, size=target)[0],
@@ -258,12 +261,19 @@ def _segments(rows: Rows, sequence: Sequence[int]) -> NDArray[np.integer]:
     return np.repeat(np.arange(1, len(sequence) + 1), [len(rows[row]) for row in sequence])
 
 
-def _starts(segments_BS: Tensor) -> tuple[Tensor, int]:
-    """Return where rows, and the padding behind them, start among all tokens, with their number, and the longest."""
+def _starts(segments_BS: Tensor, *, fixed: bool) -> tuple[Tensor, int]:
+    """Return where rows, and the padding behind them, start among all tokens, with their number, and the longest.
+
+    ``fixed``: Compiled blocks see few distinct sizes of both: empty rows follow up to a power of two, and the longest
+    may be as long as a sequence.
+    """
     begins = torch.ones_like(segments_BS, dtype=torch.bool)
     begins[:, 1:] = segments_BS[:, 1:] != segments_BS[:, :-1]
     starts = torch.cat([begins.flatten().nonzero()[:, 0], torch.tensor([begins.numel()])])
-    return starts.int(), int(starts.diff().max())
+    if not fixed:
+        return starts.int(), int(starts.diff().max())
+    empty = (1 << (len(starts) - 1).bit_length()) - len(starts)
+    return functional.pad(starts, (0, empty), value=begins.numel()).int(), segments_BS.shape[1]
 
 
 def _counted(labels_BT: Tensor, *, causal: bool) -> Tensor:

@@ -80,7 +80,8 @@ def step_sizes(plan: BatchPlan, tokenized: TokenizedSet, rank: int, spec: Collat
 
     For packed micro-batches it is their tokens, nearly the same. Arguments as for :func:`padding_share`.
     """
-    shape, tokens = _shapes(tokenized, replace(spec, packed=False, shapes=())), tokenized.lengths
+    own = replace(spec, packed=False, shapes=()) if spec.packed else spec
+    shape, tokens = _shapes(tokenized, own), tokenized.lengths
 
     def size(indices: NDArray[np.int64]) -> int:
         return int(tokens[indices].sum()) if spec.packed else positions(shape(indices), causal=spec.causal)

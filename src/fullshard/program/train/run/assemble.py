@@ -12,7 +12,7 @@ from fullshard.core.comm import Comm, together
 from fullshard.core.optim import ShardedGradScaler
 from fullshard.errors import MismatchError
 from fullshard.program.config import RunConfig, option_of
-from fullshard.program.data import BatchPlan, CollateSpec, TokenizedSet, Turn, padding_share
+from fullshard.program.data import BatchPlan, CollateSpec, TokenizedSet, TokenPlan, Turn, padding_share, positions
 from fullshard.program.metrics import describe_words
 from fullshard.program.models import RouterLoss
 from fullshard.program.train.evaluation.evaluate import EvaluationSpec, HeldOut, evaluation_spec
@@ -148,9 +148,13 @@ def padding_note(plan: BatchPlan, train_set: TokenizedSet, collate: CollateSpec,
         return line
     own = padding_share(plan, train_set, replace(collate, shapes=()))
     sizes = ", ".join("x".join(map(str, shape[:2] if collate.causal else shape)) for shape in collate.shapes)
+    most = max(positions(shape, causal=collate.causal) for shape in collate.shapes)
+    over = ""
+    if isinstance(plan, TokenPlan) and most > plan.batch_tokens:
+        over = f"; the largest has {most:,}, where training.per_device_train_batch_tokens is {plan.batch_tokens:,}"
     return (
         f"{line}; {own:.1%} without the fixed shapes that blocks are compiled for ({sizes}), which are "
-        f"{(1 - own) / (1 - share) - 1:.1%} more positions"
+        f"{(1 - own) / (1 - share) - 1:.1%} more positions{over}"
     )
 
 

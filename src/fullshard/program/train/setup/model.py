@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -24,6 +25,7 @@ from fullshard.core.policy import (
     TransformerBlocks,
     WrapPolicy,
 )
+from fullshard.core.transformers_private import rows_apart
 from fullshard.errors import ConfigError, ModelError, WrapError
 from fullshard.program.config import RunConfig, require_base
 from fullshard.program.data import IGNORED_LABEL, Batch
@@ -526,10 +528,10 @@ def losses(
         weights_BT = None if weights_BT is None else functional.pad(weights_BT[:, 1:], (0, 1), value=1.0)
 
     def forward() -> Tensor:
-        if router is None:
-            return model(**inputs).logits
-        output = model(**inputs, output_router_logits=True)
-        own.append(router.of(output))
+        with rows_apart() if batch.packing is None else nullcontext():
+            output = model(**inputs, **({} if router is None else {"output_router_logits": True}))
+        if router is not None:
+            own.append(router.of(output))
         return output.logits
 
     loss = model_loss(
