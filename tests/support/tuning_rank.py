@@ -2,6 +2,9 @@
 
 import os
 import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from fullshard.program.launch.programs import tune
 from support.fake_ways import replace_ways
