@@ -32,6 +32,7 @@ from fullshard.program.config.schema import RunConfig
 from fullshard.program.config.section import own_option
 from fullshard.program.data.reading.columns import KNOWN_SHAPES
 from fullshard.program.metrics import METRICS
+from fullshard.program.speed import WAYS
 
 REFERENCE = Path(__file__).parent / "reference"
 VERBS = (
@@ -92,7 +93,18 @@ Each choice is printed; everything else is an error with the lines to paste.
 
 def options_page() -> str:
     """Return the page with every option of the run file, made from its schema."""
-    return "\n".join([OPTIONS_HEAD, *_sections(RunConfig, ""), *_metrics(), "", *_known_columns()]).rstrip() + "\n"
+    return (
+        "\n".join([OPTIONS_HEAD, *_sections(RunConfig, ""), *_ways(), "", *_metrics(), "", *_known_columns()]).rstrip()
+        + "\n"
+    )
+
+
+def _ways() -> Iterator[str]:
+    """Yield the table of the ways."""
+    yield "## Ways\n\n| `speed.ways` | changes | what it is | results |\n|---|---|---|---|"
+    for way in WAYS.values():
+        results = "equal to the bit" if way.exact else "round differently"
+        yield f"| {way.name} | {way.part} | {way.purpose} | {results} |"
 
 
 def _metrics() -> Iterator[str]:

@@ -12,7 +12,7 @@ TESTED: dict[str, tuple[str, str]] = {
     "accelerate": ("1.12", "1.15"),
     "peft": ("0.18", "0.21"),
 }
-"""The oldest and the newest release of each library that the test suite ran with: docs/reference/versions.md."""
+"""The oldest and the newest release of each library that tests ran with: docs/reference/versions.md says which ones."""
 
 
 def untested(*names: str) -> str | None:

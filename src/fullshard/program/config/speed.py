@@ -18,8 +18,8 @@ class SpeedConfig(ConfigSection):
     """Ways to run the model's own code faster. `fullshard tune` measures them and writes its choice here."""
 
     ways: Annotated[tuple[WayName, ...], SAME] = ()
-    """Ways to use, at most one of each kind. Attention: bias_sdpa, flex, varlen, flash; kernels: liger; blocks:
-    compile, which is Hugging Face's training.torch_compile. Empty: the model computes as in transformers."""
+    """[Ways](#ways) to use, at most one of each kind. Attention: bias_sdpa, flex, varlen, flash; kernels: liger;
+    blocks: compile, which is Hugging Face's training.torch_compile. Empty: the model computes as in transformers."""
 
     @model_validator(mode="after")
     def _one_of_each_kind(self) -> Self:

@@ -35,7 +35,7 @@ class BiasSdpa:
     """Compute T5's attention by a fused kernel that takes the bias and returns its gradient."""
 
     name = "bias_sdpa"
-    purpose = "T5's attention by torch's fused kernel, with the trained bias and the mask added up once a stack"
+    purpose = "T5's attention by torch's fused kernel; bias and mask are added up once a stack"
     part: Part = "attention"
     exact = False
 

@@ -21,7 +21,7 @@ class Compile:
     """Compile each block with torch.compile."""
 
     name = "compile"
-    purpose = "torch.compile of each block, for at most six shapes of micro-batches; evaluation is not compiled"
+    purpose = "torch.compile of each block in training, for at most six shapes of micro-batches"
     part: Part = "blocks"
     exact = False
 

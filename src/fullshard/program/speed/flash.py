@@ -29,7 +29,7 @@ class Flash:
     """Compute attention by transformers' flash attention."""
 
     name = "flash"
-    purpose = "flash attention 3 or 2 of the package flash-attn or kernels, if installed, for models without a bias"
+    purpose = "causal models' attention by flash attention 3 or 2, if a package has it"
     part: Part = "attention"
     exact = False
 

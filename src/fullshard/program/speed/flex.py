@@ -30,7 +30,7 @@ class Flex:
     """Compute attention by FlexAttention while training; evaluation is by scaled_dot_product_attention."""
 
     name = "flex"
-    purpose = "FlexAttention with block masks; it reads T5's trained bias by distance; evaluation is not changed"
+    purpose = "FlexAttention with block masks in training; it reads T5's trained bias by distance"
     part: Part = "attention"
     exact = False
 

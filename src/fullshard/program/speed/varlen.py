@@ -35,7 +35,7 @@ class Varlen:
     """Compute packed rows by ``torch.nn.attention.varlen``."""
 
     name = "varlen"
-    purpose = "packed rows of causal models by torch's varlen_attn, without masks; sliding windows are kept"
+    purpose = "packed rows of causal models by torch's varlen_attn, without masks"
     part: Part = "attention"
     exact = False
 
@@ -66,11 +66,11 @@ def rows_misfit(model: PreTrainedModel, facts: Facts) -> str | None:
         return f"it is for packed rows of causal models; {kind}"
     softcap, dropout = getattr(config, "attn_logit_softcapping", None), attention_dropout(base)
     if softcap:
-        return f"varlen_attn cannot cap scores, and this model's config has attn_logit_softcapping: {softcap:g}"
+        return f"its kernel cannot cap scores, and this model's config has attn_logit_softcapping: {softcap:g}"
     if any(hasattr(module, "sinks") for module in base.modules()):
-        return "varlen_attn knows no attention sinks, which this model has"
+        return "its kernel knows no attention sinks, which this model has"
     if dropout:
-        return f"varlen_attn has no dropout, and this model's config has {dropout:g} for attention weights; set it to 0"
+        return f"its kernel gets no dropout, and this model's config has {dropout:g} for attention weights; set it to 0"
     window = sliding_window(config)
     if window is not None and facts.longest > window and config.model_type not in WINDOWED:
         return (
