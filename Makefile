@@ -36,6 +36,7 @@ test-oldest:
 suite:
 	$(PYTHON) -m venv $(IN)
 	$(IN)/bin/pip install -q --disable-pip-version-check -U $(LIBRARIES) -e ".[dev]"
+	$(IN)/bin/pip install -q --disable-pip-version-check --no-deps --target $(IN)/torchao --upgrade torchao
 	$(IN)/bin/pip list --disable-pip-version-check | grep -E "^(torch|transformers|accelerate|peft|bitsandbytes|tokenizers) "
 	$(IN)/bin/pytest -n 2 --dist loadfile --no-loadscope-reorder
 
@@ -79,10 +80,12 @@ mutants: $(STAMP)
 gpu:
 	PYTHONPATH=src $(PYTHON) -m benchmarks.gpu $(if $(DRY),--dry) $(if $(STAGE),--stage $(STAGE)) $(if $(OUT_DIR),--out $(OUT_DIR))
 
+# torchao has a folder of its own: transformers imports it where it is installed, which takes two seconds of every process.
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt torch
 	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt --no-deps --target $(VENV)/torchao --upgrade torchao
 	touch $@
 
 # Only the generator: the extra `docs` would bring torch along.
