@@ -315,8 +315,8 @@ def one_import_with_liger():
 
 def loaded_in_parts():
     """What transformers has divided over ranks by torch's FSDP2 is refused by each face, and not trained by torch's."""
-    if "fsdp_size" not in DistributedConfig.__dataclass_fields__:
-        return  # transformers before 5.20
+    if "fsdp_plan" not in DistributedConfig.__dataclass_fields__:
+        return  # transformers before 5.23
     path = directory / "in_parts"
     if torch.distributed.get_rank() == 0:
         untied().save_pretrained(path)
