@@ -18,6 +18,7 @@ import ast
 import contextlib
 import functools
 import importlib.util
+import inspect
 import json
 import os
 import re
@@ -39,9 +40,7 @@ COMMON = "torch.testing._internal.common_fsdp"
 _ARGS = r"\((?:[^()]|\((?:[^()]|\([^()]*\))*\))*\)"
 DEVICE = (
     (r'torch\.device\(\s*"cuda",\s*(?:torch\.cuda\.current_device\(\)|[\w.]+)\s*\)', 'torch.device("cpu")'),
-    (r'f?"cuda:[^"]*"', '"cpu"'),
-    (r'"cuda"', '"cpu"'),
-    (r"'cuda'", "'cpu'"),
+    (r"""f?(["'])cuda(?::[^"']*)?\1""", '"cpu"'),
     (r'"nccl"|"cpu:gloo,cuda:nccl"', '"gloo"'),
     (r"torch\.cuda\.current_device\(\)", 'torch.device("cpu")'),
     (r"torch\.cuda\.device_count\(\)", 'int(__import__("os").environ["TORCH_TESTS_RANKS"])'),
@@ -53,7 +52,8 @@ DEVICE = (
 )
 # Not FSDP's: modules, and what has no public name.
 PLAIN = {"_C", "_checkpoint", "_composable", "_dynamo", "_get_default_group", "_internal", "_shard", "_tensor"}
-PLAIN |= {"_sleep", "_spawn_processes"}
+PLAIN |= {"_sleep", "_spawn_processes", "_spawn_threads", "_HYBRID_SHARD_ZERO2"}
+HIDDEN = r"distributed\.(fsdp|_composable\.fsdp)\._|_composable_state|_state_dict_utils"  # private modules
 PARALLEL = {"parallelize_module", "ColwiseParallel", "RowwiseParallel", "SequenceParallel"}
 
 
@@ -80,8 +80,10 @@ class Reader:
         self.defined, self.private = set(PLAIN), set(PARALLEL)
         for node in nodes[0] + nodes[1]:
             if isinstance(node, ast.ImportFrom):
-                hidden = re.search(r"distributed\.(fsdp|_composable\.fsdp)\._|_composable_state", node.module or "")
-                self.private |= {one.asname or one.name for one in node.names if hidden or one.name.startswith("_fs")}
+                where = node.module or ""
+                shown = "distributed" in where and not re.search(HIDDEN, where)
+                names = [one for one in node.names if re.search(HIDDEN, where) or (shown and one.name[0] == "_")]
+                self.private |= {one.asname or one.name for one in names}
             elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
                 self.defined |= {node.attr} if ast.unparse(node.value) == "self" else set()
             else:
@@ -130,25 +132,26 @@ class Reader:
         return {name} if re.match(pattern, name) and name not in self.defined - self.private else set()
 
 
+reader = functools.cache(Reader)
+
+
 def prepare(side: str, folder: Path) -> None:
     """Import what all tests share, with the names of this side."""
+    torch: Any = importlib.import_module("torch")
     if side == "ours":
         importlib.import_module("fullshard.compat").redirect()
     else:  # Without a GPU torch's FSDP runs only if it is told to compute on the CPU.
         cls = importlib.import_module("torch.distributed.fsdp").FullyShardedDataParallel
-        cls.__init__ = functools.partialmethod(cls.__init__, device_id=importlib.import_module("torch").device("cpu"))
+        cls.__init__ = functools.partialmethod(cls.__init__, device_id=torch.device("cpu"))
     distributed: Any = importlib.import_module("torch.testing._internal.common_distributed")
     distributed.skip_if_lt_x_gpu = lambda *_args, **_kwargs: lambda function: function
-    distributed.MultiProcessTestCase._spawn_processes = _fork_ranks
+    distributed.MultiProcessTestCase._spawn_processes = lambda case: case._start_processes(
+        torch.multiprocessing.get_context("fork").Process  # torch is imported already
+    )
     spec: Any = importlib.util.spec_from_file_location(COMMON, folder / "common_fsdp.py")
     sys.modules[COMMON] = common = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(common)
     sys.path.insert(0, str(folder))
-
-
-def _fork_ranks(self: Any) -> None:
-    """Start ranks by fork: torch is imported already."""
-    self._start_processes(importlib.import_module("torch").multiprocessing.get_context("fork").Process)
 
 
 def fork(function: Callable[..., None], *args: Any) -> int:
@@ -176,7 +179,8 @@ def run_file(side: str, name: str, options: argparse.Namespace, folder: Path, do
     sys.argv = [name]
     try:
         module = importlib.import_module(name)
-        cases = [case.id().split(".", 1)[1] for case in _flat(unittest.defaultTestLoader.loadTestsFromModule(module))]
+        classes = [cls for cls in vars(module).values() if inspect.isclass(cls) and issubclass(cls, unittest.TestCase)]
+        cases = [f"{cls.__name__}.{one}" for cls in classes for one in unittest.defaultTestLoader.getTestCaseNames(cls)]
     except BaseException as error:  # Also SystemExit: some files end themselves.
         _write(options.out, case=name, side=side, result="import", line=repr(error))
         return
@@ -184,16 +188,11 @@ def run_file(side: str, name: str, options: argparse.Namespace, folder: Path, do
         ours = importlib.import_module("fullshard.compat.torch_fsdp.tensor")
         for one in (module, sys.modules[COMMON]):
             vars(one).update({key: getattr(ours, key) for key in set(ours.__all__) & vars(one).keys()})
-    reader = Reader(folder, name)
     for case in cases:
         full = f"{name}.{case}"
         if full not in done and re.search(options.only, full) and time.time() < until:
-            result, line = run_case(module, case, reader.case(*case.split("."))[0])
+            result, line = run_case(module, case, reader(folder, name).case(*case.split("."))[0])
             _write(options.out, case=full, side=side, result=result, line=line)
-
-
-def _flat(suite: Any) -> list[unittest.TestCase]:
-    return [one for part in suite for one in (_flat(part) if isinstance(part, unittest.TestSuite) else [part])]
 
 
 def run_case(module: ModuleType, case: str, ranks: int) -> tuple[str, str]:
@@ -244,11 +243,10 @@ def results(out: Path) -> dict[str, dict[str, str]]:
 def report(out: Path, folder: Path) -> None:
     """Write the table beside ``out``; print the failures among the cases that count, and the counts."""
     table: dict[str, Any] = results(out)
-    readers: dict[str, Reader] = {}
     for case, row in table.items():
         name, *rest = case.split(".")
         if rest:
-            row["ranks"], row["uses"] = readers.setdefault(name, Reader(folder, name)).case(*rest)
+            row["ranks"], row["uses"] = reader(folder, name).case(*rest)
             row["counts"] = row.get("torch") == "pass" and row["ranks"] <= MOST_RANKS and not row["uses"]
             if row["counts"] and row.get("ours") != "pass":
                 print(f"{case}: {row.get('ours')}: {row.get('ours_line')}")
