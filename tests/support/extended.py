@@ -70,7 +70,8 @@ class Halved(_Around):
         (sent,) = gathered
         assert metadata is None
         if out is not None:
-            out.copy_(sent)
+            with torch.autograd._unsafe_preserve_version_counter(out):
+                out.copy_(sent)
             return None
         made = sent.to(param_dtype)
         return made, (sent, made)

@@ -22,12 +22,12 @@ STEPS = 5
 FLAT = ("all_gather_single", "all_gather_into_tensor", "reduce_scatter_single", "reduce_scatter_tensor")
 
 
-def float8_blocks():
+def float8(make):
     let_import_torchao()
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training  # noqa: PLC0415
 
     config = Float8LinearConfig(enable_fsdp_float8_all_gather=True, emulate=True)
-    return convert_to_float8_training(blocks(None), config=config)
+    return convert_to_float8_training(make(), config=config)
 
 
 def sent_by_torch(run):
@@ -103,14 +103,18 @@ def compare(make, *, ahead=False, **options):
 
 BF16 = theirs.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
+
+of_int8, of_bf16 = functools.partial(blocks, Scaled), functools.partial(blocks, Halved)
+of_float8 = functools.partial(float8, functools.partial(blocks, None))
+
 CASES = {
-    "scale_and_int8": functools.partial(compare, functools.partial(blocks, Scaled)),
-    "bf16": functools.partial(compare, functools.partial(blocks, Halved)),
-    "bf16_computed_in_bf16": functools.partial(compare, functools.partial(blocks, Halved), mp_policy=BF16),
-    "kept_after_forward": functools.partial(compare, functools.partial(blocks, Scaled), reshard_after_forward=False),
-    "torchaos_float8": functools.partial(compare, float8_blocks),
-    "torchaos_float8_scaled_ahead": functools.partial(compare, float8_blocks, ahead=True),
-    "torchaos_float8_in_bf16": functools.partial(compare, float8_blocks, ahead=True, mp_policy=BF16),
+    "scale_and_int8": functools.partial(compare, of_int8),
+    "bf16": functools.partial(compare, of_bf16),
+    "bf16_computed_in_bf16": functools.partial(compare, of_bf16, mp_policy=BF16),
+    "kept_after_forward": functools.partial(compare, of_int8, reshard_after_forward=False),
+    "torchaos_float8": functools.partial(compare, of_float8),
+    "torchaos_float8_scaled_ahead": functools.partial(compare, of_float8, ahead=True),
+    "torchaos_float8_in_bf16": functools.partial(compare, of_float8, ahead=True, mp_policy=BF16),
 }
 
 
