@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -140,6 +140,11 @@ def _plain_parts(tensor: torch.Tensor) -> list[torch.Tensor] | None:
     return None if None in parts else [one for part in parts for one in part or ()]
 
 
+def _ordinary(function: Callable[..., None]) -> Callable[..., None]:
+    """Make ordinary tensors in ``function``, also in an evaluation: those of inference could not be trained with."""
+    return torch.inference_mode(mode=False)(torch.no_grad()(function))
+
+
 class _Gathers:
     """The all-gathers of one lane under way."""
 
@@ -205,6 +210,7 @@ class ExtensionLane(Lane):
 
     # Gather
 
+    @_ordinary
     def issue_gather(self) -> None:
         """Start the all-gathers of what the class returns; nothing is rounded further."""
         comm = self.mesh.shard_group
@@ -235,8 +241,7 @@ class ExtensionLane(Lane):
     def _sent(self) -> list[torch.Tensor]:
         """Return what this rank sends, with as many rows on each rank."""
         rows = self.rows.to(self.device.device, non_blocking=True)
-        with torch.inference_mode(mode=False), torch.no_grad():
-            sent, self.metadata = self.extension.before_gather(rows, self.mesh.shard_group)
+        sent, self.metadata = self.extension.before_gather(rows, self.mesh.shard_group)
         return [self._padded(one, len(rows)) for one in sent]
 
     @property
@@ -273,21 +278,21 @@ class ExtensionLane(Lane):
             found.append(one[:rows] if form.shape[:1] == (most,) else one)
         return found
 
+    @_ordinary
     def finish_gather(self) -> None:
         """See :meth:`Lane.finish_gather`; the class makes the full parameter."""
         super().finish_gather()
         full, out, metadata = self.full, self.out, self.metadata
-        with torch.inference_mode(mode=False), torch.no_grad():
-            if full.result is None:
-                made = self.extension.after_gather(self._gathered(), metadata, self.dtypes.compute, None)
-                assert made is not None
-                full.adopt(self._in_shape(made[0]), made[1])
-            else:
-                full.take_made()
-                assert out is not None
-                shown_as, out.__class__ = out.__class__, type(full.result)
-                self.extension.after_gather(self._gathered(), metadata, self.dtypes.compute, out)
-                out.__class__ = shown_as
+        if full.result is None:
+            made = self.extension.after_gather(self._gathered(), metadata, self.dtypes.compute, None)
+            assert made is not None
+            full.adopt(self._in_shape(made[0]), made[1])
+        else:
+            full.take_made()
+            assert out is not None
+            shown_as, out.__class__ = out.__class__, type(full.result)
+            self.extension.after_gather(self._gathered(), metadata, self.dtypes.compute, out)
+            out.__class__ = shown_as
         full.version = full.tensor._version
         self.metadata = None
         if not full.keeps_sent:
@@ -324,7 +329,8 @@ class ExtensionParam(ShardedParam):
     def show_full(self) -> None:
         """See :meth:`ShardedParam.show_full`."""
         if self.made is not self.lane.full.result:
-            self.bind(trainable=self.trainable)
+            with torch.inference_mode(mode=False):  # training after an evaluation computes its gradient
+                self.bind(trainable=self.trainable)
         super().show_full()
 
 
