@@ -122,6 +122,9 @@ foreach_copy = _named("torch", "_foreach_copy_")
 foreach_zero = _named("torch", "_foreach_zero_")
 """Zeroes many tensors at once. Gone: gradients of a unit cannot be collected."""
 
+foreach_norm = _named("torch", "_foreach_norm")
+"""Norms of many tensors at once. Gone: scales of float8 weights cannot be computed ahead."""
+
 will_execute: Callable[[Any], bool] = _named("torch._C", "_will_engine_execute_node")
 """Whether the running backward executes a node, or was asked for other inputs only. Gone: no backward runs."""
 

@@ -295,6 +295,8 @@ class FakeMode(dispatch_mode):
             ModelError: Its result depends on values, or torch does not know its shape.
             TooMuchWorkError: See :func:`~fullshard.planner.memory_tracker.work_limit`.
         """
+        if any(hasattr(kind, "__tensor_flatten__") for kind in types):
+            return NotImplemented  # its class first, which calls operators with the tensors inside
         self.operators += 1
         if not self.operators % _OPERATORS_A_CHECK:
             spend(_OPERATORS_A_CHECK)

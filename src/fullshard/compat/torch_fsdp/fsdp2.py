@@ -27,7 +27,6 @@ from fullshard.core.engine.setup.initial import marked_like
 from fullshard.core.engine.setup.wrap import refuse_distributed
 from fullshard.core.engine.step.param import ShardedParam
 from fullshard.core.policy import CPUOffload, MixedPrecision, ShardingStrategy
-from fullshard.core.torch_private import is_traceable_wrapper
 from fullshard.errors import ConfigError, ShardingError, WrapError
 
 # ruff: noqa: FBT001, FBT002 (torch's signatures)
@@ -567,12 +566,6 @@ def _check_parameters(
                 f"A parameter of {type(members[0]).__name__} was sharded by an earlier call on another module, "
                 f"{type(unit.modules[0]).__name__}: it is tied, and belongs to one unit. Call fully_shard once on the "
                 "list of both modules, or only on a module around both."
-            )
-        if is_traceable_wrapper(param):
-            raise WrapError(
-                f"A parameter of shape {tuple(param.shape)} is a {type(param).__name__}, a tensor made of others, "
-                "which torch gathers by its fsdp_pre_all_gather. fullshard gathers plain memory only: leave out what "
-                "made it (float8 or quantized training), or use torch's own fully_shard."
             )
     if placement is not None:
         _check_placements([param for param in params if not hasattr(param, "shard_meta")], placement)

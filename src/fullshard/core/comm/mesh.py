@@ -165,6 +165,11 @@ def same_group(one: Comm, other: Comm) -> bool:
     return one is other or _group(one) == _group(other)
 
 
+def group_of(comm: Comm) -> object:
+    """Return the process group or thread world that a communicator of several ranks is made of; else None."""
+    return _group(comm)[2]
+
+
 def _group(comm: Any) -> tuple[int, int, object]:
     """Return a group's identity: its size, this rank's place, and the underlying process group or thread world."""
     while hasattr(comm, "inner"):

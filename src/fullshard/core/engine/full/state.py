@@ -140,7 +140,7 @@ def unsharded(model: nn.Module, *, write_back: bool = True) -> Iterator[None]:
     for unit in entered:
         unit.keep.add(Keep.CONTEXT)
         for param in unit.params:
-            param.full.__class__ = nn.Parameter  # writes inside the context are kept, by whatever means
+            param.full.__class__ = param.plain_class  # writes inside the context are kept, by whatever means
     try:
         yield
     finally:
@@ -193,12 +193,7 @@ def _write_back(unit: Unit) -> None:
             )
     _take_assigned(unit)
     for lane in unit.lanes:
-        # Only where they differ: a shard is wider than the compute dtype, and unchanged elements must keep their bits.
-        shown = lane.mesh.as_sent(lane.shard, lane.own_part)
-        # nan where nan was shown is no change: in fp8 one such number shows 128 of them.
-        kept = (lane.own_part == shown) | (lane.own_part.isnan() & shown.isnan())
-        changed = kept.logical_not_().to(lane.shard.device)
-        lane.shard[changed] = lane.own_part.to(lane.shard.device)[changed].to(lane.shard.dtype)
+        lane.write_back()
 
 
 def _take_assigned(unit: Unit) -> None:
@@ -209,8 +204,9 @@ def _take_assigned(unit: Unit) -> None:
     """
     other = []
     for param in unit.params:
-        start = param.meta.placement.start
-        place = param.lane.full.tensor[start : start + param.numel].view(param.meta.global_shape)
+        if param.plain_class is not nn.Parameter:
+            continue  # made by its class, without memory of its own
+        place = param.lane.full_view(param.place)
         given = param.full.data
         if given.data_ptr() == place.data_ptr() and given.dtype == place.dtype:
             continue

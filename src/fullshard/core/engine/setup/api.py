@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from fullshard.core.comm import Device, Mesh, as_mesh, device_memory_bytes, device_of, hides_messages, together
+from fullshard.core.engine.extension.extension_lane import ExtensionParam, even_layout
 from fullshard.core.engine.full.model_class import sharded_class
 from fullshard.core.engine.full.state import follow_mode, remember_buffers
 from fullshard.core.engine.full.stream import warn_if_buffers_differ
@@ -79,7 +80,7 @@ def fuse(hooks: UnitHooks) -> None:
     """Make the plain linear and embedding modules of a unit write their weight gradients into the lane."""
     for param in hooks.unit.params:
         for module, key in param.slots:
-            if key != "weight" or "forward" in module.__dict__:
+            if key != "weight" or "forward" in module.__dict__ or isinstance(param, ExtensionParam):
                 continue
             home = isinstance(param, TableParam)
             if plain_type(module) is nn.Linear:
@@ -346,6 +347,9 @@ def _agree(request: _Request) -> _Agreed:
     specs, unwrapped = _specs(request)
     specs[0].modules = request.members
     check_messages(specs, policy)
+    for extension in (member.extension for spec in specs for member in spec.params):
+        if extension is not None:
+            even_layout(extension, request.ranks.shard_group.size)  # refuses before anything changes
     check_parameters(specs, sharded=sum(len(u.params) for runtime in inner for u in runtime.units))
     inside = {id(m) for runtime in inner for top in runtime.root.modules for m in top.modules()}
     own = [module for module in request.root.modules() if id(module) not in inside]
@@ -471,6 +475,9 @@ def _specs(request: _Request) -> tuple[list[UnitSpec], WrapError | None]:
     specs = assign_parameters(root, found, request.ignored | sharded)
     if chosen == "auto":
         specs = merge_tiny(specs, frozen_too=request.policy.frozen == "shard")
+    for spec in specs:
+        for member in spec.params:
+            member.take_apart()
     return specs, unwrapped
 
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
 from fullshard.core.comm import Device, Mesh, SoloComm, same_group, same_ranks
+from fullshard.core.engine.extension.extension_lane import ExtensionLane, ExtensionParam, even_layout
 from fullshard.core.engine.full.model_class import plain_class
 from fullshard.core.engine.registry import detach, is_sharded, runtime_of
 from fullshard.core.engine.setup.wrap import ParamSpec, UnitSpec, can_stay_home, is_table
@@ -155,6 +157,10 @@ def check_messages(specs: Iterable[UnitSpec], policy: UnitPolicy) -> None:
             )
 
 
+_PARAMS: dict[type[Lane], type[ShardedParam]] = {TableLane: TableParam, ExtensionLane: ExtensionParam}
+"""The class of the parameters of each kind of lane, if it has one of its own."""
+
+
 class UnitBuilder:
     """Builds the units of one model; every rank builds the same ones in the same order."""
 
@@ -195,7 +201,9 @@ class UnitBuilder:
         return any(id(module) in self.kept for module, _ in member.slots)
 
     def _dtypes(self, member: ParamSpec) -> Dtypes:
-        return dtypes_of(self.policy.precision, member.param, kept=self._is_kept(member))
+        dtypes = dtypes_of(self.policy.precision, member.param, kept=self._is_kept(member))
+        # Its class sends the values that it was given, also if it is frozen.
+        return dtypes if member.extension is None else replace(dtypes, shard=dtypes.master)
 
     def _mesh_of(self, member: ParamSpec) -> Mesh:
         """Return the mesh for its messages: those of frozen parameters and of keep_fp32 are not rounded."""
@@ -206,7 +214,7 @@ class UnitBuilder:
         if self.policy.tables == "gather" or not self.policy.strategy.shards:
             return set()
         size, homes = self.mesh.shard_group.size, set()
-        for member in spec.params:
+        for member in (one for one in spec.params if one.extension is None):
             if can_stay_home(member, spec) and not self._is_replicated(member):
                 lanes = plan_unit((tuple(member.param.shape),), size).lanes
                 if len(lanes) == 1 and lanes[0].placements[0].full_rows:
@@ -220,7 +228,7 @@ class UnitBuilder:
         """Group parameters that may share a lane: the same dtypes, all trainable or all frozen, each table alone."""
         groups: dict[tuple[object, ...], list[ParamSpec]] = {}
         for member in spec.params:
-            alone = id(member) if is_table(member) or id(member) in homes else None
+            alone = id(member) if is_table(member) or id(member) in homes or member.extension is not None else None
             travels = self._mesh_of(member).messages
             groups.setdefault((self._dtypes(member), member.param.requires_grad, alone, travels), []).append(member)
         return groups.values()
@@ -242,13 +250,14 @@ class UnitBuilder:
         replicated = self._is_replicated(group[0])
         mesh = self._mesh_of(group[0])
         mesh = Mesh(SoloComm(mesh.device), mesh.all_ranks) if replicated else mesh
-        unit_layout = plan_unit(tuple(tuple(member.param.shape) for member in group), mesh.shard_group.size)
-        for layout in unit_layout.lanes:
+        for layout in self._layouts(group, mesh.shard_group.size):
             shard = torch.zeros(layout.shard_numel, dtype=dtypes.shard, device=self.device)
             if values:
                 _copy_values(group, layout, mesh.shard_group.rank, shard)
             members = [group[placement.index] for placement in layout.placements]
-            lane = (TableLane if id(group[0]) in homes else Lane)(
+            extension = group[0].extension
+            kind = TableLane if id(group[0]) in homes else Lane if extension is None else ExtensionLane
+            lane = kind(
                 layout,
                 mesh,
                 self._host(shard),
@@ -262,13 +271,23 @@ class UnitBuilder:
             )
             if isinstance(lane, TableLane):
                 lane.forced = self.policy.tables == "home"
+            if isinstance(lane, ExtensionLane) and extension is not None:
+                lane.extension, extension.precision = extension, self.policy.precision
+                extension.cut(lane.rows.shape, lane.shard.dtype, self.device)
             yield lane, members
+
+    @staticmethod
+    def _layouts(group: list[ParamSpec], ranks: int) -> Iterable[LaneLayout]:
+        """Return the layouts of the lanes of one group."""
+        if group[0].extension is not None:
+            return [even_layout(group[0].extension, ranks)]
+        return plan_unit(tuple(tuple(member.param.shape) for member in group), ranks).lanes
 
     def _sharded_params(self, lane: Lane, members: list[ParamSpec], tables: set[int]) -> Iterable[ShardedParam]:
         rank = lane.mesh.shard_group.rank
         for placement, shape, member in zip(lane.layout.placements, lane.shapes, members, strict=True):
             meta = ShardMeta(member.names[0], tuple(member.names[1:]), shape, lane.layout, placement, rank)
-            kind = TableParam if isinstance(lane, TableLane) else ShardedParam
+            kind = _PARAMS.get(type(lane), ShardedParam)
             yield kind(meta, lane, member.param, member.slots, is_table=id(member) in tables)
 
 

@@ -9,9 +9,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from fullshard.core.engine.extension.extension import METHODS, Extension
 from fullshard.core.engine.step.unit import is_plain_embedding, plain_type
 from fullshard.core.layout.names import plain_name
 from fullshard.core.policy import MinNumel, Named, TransformerBlocks, WrapPolicy
+from fullshard.core.torch_private import is_traceable_wrapper
 from fullshard.errors import WrapError
 
 ROOT_NAME = "(root)"
@@ -42,14 +44,29 @@ class ParamSpec:
     """A parameter and every place where it is registered.
 
     Attributes:
-        param: The unsharded parameter.
+        param: The unsharded parameter; of one with an extension, the plain tensor inside.
         names: Fully qualified names; several when it is tied.
         slots: ``(module, key)`` of each registration, on distinct modules.
+        extension: The tensor subclass around it that says what is gathered; None for plain parameters.
     """
 
     param: nn.Parameter
     names: list[str] = field(default_factory=list)
     slots: list[tuple[nn.Module, str]] = field(default_factory=list)
+    extension: Extension | None = None
+
+    def take_apart(self) -> None:
+        """Find the extension of the parameter, if its class has one.
+
+        Raises:
+            WrapError: It is made of other tensors, and cannot be gathered.
+        """
+        distributed = hasattr(self.param, "placements")  # refused by refuse_distributed
+        made_of_others = is_traceable_wrapper(self.param) or any(hasattr(self.param, name) for name in METHODS)
+        if distributed or not made_of_others:
+            return
+        self.extension = Extension(self.names[0], self.param, self.slots[0][0])
+        self.param = nn.Parameter(self.extension.values, self.param.requires_grad)
 
 
 @dataclass

@@ -86,9 +86,9 @@ class ReusableBuffer:
         tracker: Counts it.
     """
 
-    def __init__(self, numel: int, dtype: torch.dtype, device: Device, tracker: BufferTracker) -> None:
-        """Allocate the memory; ``release`` frees it."""
-        self.tensor = device.empty(numel, dtype)
+    def __init__(self, tensor: torch.Tensor, device: Device, tracker: BufferTracker) -> None:
+        """Own the memory of ``tensor``, which has all of it; ``release`` frees it."""
+        self.tensor = tensor
         self.alias = self.tensor.data
         self.version = 0
         self._storage = self.tensor.untyped_storage()
@@ -221,6 +221,24 @@ class Lane:
         low, high = self.layout.shard_bounds(self.mesh.shard_group.rank)
         return self.full.alias[low:high]
 
+    def full_view(self, place: int) -> torch.Tensor:
+        """Return the full parameter of placement ``place``, in its shape."""
+        placement = self.layout.placements[place]
+        return self.full.tensor[placement.start : placement.stop].view(self.shapes[place])
+
+    def has_changed(self) -> bool:
+        """Return True if this rank's gathered part differs from its shard; the lane is gathered."""
+        return not torch.equal(self.own_part, self.mesh.as_sent(self.shard, self.own_part))
+
+    def write_back(self) -> None:
+        """Copy what was changed in the gathered parameters into this rank's shard, element by element."""
+        # Only where they differ: a shard is wider than the compute dtype, and unchanged elements must keep their bits.
+        shown = self.mesh.as_sent(self.shard, self.own_part)
+        # nan where nan was shown is no change: in fp8 one such number shows 128 of them.
+        kept = (self.own_part == shown) | (self.own_part.isnan() & shown.isnan())
+        changed = kept.logical_not_().to(self.shard.device)
+        self.shard[changed] = self.own_part.to(self.shard.device)[changed].to(self.shard.dtype)
+
     def issue_gather(self) -> None:
         """Start the all-gather of a sharded lane; a replicated one needs no communication.
 
@@ -273,7 +291,7 @@ class Lane:
     def _make_full(self) -> ReusableBuffer | PermanentBuffer:
         if self.replicated and self.shard.dtype == self.dtypes.compute and not self.offloaded:
             return PermanentBuffer(self.shard)
-        return ReusableBuffer(self.numel, self.dtypes.compute, self.device, self.tracker)
+        return ReusableBuffer(self.device.empty(self.numel, self.dtypes.compute), self.device, self.tracker)
 
     # Gradients
 

@@ -65,6 +65,10 @@ class ShardedParam:
         shard_class: The class of ``sharded`` between passes.
     """
 
+    plain_class: type = nn.Parameter  # of ``full``: where it may be changed,
+    shown_class: type = FullParameter  # while it is shown,
+    freed_class: type = FreedParameter  # and while its memory is free
+
     def __init__(
         self, meta: ShardMeta, lane: Lane, original: nn.Parameter, slots: list[tuple[nn.Module, str]], *, is_table: bool
     ) -> None:
@@ -90,9 +94,7 @@ class ShardedParam:
     @on_rows
     def bind(self, *, trainable: bool) -> None:
         """Point both Parameters at the lane's current memory; the full one is recreated."""
-        start = self.meta.placement.start
-        full = self.lane.full.tensor[start : start + self.numel].view(self.meta.global_shape)
-        self.full = nn.Parameter(full, requires_grad=False)
+        self.full = nn.Parameter(self.lane.full_view(self.place), requires_grad=False)
         self.full.watcher = weakref.ref(self)  # type: ignore[attr-defined]
         self.sharded.full_parameter = weakref.ref(self.full)  # type: ignore[attr-defined]
         local = self.local_view(self.lane.shard)
@@ -106,7 +108,7 @@ class ShardedParam:
 
     def set_trainable(self, *, trainable: bool) -> None:
         """Set whether autograd computes gradients of the full parameter; no unit may show it."""
-        shown_as, self.full.__class__ = self.full.__class__, nn.Parameter
+        shown_as, self.full.__class__ = self.full.__class__, self.plain_class
         self.full.requires_grad_(trainable)
         self.trainable = trainable
         if trainable and self.accumulate is None:
@@ -169,7 +171,7 @@ class ShardedParam:
 
     def show_full(self) -> None:
         """Register the full Parameter in every slot; its memory must hold the gathered values."""
-        self.full.__class__ = WatchedParameter if self.watched else FullParameter
+        self.full.__class__ = WatchedParameter if self.watched else self.shown_class
         for module, key in self.slots:
             module._parameters[key] = self.full
 
@@ -177,7 +179,7 @@ class ShardedParam:
         """Register the sharded Parameter in every slot."""
         for module, key in self.slots:
             module._parameters[key] = self.sharded
-        self.full.__class__ = FreedParameter
+        self.full.__class__ = self.freed_class
 
     @on_rows
     def take_gradient(self, shard: torch.Tensor) -> None:

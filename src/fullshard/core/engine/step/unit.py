@@ -291,7 +291,7 @@ class Unit:
         if any(lane.state not in gathered for lane in self.lanes) or any(param.moved for param in self.params):
             return True
         self._await_gather()
-        return any(not torch.equal(lane.own_part, lane.mesh.as_sent(lane.shard, lane.own_part)) for lane in self.lanes)
+        return any(lane.has_changed() for lane in self.lanes)
 
     def issue_gather(self) -> None:
         """Start the all-gather of sharded lanes; do nothing if there are none."""

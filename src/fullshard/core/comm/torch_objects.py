@@ -1,0 +1,60 @@
+"""torch's own objects, for users' code that was written for torch's FSDP."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from fullshard.core.comm.mesh import group_of
+from fullshard.core.comm.protocol import Comm
+from fullshard.core.policy import MixedPrecision
+
+
+class CommMesh:
+    """Stands for torch's DeviceMesh with one axis where ranks are not a process group: threads, a plan, one rank.
+
+    Attributes:
+        ndim: 1.
+    """
+
+    ndim = 1
+
+    def __init__(self, comm: Comm) -> None:
+        """Describe the ranks of ``comm``."""
+        self._comm = comm
+
+    def size(self, mesh_dim: int | None = None) -> int:
+        """Return the number of ranks."""
+        return self._comm.size
+
+    def get_local_rank(self, mesh_dim: int | str | None = None) -> int:
+        """Return this rank's place."""
+        return self._comm.rank
+
+    def get_group(self, mesh_dim: int | str | None = None) -> None:
+        """Return None: there is no process group of these ranks."""
+
+
+def torch_mesh(comm: Comm, device: torch.device) -> DeviceMesh | CommMesh:
+    """Return the ranks of ``comm`` as torch's DeviceMesh with one axis; any rank, no communication."""
+    group = group_of(comm)
+    return _mesh_once(group, device.type) if isinstance(group, dist.ProcessGroup) else CommMesh(comm)
+
+
+@functools.lru_cache(maxsize=4)
+def _mesh_once(group: Any, device_type: str) -> DeviceMesh:
+    return DeviceMesh.from_group(group, device_type)
+
+
+def torch_policy(precision: MixedPrecision) -> Any:
+    """Return torch's MixedPrecisionPolicy for ``precision``."""
+    # Half a second, for the few classes that ask for it.
+    from torch.distributed.fsdp import MixedPrecisionPolicy  # noqa: PLC0415
+
+    names = (precision.param, precision.reduce, precision.output)
+    param, reduce, output = (None if name is None else getattr(torch, name) for name in names)
+    return MixedPrecisionPolicy(param, reduce, output, precision.cast_forward_inputs)
