@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed import fsdp as theirs, tensor as theirs_tensors
+from torch.distributed._composable.replicate import replicate
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_state_dict,
@@ -267,6 +268,36 @@ def classes(api):
     return {"classes": torch.tensor(found)}
 
 
+def stepped_beside_replicate(model):
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3, foreach=False)
+    for tokens in rows(2):
+        optimizer.zero_grad()
+        lm_loss(model, tokens).backward()
+        optimizer.step()
+    return gradients(model) | parameters(model)
+
+
+def inside_of_replicate(api):
+    """torch's ``replicate`` leaves sharded blocks out."""
+    model = model_of()
+    model.unused.requires_grad_(False)
+    for block in model.blocks:
+        api.fully_shard(block, mesh=MESH)
+    return stepped_beside_replicate(replicate(model))
+
+
+def around_replicate(api):
+    """A block that ``replicate`` took is left out of the root's unit."""
+    model = model_of()
+    replicate(model.blocks[0])
+    for block in model.blocks[1:]:
+        api.fully_shard(block, mesh=MESH)
+    api.fully_shard(model, mesh=MESH)
+    assert isinstance(model.embed.weight, (DTensor, ours_tensors.DTensor))
+    assert not isinstance(model.blocks[0].up.weight, ours_tensors.DTensor)
+    return stepped_beside_replicate(model)
+
+
 def full_tensors(api):
     """Whole values as FSDP2's tutorial asks for them: of parameters, gradients, state dicts and the optimizer."""
     model, optimizer = stepped(api, 1)
@@ -329,6 +360,7 @@ SIDE_BY_SIDE = {
         bottom_up, root_alone, lists_of_modules, gradient_sync, gradient_sync_of_one_block, last_backward,
         prefetch_setters, divide_factor, reshard_setters, keeping_after_forward, unshard_and_reshard, all_reduce_hook,
         hints, ignored_parameters, frozen_parameters, mixed_precision, output_dtype, forward_methods, hybrid, classes,
+        inside_of_replicate, around_replicate,
         full_tensors, full_state_dicts, full_states_by_hand, full_states_by_getters,
     )
 }  # fmt: skip
