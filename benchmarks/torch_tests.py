@@ -40,7 +40,7 @@ COMMON = "torch.testing._internal.common_fsdp"
 _ARGS = r"\((?:[^()]|\((?:[^()]|\([^()]*\))*\))*\)"
 DEVICE = (
     (r'torch\.device\(\s*"cuda",\s*(?:torch\.cuda\.current_device\(\)|[\w.]+)\s*\)', 'torch.device("cpu")'),
-    (r"""f?(["'])cuda(?::[^"']*)?\1""", '"cpu"'),
+    (r"""f?(["'])cuda(?::[^"']*)?\1""", r"\1cpu\1"),
     (r'"nccl"|"cpu:gloo,cuda:nccl"', '"gloo"'),
     (r"torch\.cuda\.current_device\(\)", 'torch.device("cpu")'),
     (r"torch\.cuda\.device_count\(\)", 'int(__import__("os").environ["TORCH_TESTS_RANKS"])'),
@@ -129,7 +129,8 @@ class Reader:
             name, pattern = node.id, "|".join(["CommDebugMode", "patch_", *(f"{one}$" for one in self.private)])
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
             name, pattern = node.value, r"torch\.distributed\.\S*(\._|all_|reduce)\S*$|_(fsdp|flat|handle)\S*$"
-        return {name} if re.match(pattern, name) and name not in self.defined - self.private else set()
+        own = name in self.defined - self.private and not re.match("CommDebugMode|patch_", name)
+        return {name} if re.match(pattern, name) and not own else set()
 
 
 reader = functools.cache(Reader)
