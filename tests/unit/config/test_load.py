@@ -256,6 +256,13 @@ def test_unknown_key_like_no_other_lists_what_there_is(run_file):
         ("model.config=null", "model: exactly one of path and config must be given; got neither"),
         ("model.tokenizer=null", "model: config needs a tokenizer section too, such as tokenizer: {vocab_size: 2000}"),
         ("training.lr_gamma=0.5", "training: lr_gamma need lr_scheduler_type: step; got linear"),
+        ("training.lr_scheduler_type=greedy", "training.lr_scheduler_type: greedy follows a metric, and schedules here "
+         "are known before the first step"),
+        ("training.lr_scheduler_type=polinomial", "got 'polinomial'; did you mean polynomial?"),
+        ("training.lr_scheduler_kwargs={num_cycles: 2}", "training: lr_scheduler_kwargs has num_cycles, and "
+         "lr_scheduler_type: linear has no options"),
+        ("training.lr_scheduler_type=warmup_stable_decay", "training: lr_scheduler_type: warmup_stable_decay needs "
+         "num_decay_steps in lr_scheduler_kwargs"),
         *((f"training.{kind}_strategy=steps", f"training: {kind}_steps is set if, and only if, {kind}_strategy is "
            f"steps; got {kind}_strategy: steps, {kind}_steps: None") for kind in ("eval", "save")),
         *((f"training.{kind}_steps=5", f"got {kind}_strategy: epoch, {kind}_steps: 5") for kind in ("eval", "save")),
@@ -281,6 +288,10 @@ def test_path_with_a_tokenizer_section(run_file):
 def test_options_that_go_together_are_accepted(run_file):
     step = load_run(run_file, ["training.lr_scheduler_type=step", "training.lr_gamma=0.5"])
     assert step.training.lr_gamma == 0.5
+    more = {"polynomial": "{lr_end: 1e-7}", "cosine_with_min_lr": "{min_lr: 1e-7}"}
+    for kind, options in more.items():
+        run = load_run(run_file, [f"training.lr_scheduler_type={kind}", f"training.lr_scheduler_kwargs={options}"])
+        assert [*run.training.lr_scheduler_kwargs.values()] == [1e-7]
     no = load_run(run_file, ["training.eval_strategy=no", "data.validation_file=null"])
     assert no.training.eval_strategy == "no"
     assert no.data.validation_file is None

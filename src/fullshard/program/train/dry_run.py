@@ -49,6 +49,9 @@ if TYPE_CHECKING:
 DRY_RUN_OPERATORS = 500_000
 """Operators that the plans of a dry run may take: some twenty seconds of processor time."""
 
+_MANY_STEPS = 10**9
+"""Steps of an epoch where the data is not read: no schedule is too long for it."""
+
 
 def inspect_units(config: RunConfig, world_size: int) -> UnitTable:
     """Lay out a run's model over ``world_size`` ranks and return its unit table; one process, no process group.
@@ -63,13 +66,14 @@ def inspect_units(config: RunConfig, world_size: int) -> UnitTable:
 
 
 def check_kind(config: RunConfig) -> None:
-    """Raise the errors of a run that depend only on the model's configuration; any process, alone, without a network.
+    """Raise the errors of a run that depend only on its settings and the model's kind; any process, without a network.
 
     Raises:
-        ConfigError: bitsandbytes is missing or too old for ``model.quantization``.
+        ConfigError: bitsandbytes is missing or too old for ``model.quantization``, or the schedule cannot be used.
         ModelError: The model is known to overflow in the precision.
     """
     require_kernels(config)
+    learning_rate_schedule(config, _MANY_STEPS)
     source = config.model.path or config.model.config
     kind = None if source is None else known_kind(source)
     if kind is not None and refuses_fp16(config):

@@ -340,10 +340,13 @@ def _training(run: Run) -> list[str]:
     batch = end.world_size * settings["gradient_accumulation_steps"]
     of_base = start.content.get("model.path")
     rate = settings["learning_rate"]
+    schedule = ", ".join(
+        [settings["lr_scheduler_type"], *(f"{k} {v}" for k, v in settings.get("lr_scheduler_kwargs", {}).items())]
+    )
     facts = {
         "base model": None if of_base is None else f"{run.base}: {of_base}",
         "optimizer": end.optimizer,
-        "learning rate": "relative steps" if rate is None else f"{rate:g}, {settings['lr_scheduler_type']}",
+        "learning rate": "relative steps" if rate is None else f"{rate:g}, {schedule}",
         "batch": f"at most {batch * tokens:,} tokens" if tokens else f"{batch * each:,} rows",
         "steps": f"{end.steps:,} ({end.epochs:.2f} epochs), {end.tokens:,} tokens{_ENDED[end.ended_by]}",
         "steps skipped": f"{end.skipped_steps:,}" if end.skipped_steps else None,

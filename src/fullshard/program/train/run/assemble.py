@@ -30,6 +30,7 @@ from fullshard.program.train.setup.steps import (
     learning_rate_schedule,
     make_plan,
     mixture_notes,
+    schedule_notes,
     set_facts,
     training_batches,
 )
@@ -108,6 +109,7 @@ def assemble(
     # What no forward reads is not made; the routers' own loss counts tokens by the mask, and would count fillers.
     collate = replace(collate, prompts=False, masked=not causal or router is not None, fills=router is None)
     share = padding_share(plan, train_set, collate)
+    schedule = learning_rate_schedule(config, plan.num_steps)
     return Assembly(
         config=config,
         comm=comm,
@@ -115,7 +117,7 @@ def assemble(
         model=model,
         optimizer=make_optimizer(model, config, decay_by=rules.weight_decay),
         scaler=ShardedGradScaler(comm.device.type) if config.training.precision == "fp16" else None,
-        schedule=learning_rate_schedule(config, plan.num_steps),
+        schedule=schedule,
         train_set=train_set,
         plan=plan,
         collate=collate,
@@ -132,6 +134,7 @@ def assemble(
             padding_note(plan, train_set, collate, share),
             *router_notes,
             *ready.notes,
+            *schedule_notes(config, schedule),
             *advice(config, ready_data, plan, comm.size),
         ),
         system_turns=ready_data.system_turns,
