@@ -254,6 +254,10 @@ def test_unknown_key_like_no_other_lists_what_there_is(run_file):
         ("sharding.wrap=0", "number of parameters such as 100000000; got 0"),
         ("model.path=.", "model: exactly one of path and config must be given; got both"),
         ("model.config=null", "model: exactly one of path and config must be given; got neither"),
+        ("model={path: ., config: null, tokenizer: null, freeze: encoder.*, train: [decoder.*]}", "model: freeze and "
+         "train both say which parameters are trained; give one"),
+        ("model={path: ., config: null, tokenizer: null, freeze: [encoder.*], adapter: {}}", "model: freeze needs a "
+         "model without adapter, which freezes the whole model"),
         ("model.tokenizer=null", "model: config needs a tokenizer section too, such as tokenizer: {vocab_size: 2000}"),
         ("training.lr_gamma=0.5", "training: lr_gamma need lr_scheduler_type: step; got linear"),
         ("training.lr_scheduler_type=greedy", "training.lr_scheduler_type: greedy follows a metric, and schedules here "

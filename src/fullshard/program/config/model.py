@@ -112,6 +112,29 @@ class ModelConfig(ConfigSection):
     quantization: Annotated[QuantizationConfig | None, STATE] = None
     """Quantise the frozen weights under the adapter; null: they keep the run's precision."""
 
+    freeze: Annotated[tuple[str, ...], STATE] = ()
+    """Patterns of the names of parameters that are not trained, such as [encoder.*, shared.weight]; * stands for any
+    characters, dots too (Python's fnmatch). Frozen parameters have no gradients and no optimizer state, and are
+    published as they were."""
+    train: Annotated[tuple[str, ...], STATE] = ()
+    """Instead of freeze: patterns of the names of the only parameters that are trained."""
+
+    @field_validator("freeze", "train", mode="before")
+    @classmethod
+    def _one_or_several(cls, value: object) -> object:
+        return (value,) if isinstance(value, str) else value
+
+    @model_validator(mode="after")
+    def _freezes_one_way(self) -> Self:
+        if self.freeze and self.train:
+            raise ValueError("freeze and train both say which parameters are trained; give one")
+        if self.adapter is not None and (given := self.given("freeze", "train")):
+            raise ValueError(
+                f"{given[0]} needs a model without adapter, which freezes the whole model; to train layers beside it, "
+                "name them in adapter.options: {modules_to_save: [...]}"
+            )
+        return self
+
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
         if (self.path is None) == (self.config is None):

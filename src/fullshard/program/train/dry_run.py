@@ -34,6 +34,7 @@ from fullshard.program.train.setup.devices import (
     precision_of,
     with_precision,
 )
+from fullshard.program.train.setup.frozen import frozen_notes
 from fullshard.program.train.setup.model import UnreadWeights, outline_model, own_loss, refuses_fp16, shard_model
 from fullshard.program.train.setup.optimizers import expected_state_bytes
 from fullshard.program.train.setup.prepare import Prepared, Progress, collate_spec, prepare, prepare_tokenizer
@@ -184,8 +185,9 @@ def _dry_run(
     tracker_sinks(config)
     if config.training.checkpoints_to is not None:
         file_system(config.training.checkpoints_to)  # checks for its package; the store itself is not contacted
-    model = lay_out(config, data.tokenizer, world_size)
-    table = units(model)
+    model = outline_model(config, data.tokenizer)
+    frozen = frozen_notes(model, config)
+    table = units(_laid_out(model, config, world_size))
     untried = _tried(config, data, world_size)
     check_saving(model, data.tokenizer)
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -208,6 +210,7 @@ def _dry_run(
             *mixture_notes(config, data),
             *own_loss(model, config)[1],
             *quantization_notes(config),
+            *frozen,
             *advice(config, data, plan, world_size),
             *untried,
         ),
@@ -243,7 +246,10 @@ def lay_out(config: RunConfig, tokenizer: PreTrainedTokenizerBase, world_size: i
     Raises:
         UserError: The model cannot be built, or the settings do not match it.
     """
-    model = outline_model(config, tokenizer)
+    return _laid_out(outline_model(config, tokenizer), config, world_size, rank)
+
+
+def _laid_out(model: nn.Module, config: RunConfig, world_size: int, rank: int = 0) -> nn.Module:
     ranks = Ledger(rank, world_size, torch.device("meta")).world
     shard_model(model, uncompiled(config), ranks, None if config.model.path is None else UnreadWeights())
     return model

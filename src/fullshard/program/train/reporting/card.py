@@ -345,6 +345,8 @@ def _training(run: Run) -> list[str]:
     )
     facts = {
         "base model": None if of_base is None else f"{run.base}: {of_base}",
+        "trained only": ", ".join(run.section("model").get("train", ())) or None,
+        "not trained": ", ".join(run.section("model").get("freeze", ())) or None,
         "optimizer": end.optimizer,
         "learning rate": "relative steps" if rate is None else f"{rate:g}, {schedule}",
         "batch": f"at most {batch * tokens:,} tokens" if tokens else f"{batch * each:,} rows",

@@ -60,6 +60,7 @@ from fullshard.program.models.packing import PackedRows, enable_packing, packed_
 from fullshard.program.speed import Facts, apply_ways
 from fullshard.program.train.setup.activation_offload import ActivationOffload
 from fullshard.program.train.setup.devices import Choice, Devices, for_devices
+from fullshard.program.train.setup.frozen import freeze, frozen_notes
 from fullshard.program.train.setup.quantization import (
     quantise_outline,
     quantises_head,
@@ -126,6 +127,7 @@ def prepare_model(
         if filled and ready.weights is not None and _all_trained(ready.model):
             ready = replace(ready, weights=UnreadWeights())
     _change_forward(ready.model, config)
+    ready = replace(ready, notes=(*ready.notes, *frozen_notes(ready.model, config)))
     loss = loss_choice(ready.model, config, memory_bytes)
     if loss is not None and _fuses(base_of(ready.model), config, memory_bytes):
         ready = replace(ready, notes=(*ready.notes, str(loss)))
@@ -213,6 +215,7 @@ def _full_load_note(config: RunConfig, reason: str) -> str:
 
 def _changed(model: PreTrainedModel, config: RunConfig, memory_bytes: int | None) -> PreTrainedModel:
     """Change the model in place; called before its adapter is added."""
+    freeze(model, config)
     if config.model.attention_dropout is not None:
         set_attention_dropout(model, config.model.attention_dropout)
     if refuses_fp16(config):
@@ -405,7 +408,11 @@ def _mixed_precision(model: nn.Module, config: RunConfig) -> MixedPrecision:
         return MixedPrecision(messages=messages)
     kept = _CASTS_ITSELF & {type(module).__name__ for module in model.modules()}
     dtype = {"bf16": "bfloat16", "fp16": "float16"}[config.training.precision]
-    return MixedPrecision(param=dtype, reduce="float32", keep_fp32=tuple(kept), messages=messages)
+    # An adapter is saved without its frozen base; other frozen weights are part of the model that is published.
+    keep_frozen = bool(config.model.freeze or config.model.train)
+    return MixedPrecision(
+        param=dtype, reduce="float32", keep_fp32=tuple(kept), messages=messages, keep_frozen=keep_frozen
+    )
 
 
 def _wrap_policy(wrap: str | int | tuple[str, ...]) -> WrapPolicy:
