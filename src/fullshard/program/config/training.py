@@ -181,6 +181,10 @@ class TrainingConfig(ConfigSection):
     """Clip gradients to this norm over all ranks; null or 0: no clipping."""
     label_smoothing_factor: Annotated[Fraction, Option("same", also=("label_smoothing",))] = 0.0
     """Share of each target's probability that is distributed over the vocabulary in training."""
+    neftune_noise_alpha: Annotated[PositiveFloat | None, SAME] = None
+    """NEFTune: in training, add uniform noise of up to this number / sqrt(tokens x width) to the embeddings of a
+    micro-batch, padding included, as Hugging Face's Trainer does; of an encoder-decoder on both sides. null or 0: no
+    noise."""
     z_loss: Annotated[NonNegativeFloat, SAME] = 0.0
     """Weight of the squared log of the softmax's normalizer in the training loss; keeps logits small."""
     precision: Annotated[Literal["auto", "fp32", "bf16", "fp16"], ASKED] = "auto"
@@ -275,7 +279,7 @@ class TrainingConfig(ConfigSection):
         """Undo YAML 1.1's reading of a bare ``no`` as false."""
         return "no" if value is False else value
 
-    @field_validator("max_steps", "max_grad_norm", mode="before")
+    @field_validator("max_steps", "max_grad_norm", "neftune_noise_alpha", mode="before")
     @classmethod
     def _unset_as_in_hugging_face(cls, value: object, info: ValidationInfo) -> object:
         """Accept Hugging Face's numbers for an option that is not set."""

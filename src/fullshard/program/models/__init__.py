@@ -50,4 +50,5 @@ from fullshard.program.models.model_types import (
     router_loss as router_loss,
     set_attention_dropout as set_attention_dropout,
 )
+from fullshard.program.models.noise import add_embedding_noise as add_embedding_noise
 from fullshard.program.models.packing import decoder_inputs as decoder_inputs

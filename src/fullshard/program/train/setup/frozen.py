@@ -22,7 +22,7 @@ def freeze(model: nn.Module, config: RunConfig) -> None:
     chosen = {id(param) for found in _matches(model, config).values() for param in found}
     for param in model.parameters() if config.model.freeze or config.model.train else ():
         if (id(param) in chosen) == bool(config.model.freeze):
-            param.requires_grad_(requires_grad=False)
+            param.requires_grad = False
     if not any(param.requires_grad for param in model.parameters()):
         raise ConfigError(f"model.{_option(config)} leaves no parameter to train. Change its patterns.")
 

@@ -36,6 +36,7 @@ from fullshard.program.models import (
     Objective,
     RouterLoss,
     add_adapter,
+    add_embedding_noise,
     base_of,
     blocks_of,
     build_model,
@@ -152,6 +153,8 @@ def _all_trained(model: nn.Module) -> bool:
 
 def _change_forward(model: PreTrainedModel, config: RunConfig) -> None:
     """Change the model's forward in place, after its adapter was added."""
+    if config.training.neftune_noise_alpha is not None:
+        add_embedding_noise(model, config.training.neftune_noise_alpha)
     asked = config.training.gradient_checkpointing
     if asked not in (False, "auto"):  # the memory check resolves auto; where nothing is planned, nothing is recomputed
         enable_activation_checkpointing(model, None if asked is True else int(asked))
