@@ -112,11 +112,11 @@ class ModelConfig(ConfigSection):
     quantization: Annotated[QuantizationConfig | None, STATE] = None
     """Quantise the frozen weights under the adapter; null: they keep the run's precision."""
 
-    freeze: Annotated[tuple[str, ...], STATE] = ()
+    freeze: Annotated[tuple[str, ...], Option("state", before=[])] = ()
     """Patterns of the names of parameters that are not trained, such as [encoder.*, shared.weight]; * stands for any
     characters, dots too (Python's fnmatch). Frozen parameters have no gradients and no optimizer state, and are
     published as they were."""
-    train: Annotated[tuple[str, ...], STATE] = ()
+    train: Annotated[tuple[str, ...], Option("state", before=[])] = ()
     """Instead of freeze: patterns of the names of the only parameters that are trained."""
 
     @field_validator("freeze", "train", mode="before")

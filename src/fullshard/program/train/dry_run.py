@@ -191,6 +191,9 @@ def _dry_run(
     untried = _tried(config, data, world_size)
     check_saving(model, data.tokenizer)
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    average = format_bytes(sum(4 * parameter.numel() for parameter in trainable))
+    averaged = [f"training.ema_decay: the average of the weights takes {average} more on each rank"]
+    averaged = [] if config.training.ema_decay is None else averaged
     root, *blocks = table.rows
     largest = sorted((row.gathered_bytes for row in blocks), reverse=True)[:2]
     return DryRun(
@@ -211,6 +214,7 @@ def _dry_run(
             *own_loss(model, config)[1],
             *quantization_notes(config),
             *frozen,
+            *averaged,
             *advice(config, data, plan, world_size),
             *untried,
         ),

@@ -349,6 +349,7 @@ def _training(run: Run) -> list[str]:
         "not trained": ", ".join(run.section("model").get("freeze", ())) or None,
         "optimizer": end.optimizer,
         "learning rate": "relative steps" if rate is None else f"{rate:g}, {schedule}",
+        "weights": settings.get("ema_decay") and f"moving average, decay {settings['ema_decay']:g}",
         "batch": f"at most {batch * tokens:,} tokens" if tokens else f"{batch * each:,} rows",
         "steps": f"{end.steps:,} ({end.epochs:.2f} epochs), {end.tokens:,} tokens{_ENDED[end.ended_by]}",
         "steps skipped": f"{end.skipped_steps:,}" if end.skipped_steps else None,

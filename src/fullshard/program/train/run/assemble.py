@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from fullshard.core.comm import Comm, together
-from fullshard.core.optim import ShardedGradScaler
+from fullshard.core.optim import ExponentialMovingAverage, ShardedGradScaler
 from fullshard.errors import MismatchError
 from fullshard.program.config import RunConfig, option_of
 from fullshard.program.data import BatchPlan, CollateSpec, TokenizedSet, TokenPlan, Turn, padding_share, positions
@@ -21,7 +21,7 @@ from fullshard.program.train.reporting.reports import SetFacts
 from fullshard.program.train.setup.choices import advice, choices
 from fullshard.program.train.setup.devices import Choice, Devices, for_devices, smallest_memory
 from fullshard.program.train.setup.model import own_loss, prepare_model, shard_model
-from fullshard.program.train.setup.optimizers import make_optimizer
+from fullshard.program.train.setup.optimizers import make_optimizer, moving_average
 from fullshard.program.train.setup.prepare import Prepared, collate_spec, prepare
 from fullshard.program.train.setup.quantization import quantised_base
 from fullshard.program.train.setup.resume import THIS_VERSION, Rules
@@ -49,6 +49,7 @@ class Assembly:
     tokenizer: PreTrainedTokenizerBase  # the model's tokenizer
     model: PreTrainedModel  # the sharded model, in training mode; with an adapter, peft's model around it
     optimizer: torch.optim.Optimizer  # over this rank's shards
+    average: ExponentialMovingAverage | None  # of the trained weights, which is evaluated and published; None: none
     scaler: ShardedGradScaler | None  # scales the loss in fp16; None in other precisions
     schedule: LearningRateSchedule  # learning rate factor of each step
     train_set: TokenizedSet  # token ids of the training rows
@@ -116,6 +117,7 @@ def assemble(
         tokenizer=tokenizer,
         model=model,
         optimizer=make_optimizer(model, config, decay_by=rules.weight_decay),
+        average=moving_average(model, config),
         scaler=ShardedGradScaler(comm.device.type) if config.training.precision == "fp16" else None,
         schedule=schedule,
         train_set=train_set,
