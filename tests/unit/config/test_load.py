@@ -249,6 +249,8 @@ def test_unknown_key_like_no_other_lists_what_there_is(run_file):
         ("model.adapter={type: ia3, r: 4}", "model.adapter: r is an option of lora and dora; got type: ia3"),
         ("model.adapter={target_modules: q}", "model.adapter.target_modules: expected all-linear or a list of module "
          "names such as [q, v]; got 'q'"),
+        ("model.adapter={path: there/it, type: lora, r: 4}", "model.adapter: path takes the settings of the adapter's "
+         "own adapter_config.json; remove r, type"),
         ("data.template='{a}'", "data: template and source_column both set the source; give one"),
         ("sharding.wrap=T5Block", "sharding.wrap: expected auto, none, a list of class names such as [T5Block] or a "),
         ("sharding.wrap=0", "number of parameters such as 100000000; got 0"),
