@@ -34,7 +34,7 @@ from fullshard.program.config.section import (
     Searched,
 )
 
-Tracker = Literal["tensorboard", "wandb", "mlflow"]
+Tracker = Literal["tensorboard", "wandb", "mlflow", "trackio"]
 OptimizerName = Literal["adamw", "adafactor", "muon", "adamw_8bit", "adamw_bf16"]
 
 ScheduleName = Literal[
@@ -254,8 +254,8 @@ class TrainingConfig(ConfigSection):
     """URL of a prefix in an object store (s3://bucket/run, opened by fsspec) for this run's checkpoints; null:
     output_dir/checkpoints. Everything else of the run stays in output_dir."""
     report_to: Annotated[tuple[Tracker, ...], REPORTED] = ()
-    """Trackers to report to, if they are installed: tensorboard, wandb, mlflow. Empty or none, Hugging Face's word:
-    none."""
+    """Trackers to report to, if they are installed: tensorboard, wandb, mlflow, trackio. Empty or none, Hugging Face's
+    word: none."""
     run_name: Annotated[str | None, REPORTED] = None
     """Name of the run in trackers; null: the last component of output_dir."""
 

@@ -51,7 +51,8 @@ def test_torchs_average_of_the_trained_weights_is_published_and_resumed(tmp_path
             holder[name.replace(".", "/")] = nn.Parameter(value.clone())
         theirs = theirs or AveragedModel(holder, multi_avg_fn=get_ema_multi_avg_fn(DECAY))
         theirs.update_parameters(holder)
-        after[step] = {name: theirs.module[name.replace(".", "/")].detach().clone() for name in found}
+        averages = dict(theirs.module.named_parameters())
+        after[step] = {name: averages[name.replace(".", "/")].detach().clone() for name in found}
     best, published = memory.ended[0].best_step, weights(tmp_path / "through/out")
     for name, value in published.items():
         torch.testing.assert_close(value, after[best][name], atol=1e-6, rtol=0, msg=name)

@@ -1,8 +1,10 @@
 """``training.neftune_noise_alpha``: the noise of Hugging Face's Trainer, on two ranks as without sharding."""
 
+from typing import Any
+
 import pytest
 import torch
-from transformers.integrations import neftune_post_forward_hook
+from transformers.integrations.neftune import neftune_post_forward_hook
 
 from fullshard.program.config import TrainingConfig
 from fullshard.program.models import train_tokenizer
@@ -47,8 +49,9 @@ def losses_alone(base, causal, *, noisy, size=2, steps=3):
     model = load_base(base).train()
     stacks = [model] if causal else [model.get_encoder(), model.get_decoder()]
     for one in stacks if noisy else ():
-        one.get_input_embeddings().neftune_noise_alpha = ALPHA
-        one.get_input_embeddings().register_forward_hook(neftune_post_forward_hook)
+        embeddings: Any = one.get_input_embeddings()
+        embeddings.neftune_noise_alpha = ALPHA
+        embeddings.register_forward_hook(neftune_post_forward_hook)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0, eps=1e-3)
     batches = [batch_of(range(rank, 4, size), causal=causal) for rank in range(size)]
     found = []
