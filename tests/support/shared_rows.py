@@ -1,6 +1,7 @@
 """Models whose ranks share rows, beside the same run of one rank on full rows."""
 
 import copy
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -54,15 +55,15 @@ def batches_of(model, steps, groups=1):
     ]
 
 
-def step(model, micro_batches, optimizer, share=1, clip=None):
-    """Accumulate over micro-batches and take a step; the losses."""
-    losses = []
-    for batch in micro_batches:
-        loss = model(**batch, use_cache=False).loss
-        (loss * share / len(micro_batches)).backward()
+def step(model, micro_batches, optimizer, clip, context):
+    """Accumulate over micro-batches, all but the last in ``context(model)``, and take a step; the losses."""
+    losses, last = [], len(micro_batches) - 1
+    for number, batch in enumerate(micro_batches):
+        with context(model) if number < last else nullcontext():
+            loss = model(**batch, use_cache=False).loss
+            (loss / len(micro_batches)).backward()
         losses.append(loss.item())
-    if clip is not None:
-        clip(model)
+    clip(model)
     optimizer.step()
     optimizer.zero_grad()
     return losses
@@ -73,37 +74,42 @@ def adamw(model):
     return torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-6)
 
 
-def full_weights(model):
-    with unsharded(model):
-        return {name: param.detach().clone() for name, param in model.named_parameters()}
+def nothing(model):
+    return model
 
 
 def assert_shared_rows_train_alike(
-    make, *, each, groups=1, steps=10, prepare=lambda model: model, optimizer=adamw, hybrid=False, clip=None
+    make, *, each, groups=1, steps=10, change=nothing, optimizer=adamw, hybrid=False, clip=nothing, context=nullcontext
 ):
     """Runs of ``groups`` groups of ``each`` ranks that share rows equal that of one rank on all groups' full rows."""
     torch.manual_seed(0)
-    reference = prepare(make().train())
+    reference = change(make().train())
     models = [copy.deepcopy(reference) for _ in range(each * groups)]
     data = batches_of(reference, steps, groups)
+
+    def train(model, rows_of):
+        own = optimizer(model)
+        losses = [step(model, rows_of(row), own, clip, context) for row in data]
+        with unsharded(model):
+            return losses, {name: param.detach().clone() for name, param in model.named_parameters()}
+
     alone = fully_shard(reference, SoloComm(torch.device("cpu")))
-    of_alone = optimizer(alone)
-    expected = [step(alone, [one for of_group in row for one in of_group], of_alone, clip=clip) for row in data]
+    expected, weights = train(alone, lambda row: [batch for of_group in row for batch in of_group])
 
     def work(comm):
         group = comm.split([list(range(first, first + each)) for first in range(0, comm.size, each)])
-        across = comm.split([list(range(place, comm.size, each)) for place in range(each)])
         model = sequence_parallel(models[comm.rank], group)
-        strategy = ShardingStrategy.HYBRID_SHARD if hybrid else ShardingStrategy.FULL_SHARD
-        model = fully_shard(model, (across, group) if hybrid else comm, strategy=strategy)
-        mine, own = optimizer(model), comm.rank // each
-        losses = [step(model, row[own], mine, clip=clip) for row in data]
-        return own, losses, full_weights(model)
+        if hybrid:
+            across = comm.split([list(range(place, comm.size, each)) for place in range(each)])
+            model = fully_shard(model, (across, group), strategy=ShardingStrategy.HYBRID_SHARD)
+        else:
+            model = fully_shard(model, comm)
+        return train(model, lambda row: row[comm.rank // each])
 
-    weights = full_weights(alone)
-    for own, losses, ours in run_ranks(each * groups, work):
+    for rank, (losses, ours) in enumerate(run_ranks(each * groups, work)):
+        first = rank // each * 2
         for theirs, here in zip(expected, losses, strict=True):
-            assert here == pytest.approx(theirs[2 * own : 2 * own + 2], abs=1e-5)
+            assert here == pytest.approx(theirs[first : first + 2], abs=1e-5)
         for name, weight in weights.items():
             worst = (ours[name] - weight).abs().max().item()
             assert worst <= 1e-5, f"{name} differs by {worst:.1e}"

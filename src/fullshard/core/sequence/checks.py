@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from fullshard.core.comm import Comm, settle
+from fullshard.core.sequence.rows import SharedRows
 from fullshard.errors import MismatchError, ShardingError
 
 _REFUSED = {
@@ -67,6 +68,31 @@ def require_same_batch(comm: Comm, given: Mapping[str, Any]) -> None:
                     f"Ranks that share rows must be given the same batch, and {name} of rank {rank} of the group is "
                     f"{_shown(here, first)}. Use one sampler for all ranks of a group."
                 )
+
+
+def tokens_of(given: Mapping[str, Any], prefix: str) -> int:
+    """Return the tokens of a full row in the inputs of a stack, whose arguments' names begin with ``prefix``."""
+    ids = given.get(f"{prefix}input_ids")
+    return (given[f"{prefix}inputs_embeds"] if ids is None else ids).shape[1]
+
+
+def require_tokens(rows: SharedRows, labels: torch.Tensor) -> None:
+    """Raise if a rank would get no token of a row, which modules cannot shape, or if labels do not fit the rows.
+
+    Raises:
+        ShardingError: It would, or they do not; on every rank, with the same text.
+    """
+    if labels.shape[1] != rows.lengths["decoder"]:
+        raise ShardingError(
+            f"Labels belong to the decoder's tokens: there are {labels.shape[1]} labels a row for "
+            f"{rows.lengths['decoder']} tokens. Pass as many."
+        )
+    for stack, length in rows.lengths.items():
+        if length < rows.comm.size:
+            raise ShardingError(
+                f"{rows.comm.size} ranks share rows of at least {rows.comm.size} tokens; those of the {stack} have "
+                f"{length}. Pad rows (labels with -100) to that length, or use a smaller group."
+            )
 
 
 def _described(value: Any) -> list[int]:

@@ -17,8 +17,8 @@ from torch import nn
 from fullshard.core.comm import Comm, SoloComm, as_mesh, sum_over, take_part
 from fullshard.core.policy import ShardingStrategy
 from fullshard.core.sequence.attention import attention_for, is_registered, own_bias, plain_attentions
-from fullshard.core.sequence.checks import refuse_arguments, require_same_batch
-from fullshard.core.sequence.rows import KEY, TOKENS, SharedRows
+from fullshard.core.sequence.checks import refuse_arguments, require_same_batch, require_tokens, tokens_of
+from fullshard.core.sequence.rows import KEY, SharedRows
 from fullshard.core.transformers_private import attention_of, class_of, layers_of, lm_classes
 from fullshard.errors import ConfigError, ModelError, ProcessGroupError, ShardingError
 
@@ -33,9 +33,6 @@ ENCODER_DECODERS = ("bart", "marian", "mbart", "mt5", "pegasus", "plbart", "t5")
 """Encoder-decoder types; a test compares each with the unsharded model."""
 
 _IGNORED = -100
-
-_BY_TOKEN = {"position_embeddings": TOKENS, "position_ids": -1, "cache_position": 0}
-"""Arguments of blocks that hold something for each token of a full row, and the dimension of tokens."""
 
 _SHAPED_AGAIN = {"gpt2": "ln_f"}
 """Types that give the last hidden states the shape of the inputs, and the module before."""
@@ -80,7 +77,10 @@ def sequence_parallel(model: Any, group: Any = None) -> Any:
         raise ProcessGroupError(
             "sequence_parallel takes the ranks that share rows, one axis of a mesh; this mesh has two."
         )
-    base.set_attn_implementation(attention_for(attention_of(base.config)))
+    name = attention_for(attention_of(base.config))
+    for part in base.modules():
+        if hasattr(part, "set_attn_implementation"):  # transformers 5.17 does not set it in T5's stacks by itself
+            part.set_attn_implementation(name)
     _hook_blocks(base)
     _replace_forward(base, mesh.shard_group)
     return model
@@ -151,11 +151,9 @@ def _enter_block(
         return None
     rows = shared.inside(stack)
     changed: dict[str, Any] = {KEY: rows}
-    for name, dim in _BY_TOKEN.items():
-        given = kwargs.get(name)
-        if given is not None:
-            parts = [rows.own(one, dim=dim % one.dim()) for one in (given if isinstance(given, tuple) else (given,))]
-            changed[name] = tuple(parts) if isinstance(given, tuple) else parts[0]
+    rotations = kwargs.get("position_embeddings")  # cosines and sines, (1 or B, T, D)
+    if rotations is not None:
+        changed["position_embeddings"] = tuple(rows.own(one) for one in rotations)
     if first and args:
         args = (take_part(rows.comm, args[0], rows.tokens()), *args[1:])
     elif first:
@@ -191,14 +189,12 @@ def _cut_again(_module: nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torc
 def _replace_forward(base: Any, comm: Comm) -> None:
     """Replace the forward of a model, in its instance, where adapters and ``fully_shard`` leave it."""
     original = base.forward.__func__
-    signature = inspect.signature(original)
+    arguments = [*inspect.signature(original).parameters][1:]
     names = {id(module): name for name, module in base.named_modules()}
 
     @functools.wraps(original)
     def forward(model: Any, *args: Any, **kwargs: Any) -> Any:
-        given = dict(signature.bind(model, *args, **kwargs).arguments)
-        given.update(given.pop("kwargs", {}))
-        given.pop("self", None)
+        given = dict(zip(arguments, args, strict=False)) | kwargs
         if given.get("labels") is not None:
             return _shared_forward(model, partial(original, model), given, partial(SharedRows, comm, names))
         if model.training and torch.is_grad_enabled():
@@ -218,13 +214,13 @@ def _shared_forward(
     refuse_arguments(given)
     labels, counted = given.pop("labels"), given.pop("num_items_in_batch", None)
     as_dict = given.pop("return_dict", None)
-    inputs = given["input_ids"] if given.get("input_ids") is not None else given["inputs_embeds"]
     both = bool(model.config.is_encoder_decoder)
     if both and given.get("decoder_input_ids") is None and given.get("decoder_inputs_embeds") is None:
         given["decoder_input_ids"] = model.prepare_decoder_input_ids_from_labels(labels=labels)
-    lengths = {"encoder": inputs.shape[1], "decoder": labels.shape[1]} if both else {"decoder": inputs.shape[1]}
-    rows = share(lengths)
+    prefixes = {"encoder": "", "decoder": "decoder_"} if both else {"decoder": ""}
+    rows = share({stack: tokens_of(given, prefix) for stack, prefix in prefixes.items()})
     require_same_batch(rows.comm, {**given, "labels": labels})
+    require_tokens(rows, labels)
     before = _rows.set(rows)
     try:
         output = forward(**given, use_cache=False, return_dict=True, **{KEY: rows})
