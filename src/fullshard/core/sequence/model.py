@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import weakref
 from collections.abc import Callable
 from contextvars import ContextVar
 from functools import partial
@@ -190,7 +191,7 @@ def _replace_forward(base: Any, comm: Comm) -> None:
     """Replace the forward of a model, in its instance, where adapters and ``fully_shard`` leave it."""
     original = base.forward.__func__
     arguments = [*inspect.signature(original).parameters][1:]
-    names = {id(module): name for name, module in base.named_modules()}
+    names = weakref.WeakKeyDictionary({module: name for name, module in base.named_modules()})
 
     @functools.wraps(original)
     def forward(model: Any, *args: Any, **kwargs: Any) -> Any:
