@@ -39,7 +39,13 @@ from fullshard.program.train.setup.model import UnreadWeights, outline_model, ow
 from fullshard.program.train.setup.optimizers import expected_state_bytes
 from fullshard.program.train.setup.prepare import Prepared, Progress, collate_spec, prepare, prepare_tokenizer
 from fullshard.program.train.setup.quantization import quantization_notes, require_kernels
-from fullshard.program.train.setup.steps import learning_rate_schedule, make_plan, mixture_notes, training_batches
+from fullshard.program.train.setup.steps import (
+    learning_rate_schedule,
+    make_plan,
+    mixture_notes,
+    schedule_notes,
+    training_batches,
+)
 from fullshard.sizes import format_bytes
 from fullshard.state.saving.full import check_saving
 from fullshard.state.storage import file_system
@@ -215,6 +221,7 @@ def _dry_run(
             *quantization_notes(config),
             *frozen,
             *averaged,
+            *schedule_notes(config, schedule),
             *advice(config, data, plan, world_size),
             *untried,
         ),
