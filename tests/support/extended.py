@@ -151,9 +151,9 @@ class Codes(torch.Tensor):
         return f"Codes({self.codes}, {self.scales})"
 
 
-def blocks_over_codes():
+def blocks_over_codes(**shape):
     """The model whose first matrix of each block is of codes, frozen."""
-    model = blocks(None)
+    model = blocks(None, **shape)
     for block in model:
         block[0].weight = nn.Parameter(Codes.of(block[0].weight.detach()), requires_grad=False)
     return model

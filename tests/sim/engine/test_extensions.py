@@ -121,14 +121,17 @@ def test_what_the_class_returns_is_sent_and_only_that_is_kept():
         tracker = runtime_of(model).tracker
         train(model, comm.rank, steps=1)
         recorded.entries.clear()
+        during = []
+        model[0][0].register_forward_pre_hook(lambda *_: during.append(tracker.live["gathered"]))
         with torch.no_grad():
             loss_of(model, data(comm.rank, 1)[0])
         gathers = [entry.sent_bytes for entry in recorded.entries if entry.collective == "all_gather"]
-        return sorted(gathers), tracker.live["gathered"]
+        return sorted(gathers), during, tracker.live["gathered"]
 
-    for gathers, live in run_ranks(2, work):
+    for gathers, during, live in run_ranks(2, work):
         # Codes and scales of (64, 32) and of (32, 64), half of them here, and the biases together.
         assert gathers == sorted([1024, 4 * 32, 1024, 4 * 16, 4 * 48])
+        assert during == [4 * (2 * 64 * 32 + 96)]  # the full parameters: nothing of them is in the codes
         assert live == 0
 
 
@@ -186,8 +189,9 @@ def test_full_parameters_are_shown_but_not_written_back():
     torch.testing.assert_close(on_ranks(2, models, work)[0], rounded(Scaled, blocks(None)[0][0].weight.detach()))
 
 
-def test_a_freed_full_parameter_is_not_read():
-    models = [blocks(Scaled) for _ in range(2)]
+@pytest.mark.parametrize("make", [blocks, blocks_over_codes])
+def test_a_freed_full_parameter_is_not_read(make):
+    models = [make() for _ in range(2)]
 
     def work(model, comm):
         seen = []
