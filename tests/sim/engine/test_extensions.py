@@ -8,17 +8,20 @@ from torch import nn
 
 from fullshard import (
     Checkpoints,
+    CPUOffload,
     MixedPrecision,
     ShardingStrategy,
     full_state_dict,
     fully_shard,
     load_checkpoint,
+    plan,
     unsharded,
 )
 from fullshard.core.comm import RecordingComm
 from fullshard.core.engine.full.summon import summoned_parameters
 from fullshard.core.engine.registry import runtime_of
 from fullshard.core.testing import run_ranks
+from fullshard.engine import FirstValues
 from fullshard.errors import ShardingError, WrapError
 from support.extended import Codes, Halved, Scaled, blocks, blocks_over_codes, rounded
 from support.parity import mesh_for, size_for
@@ -375,3 +378,60 @@ def test_an_evaluation_in_inference_mode_may_come_first():
 
     found = on_ranks(2, models, work)
     torch.testing.assert_close(torch.tensor(found).mean(0), torch.tensor(losses), atol=1e-5, rtol=1e-5)
+
+
+def test_a_users_function_may_initialize_them():
+    def work(comm):
+        with torch.device("meta"):
+            model = blocks(Scaled)
+
+        def initialize(module):
+            module.to_empty(device="cpu", recurse=False)
+            for param in module.parameters(recurse=False):
+                param.detach().fill_(0.25)
+
+        model = fully_shard(model, comm, first_values=FirstValues(initialize=initialize))
+        return full_state_dict(model)
+
+    assert all((value == 0.25).all() for value in run_ranks(2, work)[0].values())
+
+
+def test_codes_on_the_meta_device_are_refused():
+    def work(comm):
+        with torch.device("meta"):
+            model = blocks_over_codes()
+        with pytest.raises(WrapError, match="where nothing gives it values"):
+            fully_shard(model, comm)
+
+    run_ranks(2, work)
+
+
+@pytest.mark.parametrize("make", [blocks, blocks_over_codes])
+def test_an_evaluation_in_the_parameters_own_dtypes(make):
+    models = [make() for _ in range(2)]
+    precision = MixedPrecision(reduce="bfloat16", full_in_eval=True)
+
+    def work(model, comm):
+        before = train(model, comm.rank, steps=1)
+        model.eval()
+        with torch.no_grad():
+            evaluated = loss_of(model, data(comm.rank, 1)[0]).item()
+        model.train()
+        return before, evaluated, train(model, comm.rank, steps=1)
+
+    for before, evaluated, after in on_ranks(2, models, work, mp_policy=precision):
+        assert evaluated == after[0]
+        assert evaluated < before[0]
+
+
+def test_a_plan_with_shards_in_host_memory():
+    planned = plan(
+        blocks_over_codes,
+        lambda: torch.zeros(2, 32),
+        world_size=2,
+        gpu="h100",
+        optimizer_fn=lambda model: torch.optim.AdamW(trainable(model)),
+        loss_fn=loss_of,
+        offload_policy=CPUOffload(),
+    )
+    assert planned.account["gathered"] > 0

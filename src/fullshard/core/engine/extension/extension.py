@@ -54,6 +54,10 @@ class Extension:
         self.values = next(iter(values.values())).detach()
         self.takes_mesh_only = len(inspect.signature(param.fsdp_pre_all_gather).parameters) == 1  # type: ignore[attr-defined]
 
+    def values_of(self, param: torch.Tensor) -> torch.Tensor:
+        """Return what the engine shards of ``param``, another full tensor of the subclass, or a plain one."""
+        return getattr(param, self._inside[0]) if isinstance(param, self.kind) else param
+
     def cut(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> None:
         """Make this rank's tensor of the subclass, for rows of ``shape`` of the values, and free the full one.
 
@@ -138,7 +142,15 @@ class PackedExtension(Extension):
     packed = True
 
     def __init__(self, name: str, param: nn.Parameter, module: nn.Module, values: dict[str, torch.Tensor]) -> None:
-        """Pack ``values``, the tensors inside that are divided as the rows are."""
+        """Pack ``values``, the tensors inside that are divided as the rows are.
+
+        Raises:
+            WrapError: They are on the meta device.
+        """
+        if param.is_meta:
+            raise WrapError(
+                f"{_called(name, param)} on the meta device, where nothing gives it values: make it on CPU."
+            )
         super().__init__(name, param, module, values)
         groups = math.gcd(param.shape[0], *(len(one) for one in values.values()))
         self._forms = [(len(one) // groups, one.shape[1:], one.dtype) for one in values.values()]

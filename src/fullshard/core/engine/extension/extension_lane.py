@@ -189,13 +189,16 @@ class ExtensionLane(Lane):
 
     def full_view(self, place: int) -> torch.Tensor:
         """See :meth:`Lane.full_view`; before the first gather, a tensor that only has the shape."""
-        made = self.full.result
-        shape = self.extension.full_shape
-        return (
-            torch.empty((), dtype=self.dtypes.compute, device=self.device.device).expand(shape)
-            if made is None
-            else made
-        )
+        if self.full.result is not None:
+            return self.full.result
+        empty = torch.empty((), dtype=self._dtype, device=self.full.tensor.device)
+        return empty.expand(self.extension.full_shape)
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        """The dtype that the full parameter is asked for in."""
+        # Bytes stay bytes where a unit is switched to its shards' own dtypes.
+        return self.dtypes.compute if self.dtypes.compute.is_floating_point else self.extension.dtype
 
     def has_changed(self) -> bool:
         """Return True: it may take a collective to know what would be sent now."""
@@ -245,7 +248,7 @@ class ExtensionLane(Lane):
 
     def _sent(self) -> list[torch.Tensor]:
         """Return what this rank sends, with as many rows on each rank."""
-        rows = self.rows.to(self.device.device, non_blocking=True)
+        rows = self.rows.to(self.full.tensor.device, non_blocking=True)
         sent, self.metadata = self.extension.before_gather(rows, self.mesh.shard_group)
         return [self._padded(one, len(rows)) for one in sent]
 
@@ -289,14 +292,14 @@ class ExtensionLane(Lane):
         super().finish_gather()
         full, out, metadata = self.full, self.out, self.metadata
         if full.result is None:
-            made = self.extension.after_gather(self._gathered(), metadata, self.dtypes.compute, None)
+            made = self.extension.after_gather(self._gathered(), metadata, self._dtype, None)
             assert made is not None
             full.adopt(self._in_shape(made[0]), made[1])
         else:
             full.take_made()
             assert out is not None
             shown_as, out.__class__ = out.__class__, type(full.result)
-            self.extension.after_gather(self._gathered(), metadata, self.dtypes.compute, out)
+            self.extension.after_gather(self._gathered(), metadata, self._dtype, out)
             out.__class__ = shown_as
         full.version = full.tensor._version
         self.metadata = None

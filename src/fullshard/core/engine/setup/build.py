@@ -205,7 +205,8 @@ class UnitBuilder:
         # Its class sends the values that it was given, also if it is frozen.
         if member.extension is None:
             return dtypes
-        compute = torch_dtype(self.policy.precision.param) or member.extension.dtype
+        wanted = torch_dtype(self.policy.precision.param)
+        compute = wanted if wanted is not None and not self._is_kept(member) else member.extension.dtype
         return replace(dtypes, shard=dtypes.master, compute=compute if member.extension.packed else dtypes.compute)
 
     def _mesh_of(self, member: ParamSpec) -> Mesh:
