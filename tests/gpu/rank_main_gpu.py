@@ -10,8 +10,10 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import fullshard
 from fullshard.core.comm import MemoryMeter, SoloComm
 from fullshard.core.engine import record
+from fullshard.core.engine.full.summon import summoned_parameters
 from fullshard.core.engine.registry import runtime_of
 from fullshard.program.train.setup.activation_offload import ActivationOffload
+from support.extended import Halved, Scaled, blocks, rounded
 from support.models import KINDS, TinyLM, batches, lm_loss, seq2seq_loss, t5
 from support.parity import ROWS_PER_RANK, replicas, train_sharded, train_unsharded
 from support.rank_script import found, parse, print_result
@@ -119,6 +121,27 @@ def wide_sum(comm):
     }
 
 
+def extensions(comm):
+    """Losses of models with parameters that gather themselves, in three steps, less those of the rounded values."""
+    worst = 0.0
+    for kind in (Scaled, Halved):
+        model = fullshard.fully_shard(blocks(kind).to(comm.device), comm)
+        plain = blocks(None).to(comm.device)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        rows = torch.linspace(-1, 1, 128, device=comm.device).reshape(4, 32)
+        for _ in range(3):
+            with summoned_parameters(model, model.modules()):
+                full = {name: param.detach().clone() for name, param in model.named_parameters()}
+            shown = {name: rounded(kind, value) if value.dim() == 2 else value for name, value in full.items()}
+            loss = model(rows).square().mean()
+            expected = torch.func.functional_call(plain, shown, rows).square().mean()
+            worst = max(worst, ((loss - expected).abs() / expected).item())
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return {"gap": worst}
+
+
 def embedding(comm):
     grads = []
     for _ in range(2):
@@ -219,6 +242,7 @@ CASES = {
         offload,
         fp16,
         wide_sum,
+        extensions,
         embedding,
         memory,
         activations,

@@ -54,6 +54,11 @@ def test_bf16_messages_are_added_in_fp32(ranks):
         assert rank["wide_sum"]["gap"] <= 2**-8
 
 
+def test_parameters_that_gather_themselves_are_computed_with_as_rounded(ranks):
+    for rank in ranks:
+        assert rank["extensions"]["gap"] <= 1e-4, rank["extensions"]
+
+
 def test_embedding_gradients_are_deterministic(ranks):
     for rank in ranks:
         assert rank["embedding"]["same"]
