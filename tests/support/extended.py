@@ -85,7 +85,7 @@ def rounded(kind, full):
     return (full / scales).round() * scales
 
 
-def blocks(kind=Scaled, *, wide=64, count=3, frozen=()):
+def blocks(kind: type | None = Scaled, *, wide=64, count=3, frozen=()):
     """A model of blocks whose matrices are of ``kind``, and biases plain; ``frozen``: names of parameters."""
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Sequential(nn.Linear(32, wide), nn.ReLU(), nn.Linear(wide, 32)) for _ in range(count)))
