@@ -31,6 +31,7 @@ from fullshard.core.policy import (
     ShardingStrategy,
     TransformerBlocks,
 )
+from fullshard.core.sequence import sequence_parallel
 from fullshard.core.shards import Shard
 from fullshard.planner import Plan, plan
 from fullshard.state.saving import (
@@ -83,6 +84,7 @@ __all__ = [
     "register_forward_method",
     "reset",
     "save",
+    "sequence_parallel",
     "shutdown",
     "step_in_backward",
     "units",

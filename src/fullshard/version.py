@@ -9,7 +9,7 @@ __version__ = "0.1.0"
 TESTED: dict[str, tuple[str, str]] = {
     "torch": ("2.11", "2.14"),
     "transformers": ("5.17", "5.24"),
-    "accelerate": ("1.12", "1.15"),
+    "accelerate": ("1.14", "1.15"),
     "peft": ("0.18", "0.21"),
 }
 """The oldest and the newest release of each library that tests ran with: docs/reference/versions.md says which ones."""

@@ -62,6 +62,8 @@ class MixedPrecision:
             parameters are sent in at least float32, and their buffers keep their dtype.
         full_in_eval: Whether the model computes and communicates in the parameters' and buffers' own dtypes while it is
             in ``eval()`` mode, and inputs are not cast. Frozen parameters are kept in their own dtype for it.
+        keep_frozen: Whether shards of frozen parameters keep their own dtype, so that they are saved unrounded;
+            otherwise they have the dtype ``param``, which takes less memory.
         messages: Format that gathered weights and sent gradients of trainable parameters are rounded to: ``"bf16"``
             (0.5 of float32's bytes), ``"fp8"`` (0.26: float8_e4m3 with a scale for each 128 numbers), or None for no
             rounding. **Inexact**: every rank computes with the same rounded weights; shards, computation and sums keep
@@ -81,6 +83,7 @@ class MixedPrecision:
     keep_fp32: Any = ()
     full_in_eval: bool = False
     messages: Messages | None = None
+    keep_frozen: bool = False
 
     def __post_init__(self) -> None:
         """Convert dtypes to their names.

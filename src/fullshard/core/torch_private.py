@@ -235,6 +235,30 @@ def checkpoint_wrappers() -> list[Any]:
     return [_needed(module, name) for name in ("ActivationWrapper", "CheckpointImpl", "CheckpointWrapper")]
 
 
+def composed(module: torch.nn.Module) -> dict[str, Any]:
+    """Return torch's composable APIs that were applied to a module, by name.
+
+    Gone, here or in :func:`note_composed`: version 2's ``fully_shard`` cannot be called.
+    """
+    return vars(module).get(_needed("torch.distributed._composable.contract", "REGISTRY_KEY"), {})
+
+
+def note_composed(module: torch.nn.Module, name: str) -> None:
+    """Note that a composable API was applied to a module, where torch's others look."""
+    module_name = "torch.distributed._composable.contract"
+    registry = vars(module).setdefault(_needed(module_name, "REGISTRY_KEY"), {})
+    registry[name] = _needed(module_name, "RegistryItem")()
+
+
+DDP_ASKS = "_ddp_params_and_buffers_to_ignore"
+"""The attribute of a model that DistributedDataParallel asks for first; nothing else of torch reads it."""
+
+
+def is_ddp(frame: Any) -> bool:
+    """Return True if ``frame`` is code of DistributedDataParallel."""
+    return frame.f_globals.get("__name__") == "torch.nn.parallel.distributed"
+
+
 def wrap_state_getters(ask: Callable[[Any], Any], finish: Callable[[Any], Any]) -> None:
     """Wrap the two functions by which torch's getters and setters ask for a state dict, and make a full one of it.
 

@@ -34,6 +34,13 @@ def class_of(auto_class: Any, hf_config: Any) -> Any:
     return private_name(auto_class, "_model_mapping", "transformers")[type(hf_config)]
 
 
+def lm_classes(hf_config: Any) -> list[Any]:
+    """Return the auto classes of language models that know a config: of decoders, of encoder-decoders, or none."""
+    package: Any = importlib.import_module("transformers")
+    autos = (package.AutoModelForCausalLM, package.AutoModelForSeq2SeqLM)
+    return [auto for auto in autos if type(hf_config) in private_name(auto, "_model_mapping", "transformers")]
+
+
 def attentions(cls: Any) -> list[str]:
     """Return the attention implementations that a model's class supports. Gone: only eager can be chosen."""
     return ["eager", *(name for name, flag in _ATTENTION.items() if getattr(cls, flag, False))]
@@ -42,6 +49,29 @@ def attentions(cls: Any) -> list[str]:
 def attention_of(hf_config: Any) -> str:
     """Return the attention implementation of a built model. Gone: packing cannot be used."""
     return private_name(hf_config, "_attn_implementation", "transformers")
+
+
+def register_attention(name: str, attend: Callable[..., Any], *, like: str) -> None:
+    """Register an attention by ``name``, with the masks of ``like``. Both registries are public; so are their names."""
+    package: Any = importlib.import_module("transformers")
+    package.AttentionInterface.register(name, attend)
+    package.AttentionMaskInterface.register(name, package.AttentionMaskInterface()[like])
+
+
+def attention_function(name: str, module: Any) -> Callable[..., Any]:
+    """Return a registered attention; ``eager`` is in the file of an attention module. Gone: an error says so."""
+    if name != "eager":
+        return importlib.import_module("transformers").AttentionInterface()[name]
+    return private_name(importlib.import_module(type(module).__module__), "eager_attention_forward", "transformers")
+
+
+def layers_of(model: Any) -> list[Any]:
+    """Return the outermost transformer blocks, in the order of the module tree. Gone: an import error says so."""
+    kind: Any = importlib.import_module("transformers.modeling_layers").GradientCheckpointingLayer
+    found: list[Any] = []
+    for child in model.children():
+        found += [child] if isinstance(child, kind) else layers_of(child)
+    return found
 
 
 def initializer(model: Any) -> Callable[[Any], object] | None:

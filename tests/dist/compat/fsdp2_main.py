@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed import fsdp as theirs, tensor as theirs_tensors
+from torch.distributed._composable.replicate import replicate
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_state_dict,
@@ -24,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import fullshard
 from dist.compat.fsdp2_full_states import ByGetters, ByHand, resumed
 from fullshard.compat.torch_fsdp import fsdp2 as ours, tensor as ours_tensors
+from fullshard.errors import ShardingError
 from support.rank_script import parse, print_result, run_checks
 from support.tiny_lm import Block, TinyLM, batches, lm_loss
 
@@ -267,6 +269,36 @@ def classes(api):
     return {"classes": torch.tensor(found)}
 
 
+def stepped_beside_replicate(model):
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3, foreach=False)
+    for tokens in rows(2):
+        optimizer.zero_grad()
+        lm_loss(model, tokens).backward()
+        optimizer.step()
+    return gradients(model) | parameters(model)
+
+
+def inside_of_replicate(api):
+    """torch's ``replicate`` leaves sharded blocks out."""
+    model = model_of()
+    model.unused.requires_grad_(False)
+    for block in model.blocks:
+        api.fully_shard(block, mesh=MESH)
+    return stepped_beside_replicate(replicate(model))
+
+
+def around_replicate(api):
+    """A block that ``replicate`` took is left out of the root's unit."""
+    model = model_of()
+    replicate(model.blocks[0])
+    for block in model.blocks[1:]:
+        api.fully_shard(block, mesh=MESH)
+    api.fully_shard(model, mesh=MESH)
+    assert isinstance(model.embed.weight, (DTensor, ours_tensors.DTensor))
+    assert not isinstance(model.blocks[0].up.weight, ours_tensors.DTensor)
+    return stepped_beside_replicate(model)
+
+
 def full_tensors(api):
     """Whole values as FSDP2's tutorial asks for them: of parameters, gradients, state dicts and the optimizer."""
     model, optimizer = stepped(api, 1)
@@ -329,6 +361,7 @@ SIDE_BY_SIDE = {
         bottom_up, root_alone, lists_of_modules, gradient_sync, gradient_sync_of_one_block, last_backward,
         prefetch_setters, divide_factor, reshard_setters, keeping_after_forward, unshard_and_reshard, all_reduce_hook,
         hints, ignored_parameters, frozen_parameters, mixed_precision, output_dtype, forward_methods, hybrid, classes,
+        inside_of_replicate, around_replicate,
         full_tensors, full_state_dicts, full_states_by_hand, full_states_by_getters,
     )
 }  # fmt: skip
@@ -443,11 +476,27 @@ def a_checkpoint_is_loaded_into_the_parameters():
             assert torch.equal(found[name], value), name
 
 
+def within_torchs_ddp():
+    for shard in (ours.fully_shard, fullshard.fully_shard):
+        model = shard(torch.nn.Linear(8, 16))
+        before = fullshard.full_state_dict(model)
+        assert not hasattr(model, "_ddp_params_and_buffers_to_ignore")
+        refused = ""
+        try:
+            torch.nn.parallel.DistributedDataParallel(model)
+        except ShardingError as error:
+            refused = str(error)
+        assert "rank 0's rows" in refused
+        after = fullshard.full_state_dict(model)
+        assert all(torch.equal(after[name], value) for name, value in (before or {}).items())
+
+
 CHECKPOINTS = {
     one.__name__: one
     for one in (
         *(theirs_to_ours, ours_to_theirs, ours_to_ours, ours_in_the_background),
         a_step_right_after_a_save_in_the_background,
+        within_torchs_ddp,
         *(full_state_dicts_are_loaded, a_checkpoint_is_loaded_into_the_parameters),
     )
 }

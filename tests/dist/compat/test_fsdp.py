@@ -21,9 +21,10 @@ FSDP2 = (
     "bottom_up", "root_alone", "lists_of_modules", "gradient_sync", "gradient_sync_of_one_block", "last_backward",
     "prefetch_setters", "divide_factor", "reshard_setters", "keeping_after_forward", "unshard_and_reshard",
     "all_reduce_hook", "hints", "ignored_parameters", "frozen_parameters", "mixed_precision", "output_dtype",
-    "forward_methods", "hybrid", "classes", "theirs_to_ours", "ours_to_theirs", "ours_to_ours",
+    "forward_methods", "hybrid", "classes", "inside_of_replicate", "around_replicate",
+    "theirs_to_ours", "ours_to_theirs", "ours_to_ours",
     "ours_in_the_background", "a_step_right_after_a_save_in_the_background",
-    "a_checkpoint_is_loaded_into_the_parameters",
+    "a_checkpoint_is_loaded_into_the_parameters", "within_torchs_ddp",
     "full_state_dicts_are_loaded", "full_tensors", "full_state_dicts", "full_states_by_hand", "full_states_by_getters",
 )  # fmt: skip
 

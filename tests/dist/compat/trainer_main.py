@@ -34,6 +34,7 @@ import fullshard
 from fullshard.compat import transformers as ours
 from fullshard.compat.accelerate import Accelerator, FullyShardedDataParallelPlugin, utils
 from fullshard.compat.torch_fsdp import FullyShardedDataParallel, fully_shard
+from fullshard.core.comm import MemoryMeter
 from fullshard.core.engine.setup import wrap
 from fullshard.errors import ConfigError, WrapError
 from support.models import tiny_t5_config
@@ -315,8 +316,8 @@ def one_import_with_liger():
 
 def loaded_in_parts():
     """What transformers has divided over ranks by torch's FSDP2 is refused by each face, and not trained by torch's."""
-    if "fsdp_size" not in DistributedConfig.__dataclass_fields__:
-        return  # transformers before 5.20
+    if "fsdp_plan" not in DistributedConfig.__dataclass_fields__:
+        return  # transformers before 5.23
     path = directory / "in_parts"
     if torch.distributed.get_rank() == 0:
         untied().save_pretrained(path)
@@ -343,6 +344,47 @@ def loaded_in_parts():
         patch.setattr(transformers.distributed.fsdp, "fully_shard", fully_shard)  # as after compat.redirect()
         with pytest.raises(ConfigError, match=r"from_pretrained\(distributed_config"):
             loaded()
+
+
+class Measured(transformers.TrainerCallback):
+    """Ends a measurement when the model is prepared, before the first step."""
+
+    def __init__(self):
+        self.meter = MemoryMeter(torch.device("cpu"))
+
+    def on_train_begin(self, args, state, control, **_):
+        self.meter.__exit__(None, None, None)
+
+
+@both_versions
+def loaded_on_rank_0_only(version):
+    """As a script that loads on rank 0: rank 1 never holds the full model, but its half, and a unit of 12 at a time."""
+    path = directory / f"loaded_{version}"
+    config = GPT2Config(
+        vocab_size=VOCAB, n_positions=32, n_embd=64, n_layer=12, n_head=2, bos_token_id=0, eos_token_id=1
+    )
+    torch.manual_seed(3)
+    plain, first = GPT2LMHeadModel(config), torch.distributed.get_rank() == 0
+    expected = {name: value.clone() for name, value in plain.state_dict().items()}
+    size = sum(param.nbytes for param in plain.parameters())
+    if first:
+        plain.save_pretrained(path)
+    torch.distributed.barrier()
+    measured = Measured()
+    ask_for_nothing()
+    settings = SETTINGS | {"output_dir": str(directory / "out"), "max_steps": 1, "learning_rate": 0.0}
+    asked = {"version": version, "cpu_ram_efficient_loading": True}
+    args = transformers.TrainingArguments(fsdp=True, fsdp_config=asked, **settings)
+    measured.meter.__enter__()  # the callback ends it
+    with torch.device("cpu" if first else "meta"):
+        model = GPT2LMHeadModel.from_pretrained(path) if first else GPT2LMHeadModel(config)
+    trainer = ours.Trainer(model=model, args=args, train_dataset=rows(8), callbacks=[measured])
+    trainer.train()
+    held = (measured.meter.peak_bytes - measured.meter.start_bytes) / size
+    assert held > 1 if first else 0.5 < held < 0.7, held
+    found = weights(trainer)
+    if first:
+        torch.testing.assert_close({name: found[name] for name in expected}, expected, rtol=0, atol=0)
 
 
 class Pair(torch.nn.Module):

@@ -150,7 +150,16 @@ def test_ranks_that_wait_for_one_that_failed_are_told_its_error(launch):
 
 
 def test_json_tells_ranks_code_duration_and_failure_and_keeps_stdout_free(launch):
-    code, out, err = launch("print('hello')\n" + textwrap.dedent(FAILING), options=["--json", "--nproc-per-node", "2"])
+    # Rank 1 fails after rank 0 has printed, whose output would else depend on which of them is faster.
+    greeting = """
+        import os, pathlib
+        print("hello", flush=True)
+        pathlib.Path(os.environ["RANK"]).touch()
+        while not pathlib.Path("0").exists():
+            pass
+    """
+    script = textwrap.dedent(greeting) + textwrap.dedent(FAILING)
+    code, out, err = launch(script, options=["--json", "--nproc-per-node", "2"])
     summary = json.loads("\n".join(out))
     assert code == summary["exit_code"] == 1
     assert summary["ranks"] == [0, 1]

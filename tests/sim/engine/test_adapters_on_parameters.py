@@ -11,7 +11,10 @@ from fullshard.errors import ShardingError
 from support.models import TinyLM, batches, causal_loss, lm_loss
 from support.parity import alone, assert_trains_alike
 
-pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # by peft
+pytestmark = [  # both by peft, the second before 0.21
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:Unsupported layer type:UserWarning"),
+]
 EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 
 
@@ -26,7 +29,8 @@ def experts(targets, *, checkpointed=False):
                 torch.nn.init.normal_(param, std=0.05)
         if checkpointed:
             model.enable_input_require_grads()
-            model.base_model.model.activation_checkpointing_enable()
+            plain = model.base_model.model
+            getattr(plain, "activation_checkpointing_enable", plain.gradient_checkpointing_enable)()
         return model
 
     return make

@@ -217,6 +217,12 @@ def test_a_run_file_without_problems_is_said_so_in_few_lines(tmp_path, capsys, d
     assert json.loads(capsys.readouterr().out) == yaml.safe_load(every)
 
 
+def test_a_schedule_is_checked_without_the_data(tmp_path, refused):
+    given = {"lr_scheduler_type": "polynomial", "lr_scheduler_kwargs": {"lr_end": 3.0}}
+    run = str(write_run_file(tmp_path, training=given))
+    assert "lr_end (3.0) must be smaller than initial lr" in refused(2, "config", "check", run)
+
+
 def test_t5_in_fp16_is_refused_by_its_configuration_alone(tmp_path, refused):
     run = str(write_run_file(tmp_path, training__precision="fp16"))
     assert "training.allow_fp16" in refused(4, "config", "check", run)

@@ -249,13 +249,26 @@ def test_unknown_key_like_no_other_lists_what_there_is(run_file):
         ("model.adapter={type: ia3, r: 4}", "model.adapter: r is an option of lora and dora; got type: ia3"),
         ("model.adapter={target_modules: q}", "model.adapter.target_modules: expected all-linear or a list of module "
          "names such as [q, v]; got 'q'"),
+        ("model.adapter={path: there/it, type: lora, r: 4}", "model.adapter: path takes the settings of the adapter's "
+         "own adapter_config.json; remove r, type"),
         ("data.template='{a}'", "data: template and source_column both set the source; give one"),
         ("sharding.wrap=T5Block", "sharding.wrap: expected auto, none, a list of class names such as [T5Block] or a "),
         ("sharding.wrap=0", "number of parameters such as 100000000; got 0"),
         ("model.path=.", "model: exactly one of path and config must be given; got both"),
         ("model.config=null", "model: exactly one of path and config must be given; got neither"),
+        ("model={path: ., config: null, tokenizer: null, freeze: encoder.*, train: [decoder.*]}", "model: freeze and "
+         "train both say which parameters are trained; give one"),
+        ("model={path: ., config: null, tokenizer: null, freeze: [encoder.*], adapter: {}}", "model: freeze needs a "
+         "model without adapter, which freezes the whole model"),
         ("model.tokenizer=null", "model: config needs a tokenizer section too, such as tokenizer: {vocab_size: 2000}"),
         ("training.lr_gamma=0.5", "training: lr_gamma need lr_scheduler_type: step; got linear"),
+        ("training.lr_scheduler_type=greedy", "training.lr_scheduler_type: greedy follows a metric, and schedules here "
+         "are known before the first step"),
+        ("training.lr_scheduler_type=polinomial", "got 'polinomial'; did you mean polynomial?"),
+        ("training.lr_scheduler_kwargs={num_cycles: 2}", "training: lr_scheduler_kwargs has num_cycles, and "
+         "lr_scheduler_type: linear has no options"),
+        ("training.lr_scheduler_type=warmup_stable_decay", "training: lr_scheduler_type: warmup_stable_decay needs "
+         "num_decay_steps in lr_scheduler_kwargs"),
         *((f"training.{kind}_strategy=steps", f"training: {kind}_steps is set if, and only if, {kind}_strategy is "
            f"steps; got {kind}_strategy: steps, {kind}_steps: None") for kind in ("eval", "save")),
         *((f"training.{kind}_steps=5", f"got {kind}_strategy: epoch, {kind}_steps: 5") for kind in ("eval", "save")),
@@ -281,6 +294,10 @@ def test_path_with_a_tokenizer_section(run_file):
 def test_options_that_go_together_are_accepted(run_file):
     step = load_run(run_file, ["training.lr_scheduler_type=step", "training.lr_gamma=0.5"])
     assert step.training.lr_gamma == 0.5
+    more = {"polynomial": "{lr_end: 1e-7}", "cosine_with_min_lr": "{min_lr: 1e-7}"}
+    for kind, options in more.items():
+        run = load_run(run_file, [f"training.lr_scheduler_type={kind}", f"training.lr_scheduler_kwargs={options}"])
+        assert [*run.training.lr_scheduler_kwargs.values()] == [1e-7]
     no = load_run(run_file, ["training.eval_strategy=no", "data.validation_file=null"])
     assert no.training.eval_strategy == "no"
     assert no.data.validation_file is None

@@ -144,6 +144,15 @@ def test_every_adapter_is_planned(tmp_path, kind):
     assert 0 < adapted.parts["optimizer_state"] < full.parts["optimizer_state"] / 2
 
 
+def test_the_average_of_the_weights_is_planned(tmp_path):
+    path = write_directory_run(tmp_path)
+    plain, averaged = planned(path), planned(path, "training.ema_decay=0.9")
+    shards = plain.parts["shards"]
+    grown = {name: averaged.phase_peaks[name] - peak for name, peak in plain.phase_peaks.items()}
+    assert grown["forward"] == grown["optimizer"] == shards
+    assert grown["evaluation"] == 2 * shards, "the average, and the weights that it stands for meanwhile"
+
+
 def test_frozen_weights_are_planned_where_the_run_keeps_them(tmp_path):
     path = write_adapter_run(tmp_path)
     kept, sharded = planned(path, ranks=2), planned(path, "sharding.frozen=shard", ranks=2)

@@ -25,6 +25,8 @@ from torch.distributed.fsdp.api import (
     StateDictType,
 )
 
+from fullshard.compat.torch_fsdp.errors import KindError
+from fullshard.compat.torch_fsdp.wrap import is_wrapper
 from fullshard.core.engine import sharded_roots
 from fullshard.errors import ConfigError, ShardingError
 
@@ -86,6 +88,8 @@ def get_state_dict_type(module: nn.Module) -> StateDictSettings:
     """
     roots = sharded_roots(module)
     found = [root.__dict__.get(_ATTRIBUTE) or _settings(StateDictType.FULL_STATE_DICT, None, None) for root in roots]
+    if not found and any(map(is_wrapper, module.modules())):
+        return _settings(StateDictType.FULL_STATE_DICT, None, None)  # all is ignored, and none of its values is a shard
     if not found:
         raise ShardingError(
             f"{type(module).__name__} has no state-dict type: it contains no sharded model. Wrap it first."
@@ -128,5 +132,5 @@ def _settings(
     }
     for (name, value), cls in zip(given.items(), classes, strict=True):
         if type(value) is not cls:
-            raise ConfigError(f"With {kind}, {name} must be a {cls.__name__}; got a {type(value).__name__}.")
+            raise KindError(f"Expected {name} of type {cls.__name__} with {kind}, but got a {type(value).__name__}.")
     return settings

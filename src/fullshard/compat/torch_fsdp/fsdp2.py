@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, cast
@@ -15,9 +15,15 @@ from torch.distributed import fsdp as _theirs
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
 from fullshard.compat.torch_fsdp.api import StateDictType, set_state_dict_type
+from fullshard.compat.torch_fsdp.fsdp2_errors import (
+    ConfigAssertionError,
+    MeshValueError,
+    ShardingAssertionError,
+    WrapValueError,
+)
 from fullshard.compat.torch_fsdp.model_state import load_model_state_dict, model_state_dict
 from fullshard.compat.torch_fsdp.optimizer_hooks import describe_state_of
-from fullshard.compat.torch_fsdp.tensor import RaggedShard, Replicate, Shard
+from fullshard.compat.torch_fsdp.tensor import DeviceMesh, RaggedShard, Replicate, Shard
 from fullshard.core import engine
 from fullshard.core.comm import as_mesh, device_mesh_of
 from fullshard.core.engine import Keep, LaneState, Unit
@@ -27,6 +33,7 @@ from fullshard.core.engine.setup.initial import marked_like
 from fullshard.core.engine.setup.wrap import refuse_distributed
 from fullshard.core.engine.step.param import ShardedParam
 from fullshard.core.policy import CPUOffload, MixedPrecision, ShardingStrategy
+from fullshard.core.torch_private import composed, note_composed
 from fullshard.errors import ConfigError, ShardingError, WrapError
 
 # ruff: noqa: FBT001, FBT002 (torch's signatures)
@@ -37,9 +44,9 @@ DataParallelMeshDims: Any = getattr(_theirs, "DataParallelMeshDims", None)  # to
 _STATE = "_fullshard_fsdp2"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class ModuleState:
-    """Result of ``fully_shard`` on one module."""
+    """Result of ``fully_shard`` on one module; ``fully_shard.state(module)`` returns it."""
 
     unit: Unit | None  # None if it has no parameters to shard
     ignored: frozenset[nn.Parameter]  # parameters left unsharded
@@ -75,9 +82,9 @@ class FSDPModule:
         """Refuse: a copy would share this rank's buffers and join other ranks' collectives.
 
         Raises:
-            ShardingError: Always.
+            ShardingError: Always; also an AssertionError, as in torch.
         """
-        raise ShardingError(
+        raise ShardingAssertionError(
             f"FSDP does not support deepcopy, here of a {type(self).__name__}: the copy would take part in the same "
             "collectives. Copy the model before fully_shard, or load its state dict into another one."
         )
@@ -418,12 +425,13 @@ def fully_shard(  # noqa: PLR0913 (torch's signature)
         WrapError: A module has no forward of its own, or a parameter is tied to one in a module sharded earlier.
         ShardingError: The module is sharded already.
         ProcessGroupError: There is no process group, or the mesh does not fit.
+        ValueError, AssertionError: One of these errors where torch raises that class.
         MismatchError: Ranks hold different models; raised on every rank.
     """
     members = [module] if isinstance(module, nn.Module) else list(module)
     _check_modules(members)
-    parts = (part for member in members for part in member.modules() if isinstance(part, FSDPModule))
-    inside = frozenset(param for part in parts for param in state_of(part).ignored)  # of earlier calls
+    _check_mesh(mesh)
+    inside = frozenset(_left_out(members))
     ignored = frozenset(ignored_params or ()) | inside
     params = list(dict.fromkeys(p for member in members for p in member.parameters() if p not in ignored))
     _check_parameters(members, params, shard_placement_fn)
@@ -438,14 +446,24 @@ def fully_shard(  # noqa: PLR0913 (torch's signature)
         "ignored_params": ignored,
         "device": device,
     }
-    unit = _shard(module, members, mesh, options, has_parameters=bool(params))
+    with _real_memory():
+        unit = _shard(module, members, mesh, options, has_parameters=bool(params))
     for member in members:
         member.__dict__[_STATE] = ModuleState(unit, ignored)
+        note_composed(member, "fully_shard")  # torch's replicate then leaves it out
     if unit is not None:
         _present_as_fsdp2(members, unit.params, mesh)
         if reshard is True:  # an explicit True also applies to a root, which otherwise keeps its parameters
             unit.runtime.configure(unit, reshard_after_forward=True)
     return module
+
+
+def _state_or_none(module: nn.Module) -> ModuleState | None:
+    """Return the result of ``fully_shard`` on ``module``; None if it was not called on it."""
+    return module.__dict__.get(_STATE)
+
+
+fully_shard.state = _state_or_none  # type: ignore[attr-defined]  # pyright: ignore[reportFunctionMemberAccess]
 
 
 def _shard(
@@ -458,6 +476,11 @@ def _shard(
         first = engine.FirstValues(from_rank0_if_different=True, rest_later=True)
         engine.fully_shard(module, mesh, wrap=None, first_values=first, **options)
     return runtime_of(members[0]).root
+
+
+def _real_memory() -> AbstractContextManager[Any]:
+    """Allocate in memory also where the caller's context is ``with torch.device("meta")``, as a script's often is."""
+    return torch.device("cpu") if torch.get_default_device().type == "meta" else nullcontext()
 
 
 @contextmanager
@@ -540,9 +563,10 @@ def _check_modules(members: Sequence[nn.Module]) -> None:
         if not isinstance(member, nn.Module):
             raise ConfigError(f"fully_shard takes a module or a list of modules; got {type(member).__name__}.")
         if isinstance(member, (nn.ModuleList, nn.ModuleDict)) and type(member).forward is nn.Module.forward:
-            raise WrapError(
-                f"fully_shard on a {type(member).__name__}: it has no forward before which to gather. Call it on each "
-                "of its modules, or once on list(modules) to make them one unit."
+            raise WrapValueError(
+                "fully_shard does not support containers that do not implement forward, here a "
+                f"{type(member).__name__}: before that it would gather. Call it on each of its modules, or once on "
+                "list(modules) to make them one unit."
             )
         if getattr(member, "is_distributed_loading_by_transformers", False):
             raise ConfigError(
@@ -551,7 +575,27 @@ def _check_modules(members: Sequence[nn.Module]) -> None:
                 "read only each rank's rows use fullshard.fully_shard(model, weights=fullshard.Pretrained(path))."
             )
         if isinstance(member, FSDPModule):
-            raise ShardingError(f"{type(member).__name__} is sharded already; call fully_shard once per module.")
+            raise ShardingAssertionError(
+                "Each distinct composable distributed API can only be applied to a module once; fully_shard was called "
+                f"on this {type(member).__name__} already."
+            )
+
+
+def _check_mesh(mesh: Any) -> None:
+    if isinstance(mesh, DeviceMesh) and mesh.ndim not in (1, 2):
+        raise MeshValueError(
+            f"fully_shard expects a 1D or 2D DeviceMesh but got {mesh}: the axis that shards, or the axes (replicate, "
+            "shard). Of a mesh with more axes pass the data parallel ones, mesh[names]."
+        )
+
+
+def _left_out(members: Sequence[nn.Module]) -> Iterator[nn.Parameter]:
+    """Yield the parameters that earlier calls left unsharded, and those of modules that torch's replicate takes."""
+    for part in dict.fromkeys(part for member in members for part in member.modules()):
+        if isinstance(part, FSDPModule):
+            yield from state_of(part).ignored
+        if "replicate" in composed(part):
+            yield from part.parameters()
 
 
 def _check_parameters(
@@ -579,11 +623,15 @@ def _check_placements(params: Sequence[nn.Parameter], placement: Callable[[nn.Pa
     """
     chosen = [(param, placement(param)) for param in params]
     for param, one in chosen:
-        if one is not None and (not isinstance(one, Shard) or not -param.ndim <= one.dim < param.ndim):
+        if one is not None and not isinstance(one, Shard):
             raise ConfigError(
                 f"shard_placement_fn returned {one!r} for a parameter of shape {tuple(param.shape)}. It must return "
-                "None or Shard(dim) of a dimension that the parameter has; other placements and other meshes for "
-                "single parameters are not supported."
+                "None or Shard(dim); other placements and other meshes for single parameters are not supported."
+            )
+        if one is not None and not -param.ndim <= one.dim < param.ndim:
+            raise ConfigAssertionError(
+                f"Shard dim {one.dim} is invalid for {param.ndim}D tensor, here of shape {tuple(param.shape)}: "
+                "shard_placement_fn must return None or Shard(dim) of a dimension that the parameter has."
             )
     others = [(param, one) for param, one in chosen if one is not None and one.dim % param.ndim != 0]
     if others:

@@ -14,6 +14,7 @@ from torch:
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -31,14 +32,22 @@ from fullshard.compat.torch_fsdp.api import (
     ShardingStrategy,
     TrainingState,
 )
+from fullshard.compat.torch_fsdp.errors import (
+    ArgumentError,
+    OrderError,
+    RootError,
+    StateError,
+    SummonError,
+    UnsupportedError,
+)
 from fullshard.compat.torch_fsdp.model_state import load_model_state_dict, model_state_dict
 from fullshard.compat.torch_fsdp.sharding import Sharding, ignored_parts, install_hooks, shard
-from fullshard.compat.torch_fsdp.wrap import WRAPPED
+from fullshard.compat.torch_fsdp.wrap import CHECKPOINTED, WRAPPED
 from fullshard.core.engine import no_sync, on_state_dict, plain_class, plain_name, sharded_roots, summoned_parameters
 from fullshard.core.engine.registry import runtime_of
 from fullshard.core.optim import clip_grad_norm_
 from fullshard.core.torch_private import in_backward
-from fullshard.errors import ConfigError, ShardingError
+from fullshard.errors import ConfigError, MismatchError
 
 
 @contextmanager
@@ -71,9 +80,14 @@ def summon_full_params(
             replaced inside.
     """
     if writeback and rank0_only:
-        raise ConfigError(
-            "With summon_full_params(rank0_only=True) other ranks have no full parameters to write back: add "
-            "writeback=False, or leave out rank0_only."
+        raise UnsupportedError(
+            "summon_full_params(rank0_only=True, writeback=True) is not supported: other ranks have no full parameters "
+            "to write back. Add writeback=False, or leave out rank0_only."
+        )
+    if in_backward() or any(runtime_of(root).open_calls for root in sharded_roots(module)):
+        raise SummonError(
+            "Cannot manually unshard parameters during forward/backward, which gather and free units. Enter "
+            "summon_full_params before or after."
         )
     modules = list(module.modules()) if recurse else _with_wrapped(module)
     with ExitStack() as stack:
@@ -212,7 +226,7 @@ class FullyShardedDataParallel(nn.Module):
     def module(self) -> nn.Module:
         """The wrapped module, without a checkpoint wrapper that was put around it later."""
         inner = self._fsdp_wrapped_module
-        return inner._modules.get("_checkpoint_wrapped_module") or inner
+        return inner._modules.get(CHECKPOINTED) or inner
 
     def __getattr__(self, name: str) -> Any:
         """Look up attributes that this wrapper lacks in the wrapped module."""
@@ -242,8 +256,17 @@ class FullyShardedDataParallel(nn.Module):
         return self._fsdp_wrapped_module[key]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the wrapped module."""
-        return self._fsdp_wrapped_module(*args, **kwargs)
+        """Call the wrapped module.
+
+        Raises:
+            MismatchError: Ranks call modules in different orders.
+        """
+        try:
+            return self._fsdp_wrapped_module(*args, **kwargs)
+        except MismatchError as error:
+            if isinstance(error, OrderError):
+                raise
+            raise OrderError(f"Forward order differs across ranks. {error}") from error
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield parameters under the unwrapped model's names (in torch: only inside ``summon_full_params``)."""
@@ -288,9 +311,9 @@ class FullyShardedDataParallel(nn.Module):
 
     def _require_root(self, method: str) -> None:
         if not self._is_root:
-            raise ShardingError(
-                f"{method}() must be called on the outermost wrapper; this one wraps a {type(self.module).__name__} "
-                "inside of it."
+            raise RootError(
+                f"{method}() should only be called on the root FSDP instance, the outermost wrapper; this one wraps a "
+                f"{type(self.module).__name__} inside of it."
             )
 
     @property
@@ -324,14 +347,23 @@ class FullyShardedDataParallel(nn.Module):
         """Scale gradients to a norm of at most ``max_norm`` over all ranks; every rank calls it.
 
         Returns:
-            The norm before clipping, 0-d, the same on every rank; float32 or wider (in torch: the gradients' dtype).
+            The norm before clipping, 0-d, the same on every rank, in the widest dtype of this rank's gradients; without
+            gradients zero in torch's default dtype, with a warning.
 
         Raises:
             ShardingError: This is not a root.
             ConfigError: ``max_norm`` or ``norm_type`` is not above zero.
         """
         self._require_root("clip_grad_norm_")
-        return clip_grad_norm_(self, float(max_norm), float(norm_type))
+        total = clip_grad_norm_(self, float(max_norm), float(norm_type))
+        dtypes = {param.grad.dtype for param in self.parameters() if param.grad is not None}
+        if not dtypes:
+            warnings.warn(
+                f"clip_grad_norm_() was called on rank {self.rank} with no gradients -- returning the total norm in "
+                f"the default dtype {torch.get_default_dtype()}.",
+                stacklevel=2,
+            )
+        return total.to(functools.reduce(torch.promote_types, dtypes or {torch.get_default_dtype()}))
 
     def register_comm_hook(self, state: object, hook: Callable[..., object]) -> None:
         """Raise a ConfigError: custom communication hooks are not supported."""
@@ -347,6 +379,11 @@ class FullyShardedDataParallel(nn.Module):
         Every rank calls it and keeps its rows of what ``fn`` wrote, so ``fn`` must write the same on every rank. All
         parameters are full at once (in torch: one unit at a time).
         """
+        if self.training_state is TrainingState.SUMMON_FULL_PARAMS:
+            raise StateError(
+                "apply() shows full parameters itself: the wrapper is expected to be in states IDLE, not "
+                "SUMMON_FULL_PARAMS. Call it outside of summon_full_params."
+            )
         with summon_full_params(self):
             _apply_inside_out(self, fn)
         return self
@@ -354,7 +391,9 @@ class FullyShardedDataParallel(nn.Module):
     # State
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """See :func:`~fullshard.compat.torch_fsdp.model_state.model_state_dict`."""
+        """See :func:`~fullshard.compat.torch_fsdp.model_state.model_state_dict`; a plain module's if all is ignored."""
+        if not self._is_sharded:
+            return self._fsdp_wrapped_module.state_dict(*args, **kwargs)
         return model_state_dict(self, *args, **kwargs)
 
     def load_state_dict(
@@ -364,6 +403,10 @@ class FullyShardedDataParallel(nn.Module):
         assign: bool = False,  # noqa: FBT001, FBT002
     ) -> Any:
         """See :func:`~fullshard.compat.torch_fsdp.model_state.load_model_state_dict`."""
+        inner = self._fsdp_wrapped_module
+        if not self._is_sharded:
+            names = {plain_name(name): name for name in _by_attribute(inner, "")}
+            return inner.load_state_dict({names.get(key, key): state_dict[key] for key in state_dict}, strict, assign)
         return load_model_state_dict(self, state_dict, strict, assign)
 
     def _fqn_modifiers(self) -> dict[str, str]:
@@ -407,8 +450,8 @@ class FullyShardedDataParallel(nn.Module):
 def _warn_of_container(module: nn.Module) -> None:
     if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
         warnings.warn(
-            f"{type(module).__name__} has no forward, so nothing gathers this wrapper's parameters; wrap the modules "
-            "in it instead.",
+            "FSDP will not all-gather parameters for containers that do not implement forward, such as this "
+            f"{type(module).__name__}: wrap the modules in it instead.",
             stacklevel=3,
         )
 
@@ -422,7 +465,7 @@ def _policy_of(policy: Any, former: Any) -> Any:
     if former is None:
         return policy
     if policy is not None:
-        raise ConfigError("fsdp_auto_wrap_policy is the old name of auto_wrap_policy; pass only auto_wrap_policy.")
+        raise ArgumentError("fsdp_auto_wrap_policy is the old name of auto_wrap_policy; pass only auto_wrap_policy.")
     warnings.warn(
         "fsdp_auto_wrap_policy was renamed to auto_wrap_policy in torch 1.12; write FSDP(model, auto_wrap_policy=…).",
         FutureWarning,
@@ -435,6 +478,9 @@ def _insert_wrappers(module: nn.Module, result: Sharding) -> None:
     """Put wrappers around the modules inside ``module`` that the wrap policy chose, at every place they have."""
     wrappers: dict[nn.Module | None, FullyShardedDataParallel] = {}
     for child, kwargs in result.wrapped.items():
+        mixed = kwargs["mixed_precision"]
+        if mixed is not None and isinstance(child, tuple(mixed._module_classes_to_ignore)):
+            kwargs = {**kwargs, "mixed_precision": None}
         wrapper = FullyShardedDataParallel.__new__(FullyShardedDataParallel)  # __init__ would shard it again
         nn.Module.__init__(wrapper)
         wrapper._wrap(child, kwargs, result, is_root=False)
@@ -446,11 +492,15 @@ def _insert_wrappers(module: nn.Module, result: Sharding) -> None:
 
 
 def _by_attribute(module: nn.Module, prefix: str) -> dict[str, Any]:
-    """Return the tensors of ``module`` under the names that ``nn.Module.load_state_dict`` uses, wrappers included."""
+    """Return the tensors of ``module`` under the names that ``nn.Module.load_state_dict`` uses, wrappers included.
+
+    Checkpoint wrappers add their own part of a name when they load.
+    """
     own = [*module._parameters.items(), *module._buffers.items()]
     found: dict[str, Any] = {f"{prefix}{key}": tensor.detach() for key, tensor in own if tensor is not None}
     for key, child in module._modules.items():
-        found |= {} if child is None else _by_attribute(child, f"{prefix}{key}.")
+        inner = prefix if key == CHECKPOINTED else f"{prefix}{key}."
+        found |= {} if child is None else _by_attribute(child, inner)
     return found
 
 

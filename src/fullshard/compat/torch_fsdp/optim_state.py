@@ -36,6 +36,7 @@ class Contents:
         mesh: The ranks of the sharded models.
         parts: Each sharded model with the prefix of its names in the module, such as ``"layers.0."``.
         by_param: This rank's part of each parameter, under its names in the module, by ``id`` of the Parameter.
+        beside: ``id`` of the parameters outside of the sharded models.
     """
 
     def __init__(self, model: nn.Module, group: Any) -> None:
@@ -63,6 +64,7 @@ class Contents:
         places = {module: f"{plain}." for path, module in model.named_modules() if (plain := plain_name(path))}
         self.parts = [(places.get(root, ""), root) for root in roots]
         self.by_param: dict[int, LocalTensor] = {}
+        self.beside: set[int] = set()
         for prefix, root in self.parts:
             for identity, local in by_parameter(local_tensors(root)).items():
                 names = [prefix + name for name in (local.name, *local.aliases)]
@@ -80,6 +82,7 @@ class Contents:
         for name, param in model.named_parameters(remove_duplicate=False):
             if id(param) not in self.by_param:
                 names.setdefault(param, []).append(plain_name(name))
+        self.beside = set(map(id, names))
         for param, (name, *aliases) in names.items():
             shape, flat = tuple(param.shape), param.detach().reshape(-1)
             rank, size = self.mesh.rank, self.mesh.size
@@ -233,7 +236,8 @@ def state_to_load(
         group: The model's process group, or None.
 
     Returns:
-        ``{"state": {number: {key: this rank's rows}}, "param_groups": [...]}``.
+        ``{"state": {number: {key: this rank's rows}}, "param_groups": [...]}``. As in torch, the numbers of parameters
+        outside of the sharded models that were not saved are left out, for the caller to add.
 
     Raises:
         CheckpointError: Names or shapes do not match; raised on every rank.
@@ -256,15 +260,15 @@ def state_to_load(
     elif source == "own" and "state" in saved:
         saved = _Scatter(mesh, own).cut_anew(saved)
     saved = _with_groups(own, groups, saved)
-    loaded = together(mesh, lambda: _cut(own, saved, local=source == "local"))
+    loaded = together(mesh, lambda: _cut(own, saved, contents.beside, local=source == "local"))
     new: StateDict = {"state": {}, "param_groups": []}
     number = 0
     for of_group in groups:
-        numbers = list(range(number, number + len(of_group["params"])))
+        numbers = [one for one in range(number, number + len(of_group["params"])) if one in loaded]
         options = loaded[number][1] if numbers else {}
         new["param_groups"].append({**group_options(of_group), **options, "params": numbers})
         new["state"] |= {one: loaded[one][0] for one in numbers if loaded[one][0]}
-        number += len(numbers)
+        number += len(of_group["params"])
     return new
 
 
@@ -278,9 +282,12 @@ def _with_groups(own: Sequence[ParameterState], groups: Sequence[dict[str, Any]]
 
 
 def _cut(
-    own: Sequence[ParameterState], saved: StateDict, *, local: bool
-) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-    """Return this rank's part of each parameter's state, and the options it was saved with."""
+    own: Sequence[ParameterState], saved: StateDict, beside: set[int], *, local: bool
+) -> dict[int, tuple[dict[str, Any], dict[str, Any]]]:
+    """Return this rank's part of each parameter's state, and the options it was saved with, by its number.
+
+    Parameters outside of the sharded models (``beside``, their ``id``) that were not saved are left out.
+    """
     if not {"state", "param_groups"} <= saved.keys():
         raise CheckpointError(
             "An optimizer's state dict must have the keys 'state' and 'param_groups'; this one has "
@@ -293,8 +300,15 @@ def _cut(
             "rekey_optim_state_dict(state_dict, OptimStateKeyType.PARAM_NAME, unsharded_model)."
         )
     options = {name: group for group in saved["param_groups"] for name in group["params"]}
-    cut = []
-    for one, its_options in zip(own, saved_options(own, options), strict=True):
+    numbered = {
+        number: one
+        for number, one in enumerate(own)
+        if id(one.param) not in beside or one.saved_name(options) in options
+    }
+    cut = {}
+    for (number, one), its_options in zip(
+        numbered.items(), saved_options(list(numbered.values()), options), strict=True
+    ):
         state = saved["state"].get(one.saved_name(saved["state"]), {})
         one.require_same_kind(
             its_options, {key: v.dtype if isinstance(v, ShardTensor) else v for key, v in state.items()}
@@ -303,7 +317,7 @@ def _cut(
         part = _local_part if local else _part
         steps = holds_rows(one.param) or hasattr(one.param, STATE_ON_ALL_RANKS)
         new = {key: part(one, key, value) for key, value in state.items()} if steps else one.state
-        cut.append((new, copy.deepcopy(its_options)))
+        cut[number] = (new, copy.deepcopy(its_options))
     return cut
 
 
@@ -569,7 +583,8 @@ def optim_state_dict_to_load(
         group: The model's process group; not needed.
 
     Returns:
-        ``{"state": {number: {key: this rank's rows}}, "param_groups": [...]}``.
+        ``{"state": {number: {key: this rank's rows}}, "param_groups": [...]}``. As in torch, the numbers of parameters
+        outside of the sharded models that were not saved are left out, for the caller to add.
 
     Raises:
         CheckpointError: Names or shapes do not match; raised on every rank.

@@ -18,24 +18,24 @@ import torch
 from torch import nn
 
 from fullshard.compat.torch_fsdp.api import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
+from fullshard.compat.torch_fsdp.errors import ArgumentError, WrappedError
 from fullshard.compat.torch_fsdp.optimizer_hooks import describe_state_for_getters
 from fullshard.compat.torch_fsdp.wrap import RepeatedBlocks, is_wrapper, modules_to_wrap
 from fullshard.core import policy
 from fullshard.core.comm import as_mesh, machines_of_world, named_ranks
 from fullshard.core.engine import FirstValues, Unit, fully_shard
-from fullshard.core.engine.registry import runtime_of
+from fullshard.core.engine.registry import is_sharded, runtime_of
 from fullshard.core.engine.step.runtime import Runtime
 from fullshard.core.shards.shard import untraced
 from fullshard.core.torch_private import in_functorch, tree_leaves, tree_map
-from fullshard.errors import ConfigError, WrapError
 
 Member = TypeVar("Member", bound=Enum)
 
 UNIT_ARGUMENTS = frozenset({"sharding_strategy", "cpu_offload", "mixed_precision", "process_group", "device_mesh"})
 """Arguments that may differ between units of one model; all others are the root's."""
 
-WITHOUT_EFFECT = frozenset({"use_orig_params", "limit_all_gathers"})
-"""Arguments that are accepted and ignored."""
+WITHOUT_EFFECT = frozenset({"use_orig_params", "limit_all_gathers", "backward_prefetch", "forward_prefetch"})
+"""Arguments of a unit that are accepted and ignored; prefetch is the root's."""
 
 
 def member_of(kind: type[Member], value: object, argument: str) -> Member:
@@ -46,7 +46,7 @@ def member_of(kind: type[Member], value: object, argument: str) -> Member:
     """
     if isinstance(value, kind):
         return value
-    raise ConfigError(f"{argument} must be a {kind.__name__}: {', '.join(kind.__members__)}; got {value!r}.")
+    raise ArgumentError(f"{argument} must be a {kind.__name__}: {', '.join(kind.__members__)}; got {value!r}.")
 
 
 @dataclass(frozen=True)
@@ -59,6 +59,12 @@ class UnitSettings:
     offload: policy.CPUOffload | None  # None: shards stay on the device
     # classes whose modules compute in float32 even if the unit's dtype is narrower
     float32_classes: tuple[type[nn.Module], ...] = ()
+
+    def are_those_of(self, model: nn.Module) -> bool:
+        """Return whether a sharded model's root has these settings."""
+        unit = runtime_of(model).root
+        ours = (self.strategy, self.precision_in(model), self.offload)
+        return ours == (unit.policy.strategy, unit.policy.precision, unit.policy.offload)
 
     def precision_in(self, root: nn.Module) -> policy.MixedPrecision:
         """Return the precision of units in ``root``, with the names of the classes there that compute in float32."""
@@ -103,7 +109,7 @@ def own_settings(
     differing = {key for key, value in kwargs.items() if value is not root_kwargs.get(key, lacking)}
     refused = sorted(differing - UNIT_ARGUMENTS - WITHOUT_EFFECT)
     if refused:
-        raise ConfigError(
+        raise ArgumentError(
             f"The wrap policy sets {', '.join(refused)} of {type(module).__name__}. A unit may differ from the model "
             f"only in {', '.join(sorted(UNIT_ARGUMENTS))}; pass the rest to the outermost wrapper."
         )
@@ -116,7 +122,7 @@ def _precision(mixed: MixedPrecision | None) -> policy.MixedPrecision:
     if mixed is None:
         return policy.MixedPrecision()
     if not isinstance(mixed, MixedPrecision):
-        raise ConfigError(
+        raise ArgumentError(
             f"mixed_precision must be a MixedPrecision or None; got {mixed!r}. (MixedPrecisionPolicy is for "
             "fully_shard.)"
         )
@@ -135,7 +141,7 @@ def _offload(offload: CPUOffload | None) -> policy.CPUOffload | None:
     if offload is None:
         return None
     if not isinstance(offload, CPUOffload):
-        raise ConfigError(f"cpu_offload must be CPUOffload(offload_params=…) or None; got {offload!r}.")
+        raise ArgumentError(f"cpu_offload must be CPUOffload(offload_params=…) or None; got {offload!r}.")
     return policy.CPUOffload() if offload.offload_params else None
 
 
@@ -174,11 +180,11 @@ def ranks(process_group: Any, device_mesh: Any, strategy: policy.ShardingStrateg
         ProcessGroupError: There is no process group, or machines have different numbers of ranks.
     """
     if process_group is not None and device_mesh is not None:
-        raise ConfigError("process_group and device_mesh both set the ranks to shard over; pass only one.")
+        raise ArgumentError("process_group and device_mesh both set the ranks to shard over; pass only one.")
     hybrid = strategy.needs_two_axes
     if device_mesh is not None:
         if device_mesh.ndim != (2 if hybrid else 1):
-            raise ConfigError(
+            raise ArgumentError(
                 f"{strategy.name} needs a device_mesh with {2 if hybrid else 1} axes; this one has {device_mesh.ndim}. "
                 "HYBRID_SHARD shards over the second axis and replicates over the first. Tensor parallelism is not "
                 "supported."
@@ -187,9 +193,9 @@ def ranks(process_group: Any, device_mesh: Any, strategy: policy.ShardingStrateg
     if isinstance(process_group, tuple) and hybrid and len(process_group) == 2:
         return process_group[1], process_group[0]
     if isinstance(process_group, tuple) or (hybrid and process_group is not None):
-        raise ConfigError(
-            f"process_group must be {'a pair of groups (shard, replicate) or None' if hybrid else 'one group'} for "
-            f"{strategy.name}; got {process_group!r}."
+        kind = "a pair of groups (shard, replicate)" if hybrid else "one group"
+        raise ArgumentError(
+            f"Expected process_group to be passed in as {kind} or None for {strategy.name}; got {process_group!r}."
         )
     return machines_of_world(device) if hybrid else named_ranks(process_group, device)
 
@@ -209,17 +215,26 @@ def ignored_parts(
         WrapError: A module to ignore is wrapped itself.
     """
     if modules is not None and states is not None:
-        raise ConfigError("ignored_states also takes modules; leave out ignored_modules.")
+        raise ArgumentError(
+            "Cannot pass both ignored_modules and ignored_states at the same time: ignored_states also takes modules."
+        )
     given = list(states if states is not None else modules or ())
     params = {one for one in given if isinstance(one, nn.Parameter)}
     tops = [one for one in given if isinstance(one, nn.Module)]
     if len(params) + len(tops) < len(given) or (params and (tops or modules is not None)):
-        raise ConfigError(
-            "ignored_modules takes modules, ignored_states takes either modules or parameters; got "
-            f"{', '.join(sorted({type(one).__name__ for one in given}))}."
+        expected = "all nn.Parameter or all nn.Module" if modules is None else "nn.Module"
+        raise ArgumentError(
+            f"ignored_{'states' if modules is None else 'modules'} expects {expected} list elements but got types "
+            f"{sorted({type(one) for one in given}, key=repr)}."
         )
     if any(map(is_wrapper, tops)):
-        raise WrapError("A module to ignore is already wrapped. Remove its wrapper, or do not ignore it.")
+        raise WrappedError("A module to ignore is already wrapped. Remove its wrapper, or do not ignore it.")
+    if root in tops:
+        warnings.warn(
+            "Trying to ignore the top-level module passed into the FSDP constructor itself will result in all "
+            "parameters being ignored: nothing is sharded.",
+            stacklevel=3,
+        )
     kept = {part for top in tops for module in top.modules() if is_wrapper(module) for part in module.modules()}
     inside = {module for top in tops for module in top.modules()} - kept
     for module in root.modules():
@@ -260,6 +275,8 @@ class _Model:
         self._visit(top, settings, units, set())
         if all(param in self.ignored for param in top.parameters()):
             return False
+        if is_sharded(top) and settings.are_those_of(top):
+            return True  # wrapped again, such as to infer after training
         fully_shard(
             top,
             settings.ranks,
@@ -302,8 +319,13 @@ def shard(root: nn.Module, wrap_policy: Any, kwargs: dict[str, Any], ignored: Ig
         ConfigError: Arguments contradict each other.
         UserError: Errors of the engine.
     """
+    if not callable(kwargs["param_init_fn"] or print):
+        raise ArgumentError(
+            f"Expected param_init_fn to be callable, a function of a module; got {kwargs['param_init_fn']!r}."
+        )
     mixed = kwargs["mixed_precision"]
     fp32 = tuple(mixed._module_classes_to_ignore) if wrap_policy is not None and mixed is not None else ()
+    _warn_of_float32(root, mixed, fp32)
     own = unit_settings(kwargs, fp32)
     device = device_of_id(kwargs["device_id"])
     mesh = as_mesh(own.ranks, own.strategy, device)
@@ -323,6 +345,16 @@ def shard(root: nn.Module, wrap_policy: Any, kwargs: dict[str, Any], ignored: Ig
     if isinstance(wrap_policy, RepeatedBlocks):
         wrapped = {}
     return Sharding(wrapped, ignored, is_sharded, mesh.rank, mesh.size, device or mesh.device)
+
+
+def _warn_of_float32(root: nn.Module, mixed: MixedPrecision | None, classes: tuple[type[nn.Module], ...]) -> None:
+    found = sorted({type(module).__name__ for module in root.modules() if isinstance(module, classes)})
+    if found and mixed is not None and (mixed.param_dtype or mixed.reduce_dtype or mixed.buffer_dtype):
+        warnings.warn(
+            f"mixed_precision leaves out modules of the classes {', '.join(found)}. These modules will be wrapped as "
+            "separate FSDP instances that compute in float32.",
+            stacklevel=4,
+        )
 
 
 @contextmanager

@@ -4,8 +4,7 @@ Most policies are torch's own. They are called as torch calls them, so that the 
 wrapped modules: functions ``(module, recurse, nonwrapped_numel)`` from the leaves up, objects such as
 :class:`ModuleWrapPolicy` once for the tree. ``enable_wrap`` is per thread here, because ranks may be threads.
 
-Unlike in torch, a policy may be used on a model in which some modules are wrapped already. What they hold is skipped
-and not counted.
+A policy that torch has is refused on a model in which some modules are wrapped already, as in torch.
 """
 
 from __future__ import annotations
@@ -26,8 +25,10 @@ from torch.distributed.fsdp.wrap import (
     transformer_auto_wrap_policy,
 )
 
+from fullshard.compat.torch_fsdp.errors import ArgumentError, WrappedError
+from fullshard.core.engine import plain_name
 from fullshard.core.engine.setup.wrap import NoRepeatedBlocksError, find_units
-from fullshard.errors import ConfigError, WrapError
+from fullshard.errors import WrapError
 
 __all__ = [
     "CustomPolicy",
@@ -42,6 +43,9 @@ __all__ = [
 
 WRAPPED = "_fsdp_wrapped_module"
 """The attribute under which a wrapper keeps the wrapped module."""
+
+CHECKPOINTED = "_checkpoint_wrapped_module"
+"""The attribute under which a checkpoint wrapper keeps its module."""
 
 Kwargs = dict[str, Any]
 
@@ -112,7 +116,7 @@ class CustomPolicy:
                 continue
             answer = self._lambda_fn(module)
             if not isinstance(answer, (bool, dict)):
-                raise ConfigError(
+                raise ArgumentError(
                     "The function of a CustomPolicy must return True, False or a dict of arguments; for "
                     f"{type(module).__name__} it returned {answer!r}."
                 )
@@ -182,12 +186,19 @@ def modules_to_wrap(
 
     Raises:
         ConfigError: ``policy`` is not a policy.
+        WrapError: ``root`` holds a wrapper.
     """
     if policy is None:
         return {}
     skipped, uncounted = set(ignored[0]), set(ignored[1])
-    for module in root.modules():
+    for name, module in root.named_modules():
         if is_wrapper(module):
+            if not isinstance(policy, RepeatedBlocks):
+                raise WrappedError(
+                    "FSDP auto wrapping requires modules to not already have FSDP applied but found "
+                    f"{plain_name(name) or 'a wrapper'} in {type(root).__name__}. Leave out auto_wrap_policy, or wrap "
+                    "none by hand."
+                )
             skipped.update(module.modules())
             uncounted.update(module.parameters())
     if always and hasattr(policy, "_run_policy"):
@@ -213,7 +224,7 @@ def run_policy(
         _collect(root, policy, skipped, uncounted, chosen)
         found = {module: dict(kwargs) for module in chosen}
     else:
-        raise ConfigError(
+        raise ArgumentError(
             "auto_wrap_policy must be a function (module, recurse, nonwrapped_numel) or a policy such as "
             f"ModuleWrapPolicy; got {policy!r}."
         )

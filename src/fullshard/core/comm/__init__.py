@@ -44,6 +44,13 @@ from fullshard.core.comm.protocol import (
     settle as settle,
 )
 from fullshard.core.comm.recording import LedgerEntry as LedgerEntry, RecordingComm as RecordingComm
+from fullshard.core.comm.resplit import (
+    Split as Split,
+    even_split as even_split,
+    resplit as resplit,
+    sum_over as sum_over,
+    take_part as take_part,
+)
 from fullshard.core.comm.run_together import (
     await_all as await_all,
     together as together,

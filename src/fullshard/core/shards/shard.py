@@ -316,6 +316,10 @@ class Shard(torch.Tensor):
         what = f"{tuple(rows.shape)} from row {self.row_split.first}, of {full}" if full else f"{tuple(rows.shape)}"
         return f"Shard({self.row_split.name}, {what}, {rows})"
 
+    def __format__(self, format_spec: str) -> str:
+        """Show the same in a formatted string, as tensors of one and more dimensions do."""
+        return object.__format__(self, format_spec)
+
 
 class ShardParameter(Shard, nn.Parameter):
     """The class of a sharded Parameter between passes; ``__class__`` is assigned, so it stays the user's object."""

@@ -271,7 +271,7 @@ def run_check(options: argparse.Namespace) -> None:
     require_output_dir(config)
     plain = dict(config.as_plain())
     if not options.dry_run:
-        if config.training.precision == "fp16":  # only this check loads the program, which is slow to import
+        if config.training.precision == "fp16" or config.training.lr_scheduler_kwargs:  # the program loads slowly
             load_program(PROGRAM).check_kind(config)
         _print_settings(options, plain, gpus)
         return

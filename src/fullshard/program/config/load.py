@@ -98,12 +98,13 @@ def require_output_dir(config: RunConfig) -> None:
     """
     directory = config.output_dir
     _require_writable(directory)
-    base = None if config.model.path is None else Path(config.model.path)
-    if base is not None and base.is_dir() and base.resolve().is_relative_to(directory.resolve()):
-        raise ConfigError(
-            f"output_dir: {directory} is or contains model.path ({base}), which the run's model would replace. Set "
-            "output_dir to another directory."
-        )
+    adapter = None if config.model.adapter is None else config.model.adapter.path
+    for key, base in (("model.path", config.model.path), ("model.adapter.path", adapter)):
+        if base is not None and Path(base).is_dir() and Path(base).resolve().is_relative_to(directory.resolve()):
+            raise ConfigError(
+                f"output_dir: {directory} is or contains {key} ({base}), which the run's model would replace. Set "
+                "output_dir to another directory."
+            )
     holds_model = any(
         next(directory.glob(names), None) for names in ("*.safetensors", "pytorch_model*", "adapter_model*")
     )

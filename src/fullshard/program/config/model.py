@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, PositiveFloat, PositiveInt, field_validator, model_validator
+from pydantic import (
+    Field,
+    PositiveFloat,
+    PositiveInt,
+    SerializerFunctionWrapHandler,
+    field_validator,
+    model_serializer,
+    model_validator,
+)
 
 from fullshard.errors import ConfigError
 from fullshard.program.config.section import STATE, ConfigSection, Fraction, FrozenMapping, Option
@@ -20,6 +28,9 @@ class TokenizerConfig(ConfigSection):
 class AdapterConfig(ConfigSection):
     """A small set of new parameters, added with peft and trained while the model is frozen."""
 
+    path: Annotated[str | None, Option("state", names="model")] = None
+    """Go on with a trained adapter: the directory that peft saved, or an id on the Hub. Its own settings apply, and no
+    other option can be given; the optimizer starts afresh. null: a new adapter."""
     type: Annotated[Literal["lora", "dora", "ia3", "prompt", "prefix"], STATE] = "lora"
     """lora, dora and ia3 change weights; prompt and prefix prepend trained vectors to the text."""
     r: Annotated[PositiveInt, Option("state", also=("lora_r",))] = 8
@@ -43,6 +54,20 @@ class AdapterConfig(ConfigSection):
         if isinstance(value, (list, tuple)) and value and all(isinstance(name, str) for name in value):
             return tuple(value)
         raise ValueError(f"expected all-linear or a list of module names such as [q, v]; got {value!r}")
+
+    @model_validator(mode="after")
+    def _settings_of_its_own(self) -> Self:
+        written = sorted(self.model_fields_set - {"path"})
+        if self.path is not None and written:
+            raise ValueError(
+                f"path takes the settings of the adapter's own adapter_config.json; remove {', '.join(written)}"
+            )
+        return self
+
+    @model_serializer(mode="wrap")
+    def _without_unused(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Drop options that a trained adapter has itself: otherwise a recorded run would be refused when read again."""
+        return handler(self) if self.path is None else {"path": self.path}
 
     @model_validator(mode="after")
     def _no_idle_options(self) -> Self:
@@ -111,6 +136,29 @@ class ModelConfig(ConfigSection):
     """Train an adapter and freeze the model; null: train all parameters."""
     quantization: Annotated[QuantizationConfig | None, STATE] = None
     """Quantise the frozen weights under the adapter; null: they keep the run's precision."""
+
+    freeze: Annotated[tuple[str, ...], Option("state", before=[])] = ()
+    """Patterns of the names of parameters that are not trained, such as [encoder.*, shared.weight]; * stands for any
+    characters, dots too (Python's fnmatch). Frozen parameters have no gradients and no optimizer state, and are
+    published as they were."""
+    train: Annotated[tuple[str, ...], Option("state", before=[])] = ()
+    """Instead of freeze: patterns of the names of the only parameters that are trained."""
+
+    @field_validator("freeze", "train", mode="before")
+    @classmethod
+    def _one_or_several(cls, value: object) -> object:
+        return (value,) if isinstance(value, str) else value
+
+    @model_validator(mode="after")
+    def _freezes_one_way(self) -> Self:
+        if self.freeze and self.train:
+            raise ValueError("freeze and train both say which parameters are trained; give one")
+        if self.adapter is not None and (given := self.given("freeze", "train")):
+            raise ValueError(
+                f"{given[0]} needs a model without adapter, which freezes the whole model; to train layers beside it, "
+                "name them in adapter.options: {modules_to_save: [...]}"
+            )
+        return self
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
-from pydantic import NonNegativeInt, PositiveInt, field_serializer, field_validator, model_validator
+from pydantic import Field, NonNegativeInt, PositiveInt, field_serializer, field_validator, model_validator
 
 from fullshard.core.policy import ShardingStrategy
 from fullshard.errors import ConfigError
@@ -166,7 +166,7 @@ class RunConfig(ConfigSection):
     resume from. A finished run is only replaced with never."""
     model: Annotated[ModelConfig, STATE]
     data: Annotated[DataConfig, SAME]
-    training: Annotated[TrainingConfig, SAME] = TrainingConfig()
+    training: Annotated[TrainingConfig, SAME] = Field(default_factory=TrainingConfig)
     speed: Annotated[SpeedConfig, SAME] = SpeedConfig()
     sharding: Annotated[ShardingConfig, SAME] = ShardingConfig()
     evaluation: Annotated[EvaluationConfig, SAME] = EvaluationConfig()

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
+    Field,
     NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
@@ -20,10 +21,55 @@ from pydantic import (
     model_validator,
 )
 
-from fullshard.program.config.section import ASKED, FREE, REPORTED, SAME, ConfigSection, Fraction, Option, Searched
+from fullshard.program.config.section import (
+    ASKED,
+    FREE,
+    REPORTED,
+    SAME,
+    STATE,
+    ConfigSection,
+    Fraction,
+    FrozenMapping,
+    Option,
+    Searched,
+)
 
-Tracker = Literal["tensorboard", "wandb", "mlflow"]
+Tracker = Literal["tensorboard", "wandb", "mlflow", "trackio"]
 OptimizerName = Literal["adamw", "adafactor", "muon", "adamw_8bit", "adamw_bf16"]
+
+ScheduleName = Literal[
+    "linear",
+    "cosine",
+    "constant",
+    "step",
+    "cosine_with_restarts",
+    "cosine_with_min_lr",
+    "cosine_warmup_with_min_lr",
+    "polynomial",
+    "inverse_sqrt",
+    "warmup_stable_decay",
+]
+
+_SCHEDULE_OPTIONS: Mapping[str, tuple[str, ...]] = {
+    "cosine": ("num_cycles",),
+    "cosine_with_restarts": ("num_cycles",),
+    "cosine_with_min_lr": ("min_lr", "min_lr_rate", "num_cycles"),
+    "cosine_warmup_with_min_lr": ("min_lr", "min_lr_rate", "num_cycles", "warmup_lr_rate"),
+    "polynomial": ("lr_end", "power"),
+    "inverse_sqrt": ("timescale",),
+    "warmup_stable_decay": (
+        *("num_decay_steps", "num_stable_steps"),
+        *("warmup_type", "decay_type", "min_lr_ratio", "num_cycles"),
+    ),
+}
+"""Options of transformers' schedules; its functions check their values where a run is prepared."""
+
+_SCHEDULE_NEEDS: Mapping[str, tuple[str, ...]] = {
+    "cosine_with_min_lr": ("min_lr", "min_lr_rate"),
+    "cosine_warmup_with_min_lr": ("min_lr", "min_lr_rate"),
+    "warmup_stable_decay": ("num_decay_steps",),
+}
+"""Options of which a schedule needs one."""
 
 _NOT_OF_OPTIMIZER: Mapping[str, tuple[str, ...]] = {"adafactor": ("adam_beta1", "adam_beta2", "adam_epsilon")}
 """Options that an optimizer does not use. Setting one is an error, and they are not recorded."""
@@ -116,21 +162,34 @@ class TrainingConfig(ConfigSection):
     """AdamW's decay rate of the squared gradient's mean; not with adafactor."""
     adam_epsilon: Annotated[PositiveFloat, SAME] = 1e-8
     """AdamW's epsilon; not with adafactor."""
-    lr_scheduler_type: Annotated[
-        Literal["linear", "cosine", "constant", "step"], Option("same", also=("scheduler",))
-    ] = "linear"
+    lr_scheduler_type: Annotated[ScheduleName, Option("same", also=("scheduler",))] = "linear"
     """linear, cosine: decay to zero at the last step; constant, which warms up too, unlike Hugging Face's (there
-    constant_with_warmup, accepted here as another name); step: times lr_gamma every lr_step_size epochs."""
+    constant_with_warmup, accepted here as another name); step: times lr_gamma every lr_step_size epochs. The others are
+    Hugging Face's of the same name. With max_train_minutes, inverse_sqrt, constant, step, and warmup_stable_decay with
+    num_stable_steps do not follow the time."""
+    lr_scheduler_kwargs: Annotated[FrozenMapping, SAME] = Field(default_factory=dict)
+    """The schedule's own options, by Hugging Face's names: num_cycles of cosine, cosine_with_restarts,
+    cosine_with_min_lr and cosine_warmup_with_min_lr; min_lr or min_lr_rate, one of which the last two need, and
+    warmup_lr_rate of the last; lr_end and power of polynomial; timescale of inverse_sqrt; num_decay_steps, which
+    warmup_stable_decay needs, and its num_stable_steps, warmup_type, decay_type, min_lr_ratio and num_cycles."""
     warmup_steps: Annotated[NonNegativeFloat, Option("same", also=("warmup_ratio",))] = 0
     """Optimizer steps in which the learning rate rises from zero to its peak; below 1: share of all steps."""
     lr_step_size: Annotated[PositiveInt, SAME] = 1
     """Epochs between decays; needs lr_scheduler_type: step."""
     lr_gamma: Annotated[PositiveFloat, SAME] = 0.7
     """Factor of each decay; needs lr_scheduler_type: step."""
+    ema_decay: Annotated[Fraction | None, STATE] = None
+    """Keep an exponential moving average of the trained weights: after each step, this number times the average plus
+    the rest of the weights. Evaluations, the best model and the published one are the average's. It takes 4 bytes a
+    trained parameter, sharded. null or 0: no average."""
     max_grad_norm: Annotated[PositiveFloat | None, SAME] = 1.0
     """Clip gradients to this norm over all ranks; null or 0: no clipping."""
     label_smoothing_factor: Annotated[Fraction, Option("same", also=("label_smoothing",))] = 0.0
     """Share of each target's probability that is distributed over the vocabulary in training."""
+    neftune_noise_alpha: Annotated[PositiveFloat | None, SAME] = None
+    """NEFTune: in training, add uniform noise of up to this number / sqrt(tokens x width) to the embeddings of a
+    micro-batch, padding included, as Hugging Face's Trainer does; of an encoder-decoder on both sides. null or 0: no
+    noise."""
     z_loss: Annotated[NonNegativeFloat, SAME] = 0.0
     """Weight of the squared log of the softmax's normalizer in the training loss; keeps logits small."""
     precision: Annotated[Literal["auto", "fp32", "bf16", "fp16"], ASKED] = "auto"
@@ -195,8 +254,8 @@ class TrainingConfig(ConfigSection):
     """URL of a prefix in an object store (s3://bucket/run, opened by fsspec) for this run's checkpoints; null:
     output_dir/checkpoints. Everything else of the run stays in output_dir."""
     report_to: Annotated[tuple[Tracker, ...], REPORTED] = ()
-    """Trackers to report to, if they are installed: tensorboard, wandb, mlflow. Empty or none, Hugging Face's word:
-    none."""
+    """Trackers to report to, if they are installed: tensorboard, wandb, mlflow, trackio. Empty or none, Hugging Face's
+    word: none."""
     run_name: Annotated[str | None, REPORTED] = None
     """Name of the run in trackers; null: the last component of output_dir."""
 
@@ -225,7 +284,7 @@ class TrainingConfig(ConfigSection):
         """Undo YAML 1.1's reading of a bare ``no`` as false."""
         return "no" if value is False else value
 
-    @field_validator("max_steps", "max_grad_norm", mode="before")
+    @field_validator("max_steps", "max_grad_norm", "neftune_noise_alpha", "ema_decay", mode="before")
     @classmethod
     def _unset_as_in_hugging_face(cls, value: object, info: ValidationInfo) -> object:
         """Accept Hugging Face's numbers for an option that is not set."""
@@ -250,8 +309,22 @@ class TrainingConfig(ConfigSection):
     @field_validator("lr_scheduler_type", mode="before")
     @classmethod
     def _warmup_is_apart(cls, value: object) -> object:
-        """Accept Hugging Face's separate name for a constant rate with warm-up."""
+        """Accept Hugging Face's separate name for a constant rate with warm-up; refuse what follows a metric."""
+        if value in ("reduce_lr_on_plateau", "greedy"):
+            raise ValueError(
+                f"{value} follows a metric, and schedules here are known before the first step; use inverse_sqrt, or "
+                "early_stopping_patience to end a run that no longer improves"
+            )
         return "constant" if value == "constant_with_warmup" else value
+
+    @field_validator("lr_scheduler_kwargs", mode="before")
+    @classmethod
+    def _numbers(cls, value: object) -> object:
+        """Read 1e-7 as a number, as all other options do; YAML 1.1 reads text."""
+        if not isinstance(value, Mapping):
+            return value
+        number = re.compile(r"[-+]?[0-9.]+e[-+]?[0-9]+", re.IGNORECASE)
+        return {k: float(one) if isinstance(one, str) and number.fullmatch(one) else one for k, one in value.items()}
 
     @field_validator("report_to", mode="before")
     @classmethod
@@ -299,6 +372,17 @@ class TrainingConfig(ConfigSection):
             raise ValueError(
                 "push_to_hub.checkpoints uploads each new best model, which needs evaluations; got eval_strategy: no"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _fits_the_schedule(self) -> Self:
+        kind, given = self.lr_scheduler_type, self.lr_scheduler_kwargs.keys()
+        known, needed = _SCHEDULE_OPTIONS.get(kind, ()), _SCHEDULE_NEEDS.get(kind, ())
+        if others := sorted(given - set(known)):
+            has = ", ".join(known) or "no options"
+            raise ValueError(f"lr_scheduler_kwargs has {', '.join(others)}, and lr_scheduler_type: {kind} has {has}")
+        if needed and not given & set(needed):
+            raise ValueError(f"lr_scheduler_type: {kind} needs {' or '.join(needed)} in lr_scheduler_kwargs")
         return self
 
     @model_validator(mode="after")

@@ -10,6 +10,7 @@ from fullshard.program.models.adapters import (
     import_peft as import_peft,
     load_adapter as load_adapter,
     magnitude_layers as magnitude_layers,
+    saved_adapter as saved_adapter,
 )
 from fullshard.program.models.blocks import (
     blocks_of as blocks_of,
@@ -29,6 +30,7 @@ from fullshard.program.models.build import (
 )
 from fullshard.program.models.hub import (
     card_metadata as card_metadata,
+    resolve_adapter as resolve_adapter,
     resolve_model as resolve_model,
     stated_license as stated_license,
 )
@@ -50,4 +52,5 @@ from fullshard.program.models.model_types import (
     router_loss as router_loss,
     set_attention_dropout as set_attention_dropout,
 )
+from fullshard.program.models.noise import add_embedding_noise as add_embedding_noise
 from fullshard.program.models.packing import decoder_inputs as decoder_inputs

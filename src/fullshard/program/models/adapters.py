@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import importlib
+import json
 import math
 import re
 import warnings
@@ -48,6 +49,7 @@ class AdapterSpec:
     target_modules: tuple[str, ...] | str | None = None
     num_virtual_tokens: int = 20  # number of vectors of prompt and prefix
     options: Mapping[str, Any] = field(default_factory=dict)  # further options of peft's configuration
+    path: Path | None = None  # directory of a trained adapter to go on with, whose own settings apply; None: a new one
 
 
 @dataclass(frozen=True)
@@ -85,14 +87,20 @@ def add_adapter(model: PreTrainedModel, spec: AdapterSpec, *, seed: int) -> Adap
         ModelError: peft is not installed, or the adapter does not match the model.
     """
     peft = import_peft("model.adapter")
-    config = _peft_config(peft, spec, model)
+    config = _peft_config(peft, spec, model) if spec.path is None else _saved_config(peft, spec.path, model)
     buffers = {id(buffer) for buffer in model.buffers()}
     stand_ins = _StandIns(model)
     with _peft_context(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         try:
-            adapted = peft.get_peft_model(model, config)
-        except _MISUSE as error:
+            if spec.path is None:
+                adapted = peft.get_peft_model(model, config)
+            else:
+                given = {"config": config, "is_trainable": True, "local_files_only": True}
+                adapted = peft.PeftModel.from_pretrained(model, str(spec.path), **given)
+        except (OSError, UserWarning, *_MISUSE) as error:
+            if spec.path is not None:
+                raise ModelError(f"The adapter in {spec.path} cannot be loaded: {error}") from error
             if stand_ins.exist:
                 return Adapted(None, {}, f"{spec.type} ({error})", 0, 0)
             raise ModelError(
@@ -176,6 +184,8 @@ def _peft_context() -> Iterator[None]:
         # peft sets the first automatically and warns about it; the second is peft's own use of a deprecated name.
         warnings.filterwarnings("ignore", message="fan_in_fan_out is set to")
         warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated")
+        # They would keep random values.
+        warnings.filterwarnings("error", message="Found missing adapter keys")
         yield
 
 
@@ -273,6 +283,50 @@ def _peft_config(peft: Any, spec: AdapterSpec, model: PreTrainedModel) -> Any:
         return getattr(peft, class_name)(task_type=task, **values, **options)
     except (TypeError, ValueError, ImportError) as error:
         raise ModelError(f"peft's {class_name} does not accept model.adapter.options: {error}.") from error
+
+
+def saved_adapter(directory: Path) -> tuple[str, str | None]:
+    """Return the type of the adapter that peft saved in a directory, and its base model's name; any process.
+
+    Raises:
+        ModelError: Its ``adapter_config.json`` cannot be read, or it is of a type that is not trained here.
+    """
+    path = directory / "adapter_config.json"
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+        kind, base = str(values["peft_type"]), values.get("base_model_name_or_path")
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise ModelError(f"{path} cannot be read: {error!r}.") from error
+    lora = "dora" if values.get("use_dora") else "lora"
+    found = {"LORA": lora, "IA3": "ia3", "PROMPT_TUNING": "prompt", "PREFIX_TUNING": "prefix"}.get(kind)
+    if found is None:
+        raise ModelError(f"{directory} is a {kind} adapter; a run can go on with lora, dora and ia3.")
+    return found, base
+
+
+def _saved_config(peft: Any, directory: Path, model: PreTrainedModel) -> Any:
+    """Return peft's configuration of a trained adapter."""
+    try:
+        config = peft.PeftConfig.from_pretrained(str(directory), local_files_only=True)
+    except (OSError, *_MISUSE) as error:
+        raise ModelError(f"peft cannot read {directory / 'adapter_config.json'}: {error}") from error
+    _require_supported(config.to_dict())
+    init = str(getattr(config, "init_lora_weights", None)).lower()
+    if init not in ("none", "true", "false", "gaussian", "orthogonal"):
+        raise ModelError(
+            f"The adapter in {directory} was made with init_lora_weights: {init}, which changes the base model's "
+            "weights too; a run cannot go on with it. Merge it into its base, and train a new adapter over that."
+        )
+    if config.is_prompt_learning:
+        raise ModelError(
+            f"The adapter in {directory} is a {config.peft_type.value} adapter, which peft loads for inference only; a "
+            "run can go on with lora, dora and ia3."
+        )
+    task = "SEQ_2_SEQ_LM" if model.config.is_encoder_decoder else "CAUSAL_LM"
+    if str(config.task_type or task).rpartition(".")[2] != task:
+        raise ModelError(f"The adapter in {directory} is for {config.task_type}, and {type(model).__name__} is {task}.")
+    config.task_type = task
+    return config
 
 
 def _require_supported(options: Mapping[str, Any]) -> None:

@@ -53,6 +53,25 @@ def resolve_model(path_or_id: str) -> Path:
         raise ModelError(_nowhere(path_or_id, error)) from error
 
 
+def resolve_adapter(path_or_id: str) -> Path:
+    """Return the local directory of an adapter that peft saved, downloading it if necessary; any process.
+
+    Raises:
+        ModelError: There is no such directory, none in the cache or on the Hub, or it holds no adapter.
+    """
+    try:
+        found = Path(path_or_id)
+        found = found if found.is_dir() else _fetch(path_or_id, (*_SMALL_FILES, "adapter_model.*"))
+    except (HFValidationError, HfHubHTTPError, OSError, ValueError) as error:
+        raise ModelError(_nowhere(path_or_id, error, "model.adapter.path")) from error
+    if not (found / "adapter_config.json").is_file():
+        raise ModelError(
+            f"model.adapter.path: {path_or_id} has no adapter_config.json, so peft has not saved an adapter there. "
+            "Name such a directory; a complete model is model.path."
+        )
+    return found
+
+
 def stated_license(path_or_id: str) -> str | None:
     """Return the licence that a model's card states; None if it has no card here or the card states none.
 
@@ -90,17 +109,17 @@ def _fetch(model_id: str, patterns: tuple[str, ...]) -> Path:
     return Path(snapshot_download(model_id, allow_patterns=list(patterns), ignore_patterns=[_ELSEWHERE]))
 
 
-def _nowhere(path_or_id: str, error: Exception) -> str:
+def _nowhere(path_or_id: str, error: Exception, option: str = "model.path") -> str:
     """Return the error message for a model that was not found: where it was searched, why that failed, the remedy."""
     searched = f"There is no directory {Path(path_or_id).absolute()}"
     if isinstance(error, HFValidationError):
-        return f"{searched}, and {path_or_id!r} is not an id of a model on the Hugging Face Hub. Correct model.path."
+        return f"{searched}, and {path_or_id!r} is not an id of a model on the Hugging Face Hub. Correct {option}."
     offline = " HF_HUB_OFFLINE is set, so the Hub was not contacted." if constants.HF_HUB_OFFLINE else ""
     reason = " ".join(str(error).split()).rstrip(".")
     return (
         f"{searched}, and the model {path_or_id!r} is neither in the Hugging Face cache ({constants.HF_HUB_CACHE}) nor "
-        f"could it be downloaded: {reason}.{offline} Correct model.path, or download the model on a machine with "
-        f"a network (`hf download {path_or_id}`) and copy the cache, or set model.path to its directory."
+        f"could it be downloaded: {reason}.{offline} Correct {option}, or download the model on a machine with "
+        f"a network (`hf download {path_or_id}`) and copy the cache, or set {option} to its directory."
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 
 from fullshard.core.comm import Comm
 from fullshard.core.engine import has_tables_at_home, mesh_of, unsharded
+from fullshard.core.optim import ExponentialMovingAverage
 from fullshard.core.torch_private import in_backward
 from fullshard.planner import MemoryTracker
 from fullshard.program.config import RunConfig
@@ -58,8 +60,11 @@ class AroundSteps:
         self._frozen = describe_quantization(config) is None
         self._writes = _Writing(GenerationSpec.of(data.settled(config)))
 
-    def phases(self, model: Any, optimizer: Any, comm: Comm) -> Mapping[str, Callable[[MemoryTracker], None]]:
+    def phases(
+        self, model: Any, optimizer: Any, comm: Comm, average: ExponentialMovingAverage | None = None
+    ) -> Mapping[str, Callable[[MemoryTracker], None]]:
         """Return the phases to plan after the steps of ``model``, by name."""
+        averaged = nullcontext if average is None else average.applied
         held_out, causal = self._held_out, self._data.causal
 
         @torch.no_grad()
@@ -74,8 +79,9 @@ class AroundSteps:
                 self._writes.run(model, self._data.tokenizer, held_out.text.to(comm.device), tracker)
 
         def save(_tracker: MemoryTracker) -> None:
-            self._pieces(model, optimizer, comm)
-            stream_start(model, _FULL_SAVE_STEPS)
+            self._pieces(model, optimizer, comm, average)
+            with averaged():
+                stream_start(model, _FULL_SAVE_STEPS)
 
         def resume(tracker: MemoryTracker) -> None:
             read = resume_unread(model, optimizer)
@@ -89,24 +95,36 @@ class AroundSteps:
         if writes:
             kept = {"generation": write} if has_tables_at_home(model) else found
             found = {**found, **{name + AT_ONCE: partial(self._at_once, model, run) for name, run in kept.items()}}
+        found = {name: partial(self._averaged, averaged, run) for name, run in found.items()}
         return {**found, "saving": save, "resuming": resume}
+
+    @staticmethod
+    def _averaged(
+        averaged: Callable[[], AbstractContextManager[None]],
+        run: Callable[[MemoryTracker], None],
+        tracker: MemoryTracker,
+    ) -> None:
+        with averaged():
+            run(tracker)
 
     @staticmethod
     def _at_once(model: Any, run: Callable[[MemoryTracker], None], tracker: MemoryTracker) -> None:
         with unsharded(model, write_back=False):
             run(tracker)
 
-    def host(self, model: Any, optimizer: Any, comm: Comm) -> Mapping[str, Callable[[], int]]:
+    def host(
+        self, model: Any, optimizer: Any, comm: Comm, average: ExponentialMovingAverage | None = None
+    ) -> Mapping[str, Callable[[], int]]:
         """Return functions for the bytes that the host additionally keeps for ``model``, by kind."""
 
         def copies() -> int:
-            pairs = HostCopies(mesh_of(model)).pairs(self._pieces(model, optimizer, comm))
+            pairs = HostCopies(mesh_of(model)).pairs(self._pieces(model, optimizer, comm, average))
             return sum(host.nbytes for host, _ in pairs)
 
         def snapshots() -> int:
             # Frozen parameters are as files or seeds made them, so snapshots hold only their checksums.
             frozen = [] if any(not param.requires_grad for param in model.parameters()) else None
-            return room_of(take(model, optimizer, None, comm.device, frozen)[0], several=self._several)
+            return room_of(take(model, optimizer, average, comm.device, frozen)[0], several=self._several)
 
         saves = saves_between_steps(self._config.training, evaluates=self._held_out is not None)
         return {**({"checkpoint_copies": copies} if saves else {}), "snapshots": snapshots}
@@ -115,8 +133,8 @@ class AroundSteps:
         """See :func:`assumed`; generation continues to its limit."""
         return 1.0 if self._writes.asks_whether_it_goes_on else assumed()
 
-    def _pieces(self, model: Any, optimizer: Any, comm: Comm) -> list[Piece]:
-        plan = plan_save(model, optimizer, gradients=False, frozen=self._frozen)
+    def _pieces(self, model: Any, optimizer: Any, comm: Comm, average: ExponentialMovingAverage | None) -> list[Piece]:
+        plan = plan_save(model, optimizer, gradients=False, average=average, frozen=self._frozen)
         rng = rng_bytes(comm.device)
         return [*plan.pieces, Piece(rng_name(comm.rank), tuple(rng.shape), 0, rng)]
 

@@ -34,6 +34,7 @@ from fullshard.program.train.setup.devices import (
     precision_of,
     with_precision,
 )
+from fullshard.program.train.setup.frozen import frozen_notes
 from fullshard.program.train.setup.model import UnreadWeights, outline_model, own_loss, refuses_fp16, shard_model
 from fullshard.program.train.setup.optimizers import expected_state_bytes
 from fullshard.program.train.setup.prepare import Prepared, Progress, collate_spec, prepare, prepare_tokenizer
@@ -49,6 +50,9 @@ if TYPE_CHECKING:
 DRY_RUN_OPERATORS = 500_000
 """Operators that the plans of a dry run may take: some twenty seconds of processor time."""
 
+_MANY_STEPS = 10**9
+"""Steps of an epoch where the data is not read: no schedule is too long for it."""
+
 
 def inspect_units(config: RunConfig, world_size: int) -> UnitTable:
     """Lay out a run's model over ``world_size`` ranks and return its unit table; one process, no process group.
@@ -63,13 +67,14 @@ def inspect_units(config: RunConfig, world_size: int) -> UnitTable:
 
 
 def check_kind(config: RunConfig) -> None:
-    """Raise the errors of a run that depend only on the model's configuration; any process, alone, without a network.
+    """Raise the errors of a run that depend only on its settings and the model's kind; any process, without a network.
 
     Raises:
-        ConfigError: bitsandbytes is missing or too old for ``model.quantization``.
+        ConfigError: bitsandbytes is missing or too old for ``model.quantization``, or the schedule cannot be used.
         ModelError: The model is known to overflow in the precision.
     """
     require_kernels(config)
+    learning_rate_schedule(config, _MANY_STEPS)
     source = config.model.path or config.model.config
     kind = None if source is None else known_kind(source)
     if kind is not None and refuses_fp16(config):
@@ -180,11 +185,15 @@ def _dry_run(
     tracker_sinks(config)
     if config.training.checkpoints_to is not None:
         file_system(config.training.checkpoints_to)  # checks for its package; the store itself is not contacted
-    model = lay_out(config, data.tokenizer, world_size)
-    table = units(model)
+    model = outline_model(config, data.tokenizer)
+    frozen = frozen_notes(model, config)
+    table = units(_laid_out(model, config, world_size))
     untried = _tried(config, data, world_size)
     check_saving(model, data.tokenizer)
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    average = format_bytes(sum(4 * parameter.numel() for parameter in trainable))
+    averaged = [f"training.ema_decay: the average of the weights takes {average} more on each rank"]
+    averaged = [] if config.training.ema_decay is None else averaged
     root, *blocks = table.rows
     largest = sorted((row.gathered_bytes for row in blocks), reverse=True)[:2]
     return DryRun(
@@ -204,6 +213,8 @@ def _dry_run(
             *mixture_notes(config, data),
             *own_loss(model, config)[1],
             *quantization_notes(config),
+            *frozen,
+            *averaged,
             *advice(config, data, plan, world_size),
             *untried,
         ),
@@ -239,7 +250,10 @@ def lay_out(config: RunConfig, tokenizer: PreTrainedTokenizerBase, world_size: i
     Raises:
         UserError: The model cannot be built, or the settings do not match it.
     """
-    model = outline_model(config, tokenizer)
+    return _laid_out(outline_model(config, tokenizer), config, world_size, rank)
+
+
+def _laid_out(model: nn.Module, config: RunConfig, world_size: int, rank: int = 0) -> nn.Module:
     ranks = Ledger(rank, world_size, torch.device("meta")).world
     shard_model(model, uncompiled(config), ranks, None if config.model.path is None else UnreadWeights())
     return model

@@ -56,7 +56,7 @@ from fullshard.program.train.setup.activation_offload import ActivationOffload
 from fullshard.program.train.setup.choices import choices
 from fullshard.program.train.setup.devices import Choice, Devices, for_devices, may_accumulate_unsharded, with_unsharded
 from fullshard.program.train.setup.model import UnreadWeights, outline_model, own_loss, prepare_model, shard_model
-from fullshard.program.train.setup.optimizers import make_optimizer
+from fullshard.program.train.setup.optimizers import make_optimizer, moving_average
 from fullshard.program.train.setup.prepare import Prepared, collate_spec
 from fullshard.program.train.setup.quantization import describe_quantization
 from fullshard.program.train.setup.steps import learning_rate_schedule, make_plan, training_batches
@@ -436,6 +436,7 @@ def _build(
     if config.training.activation_offload and (host := host_of_gpu()) is not None:
         ActivationOffload(model, blocks_of(model), host)
     optimizer = make_optimizer(model, config)
+    average = moving_average(model, config)
     scaler = ShardedGradScaler(comm.device.type) if config.training.precision == "fp16" else None
     spec = step_spec(model, config, data)
     each = chain(turns[:1] * first, turns)  # the optimizer's state exists from the second step on
@@ -443,6 +444,8 @@ def _build(
     def step() -> None:
         # Late: otherwise it reads the loss and the norm, which a plan does not know.
         issue_step(model, optimizer, next(each), comm, spec, scaler, late=scaler is None)
+        if average is not None:
+            average.update()
         told.step()
 
     return PlannedStep(
@@ -450,8 +453,8 @@ def _build(
         optimizer,
         step,
         steps=first + len(turns),
-        after={} if around is None else around.phases(model, optimizer, comm),
-        host={} if around is None else around.host(model, optimizer, comm),
+        after={} if around is None else around.phases(model, optimizer, comm, average),
+        host={} if around is None else around.host(model, optimizer, comm, average),
         assumed=assumed if around is None else around.assumed,
     )
 

@@ -1,6 +1,7 @@
 """Checkpointing wrappers: names, both implementations, before and after sharding; the same losses, less memory."""
 
 import functools
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -106,6 +107,30 @@ def test_inputs_by_name_get_their_gradients(impl):
     assert x.grad.tolist() == [2.0, 2.0]
     assert y.grad.tolist() == [6.0, 6.0]
     assert module.scale.grad.item() == 2.0
+
+
+def test_a_script_that_replaces_torchs_save_on_cpu_changes_the_offload_wrapper(monkeypatch):
+    seen = []
+    monkeypatch.setattr(theirs, "save_on_cpu", lambda **options: seen.append(options) or nullcontext())
+    offload_wrapper(nn.Linear(2, 2))(torch.ones(1, 2))
+    assert len(seen) == 1
+
+
+def test_a_plain_module_loads_into_wrappers_of_checkpointed_modules():
+    torch.manual_seed(0)
+    saved = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 2), nn.BatchNorm1d(2))).state_dict()
+
+    def work(comm):
+        model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 2), nn.BatchNorm1d(2)))
+        model[0] = FullyShardedDataParallel(checkpoint_wrapper(model[0]), comm, sync_module_states=True)
+        model[1][0] = checkpoint_wrapper(model[1][0])
+        model[1] = FullyShardedDataParallel(model[1], comm, sync_module_states=True)
+        missing, unexpected = model.load_state_dict(saved)
+        assert (missing, unexpected) == ([], [])
+        return model.state_dict()
+
+    for state in run_ranks(2, work):
+        torch.testing.assert_close(dict(state), dict(saved), rtol=0, atol=0)
 
 
 def test_names_attributes_and_items_are_those_of_the_module():

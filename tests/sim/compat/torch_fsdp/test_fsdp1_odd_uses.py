@@ -18,7 +18,7 @@ from fullshard.compat.torch_fsdp import (
     StateDictType,
 )
 from fullshard.core.testing import run_ranks
-from fullshard.errors import MismatchError, ProcessGroupError, ShardingError
+from fullshard.errors import MismatchError, ProcessGroupError, ShardingError, WrapError
 from support.fsdp1 import same
 from support.models import Block, TinyLM, batches, lm_loss
 from support.parity import ROWS_PER_RANK, assert_same_run, replicas, train_sharded, train_unsharded
@@ -117,14 +117,13 @@ def test_a_group_with_only_rank_and_size_wraps_and_runs_if_it_is_one_rank():
         FSDP(nn.Linear(2, 2), "world")
 
 
-@pytest.mark.parametrize("policy", [None, ModuleWrapPolicy({Block})])
-def test_a_wrapper_around_a_wrapper_trains_as_one(policy):
+def test_a_wrapper_around_a_wrapper_trains_as_one_without_a_policy():
     reference, models = replicas(TinyLM, SIZE)
     data = batches(4, SIZE * ROWS_PER_RANK)
 
     def work(comm):
         model = models[comm.rank]
-        outer = FSDP(FSDP(model, comm), comm, auto_wrap_policy=policy)
+        outer = FSDP(FSDP(model, comm), comm)
         assert outer.check_is_root()
         assert not outer.module.check_is_root()
         assert list(outer.state_dict()) == list(reference.state_dict())
@@ -134,6 +133,17 @@ def test_a_wrapper_around_a_wrapper_trains_as_one(policy):
 
     for run in run_ranks(SIZE, work):
         assert_same_run(run, train_unsharded(copy.deepcopy(reference), lm_loss, data))
+
+
+def test_a_policy_is_refused_where_modules_are_wrapped_already():
+    def work(comm):
+        model = TinyLM()
+        model.blocks[1] = FSDP(model.blocks[1], comm)
+        with pytest.raises(WrapError, match=r"found blocks\.1 in TinyLM") as caught:
+            FSDP(model, comm, auto_wrap_policy=ModuleWrapPolicy({Block}))
+        assert isinstance(caught.value, ValueError)
+
+    run_ranks(1, work)
 
 
 class Viewed(nn.Module):
@@ -248,11 +258,18 @@ def test_a_wrapped_model_to_which_nothing_was_added_warns_of_nothing():
     on_ranks(work, size=1)
 
 
-def test_what_one_wrapper_holds_is_not_wrapped_by_another():
-    def work(comm, model, _plain):
-        FSDP(model, comm)
+def test_a_module_may_be_wrapped_again_with_equal_settings():
+    def work(comm, model, plain):
+        first = FSDP(model, comm, mixed_precision=(half := MixedPrecision(torch.bfloat16)))
+        sgd_steps(first, lm_loss, batches(1, 2))
         with pytest.raises(ShardingError, match="TinyLM is sharded already"):
             FSDP(model, comm)
+        second, tokens = FSDP(model, comm, mixed_precision=half), batches(1, 2)[0]
+        assert second.check_is_root()
+        before = lm_loss(second, tokens).item()
+        assert lm_loss(first, tokens).item() == before
+        sgd_steps(second, lm_loss, batches(2, 2))
+        assert lm_loss(first, tokens).item() == lm_loss(second, tokens).item() != before
 
     on_ranks(work)
 
@@ -319,8 +336,10 @@ def test_gradients_keep_their_dtype_when_they_are_clipped(dtype, keeps):
         norm = wrapped.clip_grad_norm_(0.01)
         gradients = [param.grad for param in wrapped.parameters() if param.grad is not None]
         assert {gradient.dtype for gradient in gradients} == {dtype if keeps else torch.float32}
-        assert norm.dtype is torch.float32
-        torch.testing.assert_close(norm, torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.01), rtol=2e-2, atol=0)
+        assert norm.dtype is (dtype if keeps else torch.float32)
+        torch.testing.assert_close(
+            norm.float(), torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.01), rtol=2e-2, atol=0
+        )
         clipped = torch.stack([gradient.float().norm() for gradient in gradients]).norm()
         assert clipped.item() == pytest.approx(0.01, rel=1e-2)
 

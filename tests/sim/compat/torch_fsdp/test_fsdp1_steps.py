@@ -13,7 +13,7 @@ from fullshard.compat.torch_fsdp import (
     apply_activation_checkpointing,
 )
 from fullshard.core.testing import run_ranks
-from fullshard.errors import ShardingError
+from fullshard.errors import MismatchError, ShardingError
 from support.models import Block, TinyLM, batches, lm_loss
 from support.parity import replicas
 
@@ -34,11 +34,11 @@ def test_no_sync_accumulates_as_a_larger_batch():
         assert all(param.grad is None for param in model.parameters())
         lm_loss(model, second).backward()
         with (
-            pytest.raises(ShardingError, match="no_sync\\(\\) must be called on the outermost wrapper"),
+            pytest.raises(ShardingError, match="no_sync\\(\\) should only be called on the root FSDP instance"),
             model.blocks[0].no_sync(),
         ):
             pass
-        with pytest.raises(ShardingError, match="clip_grad_norm_"):
+        with pytest.raises(RuntimeError, match="clip_grad_norm_"):
             model.blocks[0].clip_grad_norm_(1.0)
         return model.clip_grad_norm_(float("inf")).item(), model.clip_grad_norm_(0.5, "inf").item()
 
@@ -46,6 +46,56 @@ def test_no_sync_accumulates_as_a_larger_batch():
     for found, largest in run_ranks(2, work):
         assert found == pytest.approx(norm, rel=1e-5)
         assert largest == pytest.approx(expected, rel=1e-5)
+
+
+def test_apply_is_refused_while_full_parameters_are_shown():
+    def work(comm):
+        model = FSDP(TinyLM(), comm)
+        with FSDP.summon_full_params(model), pytest.raises(ValueError, match="expected to be in states IDLE") as caught:
+            model.apply(print)
+        assert isinstance(caught.value, ShardingError)
+
+    run_ranks(1, work)
+
+
+class Branches(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.branches, self.chosen = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)]), 0
+
+    def forward(self, x):
+        return self.branches[self.chosen](x)
+
+
+def test_ranks_that_take_other_branches_get_a_runtime_error():
+    _, models = replicas(Branches, 2)
+
+    def work(comm):
+        model = FSDP(models[comm.rank], comm, auto_wrap_policy=ModuleWrapPolicy({nn.Linear}))
+        model.module.chosen = comm.rank
+        with pytest.raises(RuntimeError, match=r"^Forward order differs across ranks\. .*branches\.1") as caught:
+            model(torch.ones(2, 4))
+        assert isinstance(caught.value, MismatchError)
+
+    run_ranks(2, work)
+
+
+def test_the_norm_has_the_gradients_dtype_and_without_gradients_there_is_a_warning():
+    half = MixedPrecision(torch.bfloat16, torch.bfloat16, keep_low_precision_grads=True)
+    _, models = replicas(TinyLM, 2)
+
+    def work(comm):
+        narrow, wide = FSDP(models[0], comm, mixed_precision=half), FSDP(models[1], comm)
+        with pytest.warns(UserWarning, match="on rank 0 with no gradients"):
+            nothing = wide.clip_grad_norm_(1.0)
+        assert (nothing.item(), nothing.dtype) == (0, torch.float32)
+        for model in (narrow, wide):
+            lm_loss(model, batches(1, 2)[0]).backward()
+        narrow, wide = narrow.clip_grad_norm_(1.0), wide.clip_grad_norm_(1.0)
+        assert (narrow.dtype, wide.dtype) == (torch.bfloat16, torch.float32)
+        torch.testing.assert_close(narrow.float(), wide, rtol=0.02, atol=0)
+
+    run_ranks(1, work)
 
 
 def test_apply_sees_full_parameters_inner_modules_first():
@@ -105,6 +155,7 @@ class Seen(nn.Module):
     ],
     ids=["root", "all", "inner"],
 )
+@pytest.mark.filterwarnings("ignore:mixed_precision leaves out modules of the classes BatchNorm1d")
 def test_inputs_are_cast_where_torch_says(changes, root, linear):
     _, models = replicas(Seen, 2)
     mixed = MixedPrecision(param_dtype=torch.bfloat16, buffer_dtype=torch.bfloat16, **changes)

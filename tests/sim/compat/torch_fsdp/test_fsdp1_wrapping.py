@@ -19,11 +19,12 @@ from fullshard.compat.torch_fsdp import (
     MixedPrecision,
     ModuleWrapPolicy,
     ShardingStrategy,
+    StateDictType,
     enable_wrap,
     size_based_auto_wrap_policy,
     transformer_auto_wrap_policy,
 )
-from fullshard.compat.torch_fsdp.wrap import wrap
+from fullshard.compat.torch_fsdp.wrap import RepeatedBlocks, wrap
 from fullshard.core.testing import run_ranks
 from fullshard.errors import ConfigError, WrapError
 from support.models import Block, TinyLM, batches, lm_loss, seq2seq_loss, t5
@@ -134,7 +135,7 @@ def by_hand(model, comm):
     return model
 
 
-@pytest.mark.parametrize("policy", [None, BLOCKS, functools.partial(size_based_auto_wrap_policy, min_num_params=1)])
+@pytest.mark.parametrize("policy", [None, RepeatedBlocks()])
 def test_a_model_wrapped_by_hand_inside_trains_as_the_unsharded_one(policy):
     def wrapped(model, comm):
         inner = by_hand(model, comm).blocks[0]
@@ -261,9 +262,12 @@ def test_a_custom_policy_gives_units_their_own_strategy_and_dtypes():
 
 def test_a_custom_policy_cannot_change_what_is_the_whole_models():
     def work(comm):
-        policy = CustomPolicy(lambda module: {"backward_prefetch": None} if isinstance(module, Block) else False)
-        with pytest.raises(ConfigError, match="sets backward_prefetch of Block"):
+        policy = CustomPolicy(lambda module: {"param_init_fn": print} if isinstance(module, Block) else False)
+        with pytest.raises(ConfigError, match="sets param_init_fn of Block"):
             FSDP(TinyLM(), comm, auto_wrap_policy=policy)
+        policy = CustomPolicy(lambda module: {"backward_prefetch": None} if isinstance(module, Block) else False)
+        model = FSDP(TinyLM(), comm, auto_wrap_policy=policy)
+        assert (model.backward_prefetch, model.blocks[0].backward_prefetch) == (BackwardPrefetch.BACKWARD_PRE, None)
 
     run_ranks(1, work)
 
@@ -348,10 +352,26 @@ def test_what_cannot_be_ignored_is_refused():
         model.first = FSDP(model.first, comm)
         with pytest.raises(WrapError, match="already wrapped"):
             FSDP(model, comm, ignored_modules=[model.first])
-        with pytest.raises(ConfigError, match="leave out ignored_modules"):
+        with pytest.raises(ConfigError, match="Cannot pass both"):
             FSDP(model, comm, ignored_modules=[], ignored_states=[])
-        with pytest.raises(ConfigError, match="got Linear, Parameter"):
+        with pytest.raises(ConfigError, match=r"Linear'>, <class 'torch\.nn\.parameter\.Parameter"):
             FSDP(model, comm, ignored_states=[model.second[0], model.second[2].bias])
+        whole = Two()
+        with pytest.warns(UserWarning, match="ignore the top-level module"):
+            assert not FSDP(whole, comm, ignored_modules=[whole])._is_sharded
+
+    run_ranks(1, work)
+
+
+def test_a_wrapper_of_which_all_is_ignored_has_the_plain_state():
+    def work(comm):
+        plain, model = Two(), Two()
+        model.second = FSDP(model.second, comm, ignored_modules=list(model.second))
+        wrapped = FSDP(model, comm, ignored_modules=[model.first, *model.second])
+        with FSDP.state_dict_type(wrapped, StateDictType.SHARDED_STATE_DICT):
+            assert list(wrapped.state_dict(prefix="a.")) == [f"a.{name}" for name in plain.state_dict()]
+            wrapped.load_state_dict(plain.state_dict())
+        assert torch.equal(wrapped(torch.ones(2, 6)), plain(torch.ones(2, 6)))
 
     run_ranks(1, work)
 
@@ -378,12 +398,14 @@ def test_what_cannot_be_done_is_refused_by_name():
             ({"cpu_offload": True}, "cpu_offload must be CPUOffload"),
             ({"sharding_strategy": ShardingStrategy.HYBRID_SHARD}, "a pair of groups"),
             ({"device_mesh": object()}, "pass only one"),
+            ({"param_init_fn": 1}, "param_init_fn to be callable"),
         ):
-            with pytest.raises(ConfigError, match=text):
+            with pytest.raises(ValueError, match=text) as caught:
                 FSDP(TinyLM(), comm, **arguments)
-        with pytest.raises(ConfigError, match="must be one group"):
+            assert isinstance(caught.value, ConfigError)
+        with pytest.raises(ConfigError, match="as one group or None for FULL_SHARD"):
             FSDP(TinyLM(), (comm, comm))
-        with pytest.warns(UserWarning, match="ModuleList has no forward"):
+        with pytest.warns(UserWarning, match="do not implement forward, such as this ModuleList"):
             model = FSDP(nn.ModuleList([nn.Linear(2, 2)]), comm)
         with pytest.raises(ConfigError, match="register_comm_hook is not supported"):
             model.register_comm_hook(None, lambda state, grad: None)

@@ -68,8 +68,9 @@ def test_a_deep_copy_is_refused():
     def work(comm):
         model = fully_shard(nn.Sequential(fully_shard(NeedsSize(3), mesh=comm)), mesh=comm)
         for one in (model, model[0]):
-            with pytest.raises(ShardingError, match=r"FSDP does not support deepcopy, here of a FSDP[SN]"):
+            with pytest.raises(ShardingError, match=r"FSDP does not support deepcopy, here of a FSDP[SN]") as refused:
                 copy.deepcopy(one)
+            assert isinstance(refused.value, AssertionError)
 
     run_ranks(1, work)
 
@@ -224,6 +225,37 @@ def test_a_registered_method_of_a_block_computes_with_full_parameters():
 
     torch.manual_seed(0)
     run_ranks(1, work)
+
+
+def test_a_model_is_sharded_where_new_tensors_are_on_the_meta_device():
+    def work(comm):
+        with torch.device("meta"):
+            model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+            fully_shard(model[0], mesh=comm)
+            fully_shard(model, mesh=comm)
+            assert torch.empty(1).is_meta
+        model(torch.ones(2, 4)).sum().backward()
+        return [param.full_tensor() for param in model.parameters()]
+
+    one, two = run_ranks(SIZE, work)
+    for param, same in zip(one, two, strict=True):
+        assert torch.equal(param, same)
+    assert one[0].std() > 0
+
+
+def test_each_call_has_a_state_and_formatted_strings_show_the_rows():
+    def work(comm, model):
+        assert fully_shard.state(model) is None
+        for module in (*model, model):
+            fully_shard(module, mesh=comm)
+        assert len({fully_shard.state(module) for module in (*model, model)}) == 3
+        assert fully_shard.state(model) is not None
+        weight = model[0].weight
+        assert f"{weight}" == repr(weight)
+        with pytest.raises(TypeError):
+            format(weight, ".3f")
+
+    with_models(SIZE, work, lambda: nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
 
 
 def test_to_empty_keeps_what_fully_shard_gave_to_a_meta_model():

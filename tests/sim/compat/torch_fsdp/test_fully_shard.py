@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed import fsdp as torch_fsdp
+from torch.distributed.device_mesh import DeviceMesh
 from torch.testing._internal.two_tensor import TwoTensor
 
 from fullshard import fully_shard as native_fully_shard, units
@@ -18,7 +19,7 @@ from fullshard.compat.torch_fsdp.fsdp2 import (
     fully_shard,
 )
 from fullshard.core.testing import RecordingComm, run_ranks
-from fullshard.errors import ConfigError, ShardingError, WrapError
+from fullshard.errors import ConfigError, ProcessGroupError, ShardingError, WrapError
 from support.fsdp2 import SIZE, rows_of, shard, with_models
 from support.models import KINDS, Block, TinyLM, batches
 from support.parity import ROWS_PER_RANK, assert_same_run, replicas, train_sharded, train_unsharded
@@ -156,16 +157,32 @@ def test_an_embedding_of_its_own_keeps_the_engines_ways():
     assert found == [2, 2]  # nothing is gathered again in backward
 
 
+class Cube(DeviceMesh):
+    """A mesh of three axes, without process groups."""
+
+    ndim = 3
+
+    def __init__(self):
+        pass
+
+    def __repr__(self):
+        return "DeviceMesh((1, 1, 1))"
+
+
 @pytest.mark.parametrize(
     ("change", "error", "words"),
     [
         (lambda m: {"shard_placement_fn": lambda p: torch.distributed.tensor.Shard(2)}, ConfigError, "Shard\\(dim\\)"),
+        (lambda m: {"shard_placement_fn": lambda p: torch.distributed.tensor.Shard(2)}, AssertionError, "Shard dim 2"),
         (lambda m: {"shard_placement_fn": lambda p: "rows"}, ConfigError, "returned 'rows'"),
         (lambda m: {"dp_mesh_dims": object()}, ConfigError, "dp_mesh_dims"),
         (lambda m: {"mp_policy": torch_fsdp.MixedPrecision()}, ConfigError, "mp_policy"),
         (lambda m: {"offload_policy": torch_fsdp.CPUOffload(True)}, ConfigError, "offload_policy"),
         (lambda m: {"reshard_after_forward": "yes"}, ConfigError, "reshard_after_forward"),
-        (lambda m: {"module": m.blocks}, WrapError, "no forward"),
+        (lambda m: {"module": m.blocks}, WrapError, "do not implement forward"),
+        (lambda m: {"module": m.blocks}, ValueError, "a ModuleList"),
+        (lambda m: {"mesh": Cube()}, ProcessGroupError, "1D or 2D DeviceMesh"),
+        (lambda m: {"mesh": Cube()}, ValueError, "mesh\\[names\\]"),
         (lambda m: {"module": []}, ConfigError, "empty"),
         (lambda m: {"module": "model"}, ConfigError, "takes a module"),
     ],
@@ -177,8 +194,9 @@ def test_arguments_that_cannot_be_followed_are_refused_and_nothing_has_changed(c
             fully_shard(**({"module": model, "mesh": comm} | change(model)))
         assert type(model) is TinyLM
         fully_shard(model, mesh=comm, shard_placement_fn=lambda p: torch.distributed.tensor.Shard(0))
-        with pytest.raises(ShardingError, match="sharded already"):
+        with pytest.raises(ShardingError, match="only be applied to a module once") as refused:
             fully_shard(model, mesh=comm)
+        assert isinstance(refused.value, AssertionError)
 
     run_ranks(1, work)
 

@@ -293,6 +293,27 @@ def test_a_state_of_rank_0_is_given_to_all_parts():
     with_parts(2, work)
 
 
+def test_parameters_beside_the_parts_that_were_not_saved_are_left_to_the_caller():
+    def work(comm, model, plain):
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        trained_parts(comm, model, optimizer)
+        state = FSDP.full_optim_state_dict(model, optimizer, rank0_only=False)
+        del state["state"]["between.bias"]
+        state["param_groups"][0]["params"].remove("between.bias")
+        number = [name for name, _ in model.named_parameters()].index("between.bias")
+        loaded = FSDP.shard_full_optim_state_dict(state, model, optim=optimizer)
+        expected = [one for one in range(len(optimizer.state)) if one != number]
+        assert (loaded["param_groups"][0]["params"], sorted(loaded["state"])) == (expected, expected)
+        loaded["param_groups"][0]["params"].insert(number, number)
+        loaded["state"][number] = optimizer.state_dict()["state"][number]
+        optimizer.load_state_dict(loaded)
+        state["param_groups"][0]["params"].remove("first.bias")
+        with pytest.raises(CheckpointError, match=r"did not step 1 parameters.*first\.bias"):
+            FSDP.shard_full_optim_state_dict(state, model, optim=optimizer)
+
+    with_parts(2, work)
+
+
 def test_parts_over_different_numbers_of_ranks_have_no_state_in_common():
     def work(comm, model, plain):
         plain.first = FSDP(plain.first, comm)

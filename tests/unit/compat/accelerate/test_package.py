@@ -20,6 +20,7 @@ import fullshard.compat.accelerate as face
 from fullshard.compat.accelerate.accelerator import Accelerator
 from fullshard.compat.accelerate.plugin import FullyShardedDataParallelPlugin
 from fullshard.compat.accelerate.replaced import REPLACED
+from support.releases import as_accelerate_1_15
 
 OURS = "fullshard.compat.accelerate"
 
@@ -53,6 +54,7 @@ def test_what_is_replaced_comes_out_as_ours_from_wherever_it_is_imported():
     assert face.__version__ == accelerate.__version__
 
 
+@as_accelerate_1_15
 @pytest.mark.parametrize("theirs", [theirs for theirs, _ in REPLACED], ids=lambda theirs: theirs.__name__)
 def test_what_is_replaced_is_called_as_accelerates(theirs):
     mine = inspect.signature(ours_of(theirs)).parameters

@@ -19,6 +19,7 @@ from fullshard.core.comm import SoloComm
 from fullshard.core.engine.setup.wrap import find_units
 from fullshard.errors import ConfigError, ProcessGroupError, WrapError
 from support.models import Block, TinyLM, t5
+from support.releases import as_accelerate_1_15
 
 NO_EFFECT = "ignore:.*has no effect"
 
@@ -46,6 +47,7 @@ def _environment():
         yield
 
 
+@as_accelerate_1_15
 def test_the_fields_are_accelerates_in_their_order():
     assert [field.name for field in dataclasses.fields(Plugin)] == [field.name for field in dataclasses.fields(Theirs)]
 

@@ -19,6 +19,7 @@ from fullshard.compat.accelerate_config.options import (
 )
 from fullshard.errors import ConfigError
 from support.accelerate_files import VERSION_1, VERSION_2
+from support.releases import as_accelerate_1_15
 
 
 def launchers_environment(path, monkeypatch, *flags):
@@ -81,6 +82,7 @@ EQUAL = {
 }
 
 
+@as_accelerate_1_15
 @pytest.mark.parametrize("case", EQUAL)
 def test_the_variables_are_those_of_accelerates_own_launcher(read, case, monkeypatch):
     changes = dict(EQUAL[case])
@@ -95,11 +97,13 @@ def test_the_variables_are_those_of_accelerates_own_launcher(read, case, monkeyp
     assert launch_environment(file) == launchers_environment(file.path, monkeypatch)
 
 
+@as_accelerate_1_15
 def test_version_2s_variables_are_those_of_accelerates_own_launcher(read, monkeypatch):
     file = read(VERSION_2)
     assert launch_environment(file) == launchers_environment(file.path, monkeypatch)
 
 
+@as_accelerate_1_15
 @pytest.mark.parametrize(
     ("fsdp", "name", "theirs", "ours"),
     [
@@ -194,6 +198,7 @@ FLAGS = {
 }
 
 
+@as_accelerate_1_15
 @pytest.mark.parametrize("case", FLAGS)
 @pytest.mark.parametrize("hyphens", [False, True])
 def test_options_set_the_variables_of_accelerates_own_launcher(case, hyphens, monkeypatch):

@@ -141,20 +141,14 @@ def test_the_policy_that_peft_makes_chooses_adapters_and_blocks():
     assert "base_model.model.encoder.block.0.layer.0.SelfAttention.q.lora_A.default" in found
 
 
-def test_what_was_wrapped_by_hand_is_neither_asked_about_nor_counted():
+def test_a_policy_of_torchs_is_refused_where_a_module_was_wrapped_by_hand():
     model = nn.Sequential(nn.Linear(10, 10), nn.Sequential(nn.Linear(10, 10), nn.Linear(2, 2)))
     by_hand = nn.Module()
     by_hand._fsdp_wrapped_module = model[1][0]
     model[1][0] = by_hand
-    asked = []
-
-    def policy(module, recurse, nonwrapped_numel):
-        asked.append((module, nonwrapped_numel))
-        return True
-
-    assert chosen_here(model, policy) == {"0", "1", "1.1"}
-    assert (model, 110 + 6) in asked
-    assert by_hand not in {module for module, _ in asked}
+    with pytest.raises(WrapError, match=r"found 1\.0 in Sequential"):
+        chosen_here(model, ours.always_wrap_policy)
+    assert not chosen_here(model, ours.RepeatedBlocks())
 
 
 def test_a_custom_policy_gives_a_module_its_own_arguments():

@@ -98,6 +98,7 @@ def with_layers(kind, count):
         return make.from_config(config)
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # gpt_bigcode, before 5.23
 @pytest.mark.parametrize("kind", sorted(SEQ2SEQ | CAUSAL))
 def test_a_model_of_one_layer_has_the_blocks_of_a_larger_one(kind):
     larger = [name.removesuffix(".0") for name in names(with_layers(kind, 2)) if name.endswith(".0")]

@@ -100,6 +100,33 @@ def test_wandb_goes_on_with_the_run_that_goes_on(tmp_path, monkeypatch):
     assert wandb.begun[2]["id"] is None, "a run that starts anew is another run"
 
 
+def test_trackio_goes_on_with_the_run_that_goes_on(tmp_path, monkeypatch):
+    """Its init has no id: it resumes the newest run of a name, which must be this one."""
+    trackio, newest = Wandb(), ["first"]
+
+    def init(**options):
+        trackio.begun.append(options)
+        own = {"log": lambda values, step: trackio.logged.append((step, values)), "finish": trackio.finish}
+        return types.SimpleNamespace(id=newest[0], **own)
+
+    monkeypatch.setattr(trackio, "init", init)
+    monkeypatch.setitem(sys.modules, "trackio", trackio)
+    sink = sink_of(tmp_path, "trackio", training__logging_steps=2)
+    tell(sink)
+    assert [step for step, values in trackio.logged if "train/loss" in values] == [2, 4, 5]
+    tell(sink, resumed_step=3)
+    tell(sink)
+    assert [(run["name"], run["resume"]) for run in trackio.begun] == [
+        ("mine", "never"),
+        ("mine", "must"),
+        ("mine", "never"),
+    ]
+    assert trackio.ended == 3
+    newest[0] = "another"
+    with pytest.raises(ConfigError, match=r"whose newest run named mine is another one\. Set training.run_name"):
+        tell(sink, resumed_step=3)
+
+
 def test_mlflow_gets_settings_once_and_goes_on_with_its_run(tmp_path, monkeypatch):
     mlflow = MLflow()
     monkeypatch.setitem(sys.modules, "mlflow", mlflow)
@@ -125,7 +152,7 @@ def test_tensorboard_reads_back_what_was_logged(tmp_path):
     assert [(event.step, event.value) for event in read.Scalars("train/loss")] == [(n, float(n)) for n in range(1, 6)]
 
 
-@pytest.mark.parametrize("tracker", ["wandb", "mlflow", "tensorboard"])
+@pytest.mark.parametrize("tracker", ["wandb", "mlflow", "tensorboard", "trackio"])
 def test_a_tracker_that_is_not_installed_is_named_before_the_run(tmp_path, monkeypatch, tracker):
     monkeypatch.setitem(sys.modules, tracker, None)
     with pytest.raises(ConfigError, match=f"training.report_to has {tracker}.*pip install {tracker}"):

@@ -18,10 +18,11 @@ from support.reports import made
 PEAK = 1e-2
 
 
-def theirs(kind, steps, warmup=0):
+def theirs(kind, steps, warmup=0, options=None):
     """The rates of transformers' scheduler for a run of so many steps."""
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=PEAK)
-    scheduler = get_scheduler(kind, optimizer, num_warmup_steps=warmup, num_training_steps=steps)
+    given = {"num_warmup_steps": warmup, "num_training_steps": steps}
+    scheduler = get_scheduler(kind, optimizer, **given, scheduler_specific_kwargs=options)
     rates = []
     for _ in range(steps):
         rates.append(optimizer.param_groups[0]["lr"])
@@ -70,14 +71,17 @@ LIMITED |= {"data__validation_file": None, "training__learning_rate": PEAK}
 
 
 @pytest.mark.usefixtures("six_seconds_a_step")
-@pytest.mark.parametrize("kind", ["linear", "cosine"])
-def test_a_run_that_its_time_ends_decays_as_one_of_so_many_steps(tmp_path, kind):
+@pytest.mark.parametrize(
+    ("kind", "options"), [("linear", {}), ("cosine", {}), ("warmup_stable_decay", {"num_decay_steps": 3})]
+)
+def test_a_run_that_its_time_ends_decays_as_one_of_so_many_steps(tmp_path, kind, options):
     """From the seventh step on; before, as the run of 40 steps that it would be without a limit."""
-    memory = run(tmp_path, training__lr_scheduler_type=kind, **LIMITED)
+    chosen = {"training__lr_scheduler_type": kind, "training__lr_scheduler_kwargs": options}
+    memory = run(tmp_path, **chosen, **LIMITED)
     rates = [report.learning_rate for report in memory.steps]
     assert memory.ended[0].ended_by == "time"
     assert len(rates) == 12
-    assert rates == pytest.approx(theirs(kind, 40)[:7] + theirs(kind, 12)[7:])
+    assert rates == pytest.approx(theirs(kind, 40, 0, options)[:7] + theirs(kind, 12, 0, options)[7:])
     assert memory.estimates == [12]
 
 
@@ -90,6 +94,26 @@ def test_a_resumed_run_decays_over_the_time_that_is_left(tmp_path):
     memory = run(tmp_path, **LIMITED)
     assert memory.begun[0].resumed_step == 9  # a request is seen in the next step
     assert [report.learning_rate for report in memory.steps] == pytest.approx(theirs("linear", 12)[9:])
+
+
+@pytest.mark.usefixtures("unmetered")
+def test_two_resumed_ranks_continue_the_schedule_exactly(tmp_path):
+    options = {"num_decay_steps": 3, "decay_type": "1-sqrt"}
+    chosen = {
+        "ranks": 2,
+        "training__lr_scheduler_type": "warmup_stable_decay",
+        "training__lr_scheduler_kwargs": options,
+        "training__learning_rate": PEAK,
+        "training__warmup_steps": 1,
+        "training__max_steps": 6,
+    }
+    stop = StopRequest()
+    director = Director(("step", 3), lambda: setattr(stop, "requested", True))
+    with pytest.raises(RunStopped):
+        run(tmp_path, director, stop=stop, **chosen)
+    memory = run(tmp_path, **chosen)
+    rates = theirs("warmup_stable_decay", 6, 1, options)
+    assert [report.learning_rate for report in director.steps + memory.steps] == rates
 
 
 @pytest.fixture

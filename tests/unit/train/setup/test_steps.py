@@ -4,7 +4,7 @@ from dataclasses import asdict
 
 import pytest
 import torch
-from transformers import get_cosine_schedule_with_warmup, get_linear_schedule_with_warmup
+from transformers import get_cosine_schedule_with_warmup, get_linear_schedule_with_warmup, get_scheduler
 from transformers.optimization import Adafactor
 
 from fullshard.errors import ConfigError
@@ -16,7 +16,9 @@ from fullshard.program.train.setup.steps import (
     LearningRateSchedule,
     began_with,
     learning_rate,
+    learning_rate_schedule,
     make_plan,
+    schedule_notes,
 )
 from support.tiny_run import settings, write_rows
 
@@ -123,9 +125,9 @@ def test_grouping_by_step_still_saves_padding(tmp_path):
     assert shares[0] < shares[1]
 
 
-def factors_of(make, steps):
-    """Factors that a torch scheduler applies to steps 0, 1, ..."""
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+def factors_of(make, steps, lr=1.0):
+    """Rates that a torch scheduler gives to steps 0, 1, ..."""
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=lr)
     scheduler = make(optimizer)
     factors = []
     for _ in range(steps):
@@ -147,6 +149,68 @@ def test_cosine_equals_transformers(warmup):
     schedule = LearningRateSchedule("cosine", total_steps=10, steps_per_epoch=5, warmup_steps=warmup)
     expected = factors_of(lambda o: get_cosine_schedule_with_warmup(o, warmup, 10), 10)
     assert [schedule.factor(step) for step in range(10)] == pytest.approx(expected)
+
+
+THEIRS = [
+    ("linear", {}),
+    ("cosine", {"num_cycles": 1.5}),
+    ("cosine_with_restarts", {"num_cycles": 3}),
+    ("cosine_with_min_lr", {"min_lr": 2e-4}),
+    ("cosine_with_min_lr", {"min_lr_rate": 0.1, "num_cycles": 0.75}),
+    ("cosine_warmup_with_min_lr", {"min_lr_rate": 0.1, "warmup_lr_rate": 0.2}),
+    ("polynomial", {"lr_end": 1e-5, "power": 2.0}),
+    ("inverse_sqrt", {}),
+    ("inverse_sqrt", {"timescale": 7}),
+    ("warmup_stable_decay", {"num_decay_steps": 3}),
+    ("warmup_stable_decay", {"num_decay_steps": 3, "num_stable_steps": 2, "decay_type": "1-sqrt", "min_lr_ratio": 0.2}),
+]
+
+
+@pytest.mark.parametrize("warmup", [0, 4])
+@pytest.mark.parametrize(("kind", "options"), THEIRS)
+@pytest.mark.filterwarnings("ignore:Both num_training_steps")
+def test_the_rates_are_transformers_to_the_bit(tmp_path, kind, options, warmup):
+    given = {"lr_scheduler_type": kind, "lr_scheduler_kwargs": options, "warmup_steps": warmup, "learning_rate": 2e-3}
+    config = RunConfig.model_validate(settings(tmp_path, training={**given, "max_steps": 10}))
+    schedule = learning_rate_schedule(config, 5)
+
+    def make(optimizer):
+        more = {"num_warmup_steps": warmup, "num_training_steps": 10}
+        return get_scheduler(kind, optimizer, **more, scheduler_specific_kwargs=options)
+
+    rates = [learning_rate(config.training, schedule, step, 0) for step in range(1, 11)]
+    assert rates == factors_of(make, 10, lr=2e-3)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "problem"),
+    [
+        ("polynomial", {"lr_end": 1.0}, "lr_end (1.0) must be smaller than initial lr"),
+        ("cosine_with_min_lr", {"min_lr": 1.0}, "the rate would be 466.573 times learning_rate"),
+        ("cosine_with_restarts", {"num_cycles": "three"}, "could not convert"),
+        ("warmup_stable_decay", {"num_decay_steps": 8}, "4 steps of warm-up and 8 of decay are more than the run's 10"),
+        ("warmup_stable_decay", {"num_decay_steps": 3, "decay_type": "cubic"}, "Unknown decay type: cubic"),
+    ],
+)
+def test_a_schedule_that_cannot_be_used_says_why(tmp_path, kind, options, problem):
+    given = {"lr_scheduler_type": kind, "lr_scheduler_kwargs": options, "warmup_steps": 4, "learning_rate": 2e-3}
+    config = RunConfig.model_validate(settings(tmp_path, training={**given, "max_steps": 10}))
+    with pytest.raises(ConfigError) as caught:
+        learning_rate_schedule(config, 5)
+    assert problem in str(caught.value)
+    assert str(caught.value).startswith(f"training.lr_scheduler_type: {kind} with lr_scheduler_kwargs: ")
+
+
+def test_a_note_says_which_schedules_do_not_follow_the_time(tmp_path):
+    for kind, options, said in [
+        ("linear", {}, 0),
+        ("inverse_sqrt", {}, 1),
+        ("warmup_stable_decay", {"num_decay_steps": 2}, 0),
+        ("warmup_stable_decay", {"num_decay_steps": 2, "num_stable_steps": 3}, 1),
+    ]:
+        given = {"lr_scheduler_type": kind, "lr_scheduler_kwargs": options, "max_train_minutes": 5}
+        config = RunConfig.model_validate(settings(tmp_path, training={**given, "max_steps": 10}))
+        assert len(schedule_notes(config, learning_rate_schedule(config, 5))) == said
 
 
 def test_step_equals_torch_stepped_once_an_epoch():

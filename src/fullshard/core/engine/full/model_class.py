@@ -6,6 +6,7 @@ Generation is in lockstep: ranks run the same number of forwards, whatever numbe
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -20,7 +21,7 @@ from fullshard.core.engine.step.hooks import UnitHooks
 from fullshard.core.engine.step.param import COPY_REFUSED
 from fullshard.core.engine.step.runtime import Runtime
 from fullshard.core.engine.step.unit import Keep
-from fullshard.core.torch_private import incompatible_keys
+from fullshard.core.torch_private import DDP_ASKS, incompatible_keys, is_ddp
 from fullshard.errors import ShardingError
 
 _Inputs = tuple[tuple[Any, ...], dict[str, Any]]
@@ -103,6 +104,19 @@ def _one_token(args: tuple[Any, ...], inputs: dict[str, Any]) -> _Inputs:
     return (), call
 
 
+class _RefusesDDP:
+    """An attribute that is missing, unless DistributedDataParallel asks for it."""
+
+    def __get__(self, model: nn.Module | None, cls: type[nn.Module]) -> object:
+        if model is not None and is_ddp(sys._getframe(1)):
+            raise ShardingError(
+                f"DistributedDataParallel around a sharded {cls.__name__} would give all ranks rank 0's rows. Leave it "
+                "out: fully_shard reduces gradients itself, and a mesh (replicate, shard) makes replicas. Trainer and "
+                "Accelerate add it to models that they do not know as sharded: import them from fullshard.compat."
+            )
+        raise AttributeError
+
+
 def sharded_class(cls: type[nn.Module]) -> type[nn.Module]:
     """Make a subclass of the model's class with the same name."""
 
@@ -139,6 +153,7 @@ def sharded_class(cls: type[nn.Module]) -> type[nn.Module]:
         "state_dict": state_dict,
         "load_state_dict": load_state_dict,
         "__module__": cls.__module__,
+        DDP_ASKS: _RefusesDDP(),
     }
     if hasattr(cls, "generate"):
         overrides["generate"] = generate

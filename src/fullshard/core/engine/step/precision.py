@@ -96,7 +96,8 @@ class Dtypes:
 
     Attributes:
         master: Dtype of the parameter before sharding.
-        shard: Dtype of the shard: the master dtype, or the compute dtype of a frozen parameter, which nothing updates.
+        shard: Dtype of the shard: the master dtype, or the compute dtype of a frozen parameter, which nothing updates,
+            unless the policy keeps it.
         compute: Dtype of the gathered parameter and of the computation.
         reduce: Dtype in which the unsharded gradient is collected and sent.
         reduce_sum: Dtype in which gradients of different ranks are summed.
@@ -122,7 +123,7 @@ def dtypes_of(policy: MixedPrecision, param: torch.Tensor, *, kept: bool) -> Dty
         reduce, reduce_sum = (torch.promote_types(one, torch.float32) for one in (reduce, reduce_sum))
     return Dtypes(
         master=param.dtype,
-        shard=param.dtype if param.requires_grad or policy.full_in_eval else compute,
+        shard=param.dtype if param.requires_grad or policy.full_in_eval or policy.keep_frozen else compute,
         compute=compute,
         reduce=reduce,
         reduce_sum=reduce_sum,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 from html import escape
@@ -15,9 +16,10 @@ from typing import Any
 import yaml
 from huggingface_hub import EvalResult, EvalResultEntry, ModelCardData, eval_result_entries_to_yaml
 
-from fullshard.errors import CheckpointError
+from fullshard.errors import CheckpointError, ModelError
 from fullshard.program.config import option_of
 from fullshard.program.metrics import format_metric, metric_of
+from fullshard.program.models import saved_adapter
 from fullshard.program.train.reporting.reports import RunStart, RunSummary, spread
 from fullshard.program.train.reporting.scores import LEAST_OTHERS, RESAMPLES
 from fullshard.program.train.reporting.sinks import METRICS_NAME, Sink
@@ -72,7 +74,11 @@ class Run:
     def trained_adapter(self) -> str | None:
         """Type of the adapter that was trained; None: all parameters were trained."""
         adapter = self.section("model")["adapter"]
-        return None if adapter is None else adapter["type"]
+        if adapter is None or "type" in adapter:
+            return None if adapter is None else adapter["type"]
+        with suppress(ModelError):  # merged, or moved
+            return saved_adapter(Path(self.end.output_dir))[0]
+        return "peft"
 
     @property
     def quantization(self) -> str | None:
@@ -340,10 +346,16 @@ def _training(run: Run) -> list[str]:
     batch = end.world_size * settings["gradient_accumulation_steps"]
     of_base = start.content.get("model.path")
     rate = settings["learning_rate"]
+    schedule = ", ".join(
+        [settings["lr_scheduler_type"], *(f"{k} {v}" for k, v in settings.get("lr_scheduler_kwargs", {}).items())]
+    )
     facts = {
         "base model": None if of_base is None else f"{run.base}: {of_base}",
+        "trained only": ", ".join(run.section("model").get("train", ())) or None,
+        "not trained": ", ".join(run.section("model").get("freeze", ())) or None,
         "optimizer": end.optimizer,
-        "learning rate": "relative steps" if rate is None else f"{rate:g}, {settings['lr_scheduler_type']}",
+        "learning rate": "relative steps" if rate is None else f"{rate:g}, {schedule}",
+        "weights": settings.get("ema_decay") and f"moving average, decay {settings['ema_decay']:g}",
         "batch": f"at most {batch * tokens:,} tokens" if tokens else f"{batch * each:,} rows",
         "steps": f"{end.steps:,} ({end.epochs:.2f} epochs), {end.tokens:,} tokens{_ENDED[end.ended_by]}",
         "steps skipped": f"{end.skipped_steps:,}" if end.skipped_steps else None,

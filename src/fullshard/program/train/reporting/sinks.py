@@ -265,8 +265,8 @@ class ConsoleSink(Sink):
     def estimate(self, steps: int) -> None:
         """Print how many steps fit the time limit."""
         self._print(
-            f"training.max_train_minutes: time for about {steps:,} of {self._total_steps:,} steps at this pace; the "
-            "learning rate's schedule ends with the time or the steps, whichever comes first"
+            f"training.max_train_minutes: time for about {steps:,} of {self._total_steps:,} steps at this pace; a "
+            "schedule that decays to the last step ends with the time or the steps, whichever comes first"
         )
 
     def compiling(self, graphs: int, seconds: float, *, late_after: int | None = None) -> None:

@@ -1,4 +1,4 @@
-"""Trackers as sinks: TensorBoard, Weights & Biases, MLflow; each package is needed only if it is requested."""
+"""Trackers as sinks: TensorBoard, Weights & Biases, MLflow, Trackio; each package is needed only if it is requested."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ def tracker_sinks(config: RunConfig, say: Callable[[str], None] = lambda line: N
     Raises:
         ConfigError: A tracker is not installed.
     """
-    made = {"tensorboard": _TensorBoard, "wandb": _WandB, "mlflow": _MLflow}
+    made = {"tensorboard": _TensorBoard, "wandb": _WandB, "mlflow": _MLflow, "trackio": _Trackio}
     return [TrackerSink(name, made[name](config), config, say) for name in config.training.report_to]
 
 
@@ -235,6 +235,32 @@ class _MLflow(_Remote):
     def close(self) -> None:
         if self._started:
             self._module.end_run()
+
+
+class _Trackio(_Remote):
+    """A run of Trackio, on this machine or where its environment variables say."""
+
+    def __init__(self, config: RunConfig) -> None:
+        super().__init__("trackio", config)
+        self._run: Any = None
+
+    def start(self, run: RunStart) -> None:
+        known, resume = self._known(run), "must" if run.resumed_step and self._id.exists() else "never"
+        settings = dict(self._config.as_plain())
+        self._run = self._module.init(project="fullshard", name=self._name, config=settings, resume=resume, embed=False)
+        if known is not None and self._run.id != known:  # it resumes the newest run of a name
+            raise ConfigError(
+                f"training.report_to has trackio, whose newest run named {self._name} is another one. Set "
+                "training.run_name to another name to report to a new run, or remove trackio from report_to."
+            )
+        write_text(self._id, self._run.id)
+
+    def log(self, values: Mapping[str, float], step: int) -> None:
+        self._run.log(dict(values), step=step)
+
+    def close(self) -> None:
+        if self._run is not None:
+            self._run.finish()
 
 
 def _error_text(error: Exception) -> str:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from fullshard.core.comm import Comm, together
-from fullshard.core.optim import ShardedGradScaler
+from fullshard.core.optim import ExponentialMovingAverage, ShardedGradScaler
 from fullshard.errors import MismatchError
 from fullshard.program.config import RunConfig, option_of
 from fullshard.program.data import BatchPlan, CollateSpec, TokenizedSet, TokenPlan, Turn, padding_share, positions
@@ -21,7 +21,7 @@ from fullshard.program.train.reporting.reports import SetFacts
 from fullshard.program.train.setup.choices import advice, choices
 from fullshard.program.train.setup.devices import Choice, Devices, for_devices, smallest_memory
 from fullshard.program.train.setup.model import own_loss, prepare_model, shard_model
-from fullshard.program.train.setup.optimizers import make_optimizer
+from fullshard.program.train.setup.optimizers import make_optimizer, moving_average
 from fullshard.program.train.setup.prepare import Prepared, collate_spec, prepare
 from fullshard.program.train.setup.quantization import quantised_base
 from fullshard.program.train.setup.resume import THIS_VERSION, Rules
@@ -30,6 +30,7 @@ from fullshard.program.train.setup.steps import (
     learning_rate_schedule,
     make_plan,
     mixture_notes,
+    schedule_notes,
     set_facts,
     training_batches,
 )
@@ -48,6 +49,7 @@ class Assembly:
     tokenizer: PreTrainedTokenizerBase  # the model's tokenizer
     model: PreTrainedModel  # the sharded model, in training mode; with an adapter, peft's model around it
     optimizer: torch.optim.Optimizer  # over this rank's shards
+    average: ExponentialMovingAverage | None  # of the trained weights, which is evaluated and published; None: none
     scaler: ShardedGradScaler | None  # scales the loss in fp16; None in other precisions
     schedule: LearningRateSchedule  # learning rate factor of each step
     train_set: TokenizedSet  # token ids of the training rows
@@ -108,14 +110,16 @@ def assemble(
     # What no forward reads is not made; the routers' own loss counts tokens by the mask, and would count fillers.
     collate = replace(collate, prompts=False, masked=not causal or router is not None, fills=router is None)
     share = padding_share(plan, train_set, collate)
+    schedule = learning_rate_schedule(config, plan.num_steps)
     return Assembly(
         config=config,
         comm=comm,
         tokenizer=tokenizer,
         model=model,
         optimizer=make_optimizer(model, config, decay_by=rules.weight_decay),
+        average=moving_average(model, config),
         scaler=ShardedGradScaler(comm.device.type) if config.training.precision == "fp16" else None,
-        schedule=learning_rate_schedule(config, plan.num_steps),
+        schedule=schedule,
         train_set=train_set,
         plan=plan,
         collate=collate,
@@ -132,6 +136,7 @@ def assemble(
             padding_note(plan, train_set, collate, share),
             *router_notes,
             *ready.notes,
+            *schedule_notes(config, schedule),
             *advice(config, ready_data, plan, comm.size),
         ),
         system_turns=ready_data.system_turns,

@@ -261,8 +261,8 @@ class RunCheckpoints:
         """Load the snapshot that the run continues from, or otherwise the checkpoint at ``path``."""
         parts, snapshot, kept = self._parts, self._start.snapshot, self._checkpoints.in_memory
         if snapshot is not None and kept is not None:
-            return kept.load(snapshot, parts.model, parts.optimizer)
-        restored = self._checkpoints.load(parts.model, parts.optimizer, path=path)
+            return kept.load(snapshot, parts.model, parts.optimizer, average=parts.average)
+        restored = self._checkpoints.load(parts.model, parts.optimizer, path=path, average=parts.average)
         assert restored is not None, "a path was given"
         return restored
 
@@ -332,6 +332,7 @@ class RunCheckpoints:
             step=step,
             values=values,
             background=background,
+            average=parts.average,
             assets=partial(_write_assets, parts),
             base=parts.base,
         )
@@ -368,7 +369,7 @@ class RunCheckpoints:
             return
         # Each rank keeps its own record, so that no communication is needed.
         values = self._values(record, train_seconds, [record.peak_bytes] * parts.comm.size)
-        if kept.take(parts.model, parts.optimizer, step=step, values=values):
+        if kept.take(parts.model, parts.optimizer, step=step, values=values, average=parts.average):
             self._best.named_by_snapshot(record.best)
 
     def begun(self) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Generator, Sequence
-from contextlib import ExitStack, closing
+from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
 from dataclasses import dataclass, replace
 from itertools import islice
 from math import ceil
@@ -326,7 +326,10 @@ class TrainingRun:
 
         def take() -> IssuedStep:
             inputs = parts.model, parts.optimizer, due.micro_batches, parts.comm, spec, parts.scaler
-            return issue_step(*inputs, late=late)
+            issued = issue_step(*inputs, late=late)
+            if parts.average is not None:
+                parts.average.update()
+            return issued
 
         if traced:
             stops = self._read_step()
@@ -385,7 +388,8 @@ class TrainingRun:
                 if self._planned
                 else fits_at_once(parts.model, self._comm)
             )
-            report = evaluate(*of_run, step=step, epoch=epoch, progress=progress, at_once=at_once)
+            with self._averaged():
+                report = evaluate(*of_run, step=step, epoch=epoch, progress=progress, at_once=at_once)
         except _StopDuringEvaluationError:
             self._leave(step)
         record.evaluation_seconds += report.seconds
@@ -396,11 +400,17 @@ class TrainingRun:
         if best is not None and report.value == best.value:
             is_best = report.loss < best.loss
         if is_best:
-            self._best.keep(parts.model, PromptedTokenizer(parts), report)
+            with self._averaged():
+                self._best.keep(parts.model, PromptedTokenizer(parts), report)
             record.best = report
         for sink in self._sinks:
             sink.evaluation(report, is_best=is_best)
         self._checkpoints.add_evaluation(report, record, self.train_seconds)
+
+    def _averaged(self) -> AbstractContextManager[None]:
+        """Give the model the weights that are evaluated and published; checkpoints hold those that are trained."""
+        average = self._parts.average
+        return nullcontext() if average is None else average.applied()
 
     def _save(self, step: int, *, background: bool = True) -> None:
         # The time of saving is part of the run's time, which is saved.
@@ -430,7 +440,8 @@ class TrainingRun:
         kept = self._best.directory
         if self.record.best is None:
             kept = Path(config.output_dir, "last")
-            save(parts.model, kept, tokenizer=PromptedTokenizer(parts))
+            with self._averaged():
+                save(parts.model, kept, tokenizer=PromptedTokenizer(parts))
         # In the background: without hard links it copies all files.
         _on_rank_0(comm, lambda: publish_model(kept, Path(config.output_dir)))
         summary = summarise(parts, self.record, self.train_seconds, self.ended_by)

@@ -36,6 +36,7 @@ from fullshard.program.models import (
     Objective,
     RouterLoss,
     add_adapter,
+    add_embedding_noise,
     base_of,
     blocks_of,
     build_model,
@@ -52,14 +53,17 @@ from fullshard.program.models import (
     require_fp16_fit,
     require_left_to_right,
     require_plain_loss,
+    resolve_adapter,
     resolve_model,
     router_loss,
+    saved_adapter,
     set_attention_dropout,
 )
 from fullshard.program.models.packing import PackedRows, enable_packing, packed_inputs
 from fullshard.program.speed import Facts, apply_ways
 from fullshard.program.train.setup.activation_offload import ActivationOffload
 from fullshard.program.train.setup.devices import Choice, Devices, for_devices
+from fullshard.program.train.setup.frozen import freeze, frozen_notes
 from fullshard.program.train.setup.quantization import (
     quantise_outline,
     quantises_head,
@@ -126,6 +130,7 @@ def prepare_model(
         if filled and ready.weights is not None and _all_trained(ready.model):
             ready = replace(ready, weights=UnreadWeights())
     _change_forward(ready.model, config)
+    ready = replace(ready, notes=(*ready.notes, *frozen_notes(ready.model, config)))
     loss = loss_choice(ready.model, config, memory_bytes)
     if loss is not None and _fuses(base_of(ready.model), config, memory_bytes):
         ready = replace(ready, notes=(*ready.notes, str(loss)))
@@ -150,6 +155,8 @@ def _all_trained(model: nn.Module) -> bool:
 
 def _change_forward(model: PreTrainedModel, config: RunConfig) -> None:
     """Change the model's forward in place, after its adapter was added."""
+    if config.training.neftune_noise_alpha is not None:
+        add_embedding_noise(model, config.training.neftune_noise_alpha)
     asked = config.training.gradient_checkpointing
     if asked not in (False, "auto"):  # the memory check resolves auto; where nothing is planned, nothing is recomputed
         enable_activation_checkpointing(model, None if asked is True else int(asked))
@@ -213,6 +220,7 @@ def _full_load_note(config: RunConfig, reason: str) -> str:
 
 def _changed(model: PreTrainedModel, config: RunConfig, memory_bytes: int | None) -> PreTrainedModel:
     """Change the model in place; called before its adapter is added."""
+    freeze(model, config)
     if config.model.attention_dropout is not None:
         set_attention_dropout(model, config.model.attention_dropout)
     if refuses_fp16(config):
@@ -268,8 +276,7 @@ def own_loss(model: nn.Module, config: RunConfig) -> tuple[RouterLoss | None, tu
         ConfigError: It cannot be trained.
     """
     router, note = router_loss(base_of(model).config, config.model.output_router_logits)
-    adapter = config.model.adapter
-    if router is not None and adapter is not None and adapter.type == "prefix":
+    if router is not None and config.model.adapter is not None and _spec_of(config).type == "prefix":
         raise ConfigError(
             "A prefix adapter is incompatible with the routers' own loss: transformers counts the prefix as tokens "
             "that the routers have seen. Set model.output_router_logits: false, or use another adapter."
@@ -288,9 +295,8 @@ def _adapted(
     settings = config.model.adapter
     if settings is None:
         return ready
-    _check_adapter(config, causal=is_causal(ready.model))
-    assert config.model.path is not None, "prepare_model raises for an adapter without model.path"
-    spec = AdapterSpec(base=config.model.path, **dict(settings))
+    spec = _spec_of(config)
+    _check_adapter(config, spec.type, causal=is_causal(ready.model))
     adapted, notes = add_adapter(ready.model, spec, seed=config.seed), ready.notes
     weights: WeightSource | None = ready.weights
     if adapted.lacking is not None:
@@ -303,8 +309,9 @@ def _adapted(
         weights = AdapterWeights(weights, adapted.values)
     _require_fused(adapted.model, config)
     share = adapted.trainable / adapted.total
+    begun = "" if spec.path is None else f" of {settings.path}, trained over {saved_adapter(spec.path)[1]}"
     trained = (
-        f"{settings.type} adapter: {adapted.trainable:,} of {adapted.total:,} parameters are trained ({share:.3%})"
+        f"{spec.type} adapter{begun}: {adapted.trainable:,} of {adapted.total:,} parameters are trained ({share:.3%})"
     )
     return ReadyModel(adapted.model, weights, (*notes, *quantization_notes(config), trained))
 
@@ -316,14 +323,24 @@ def _require_fused(model: nn.Module, config: RunConfig) -> None:
         )
 
 
-def _check_adapter(config: RunConfig, *, causal: bool) -> None:
+def _spec_of(config: RunConfig) -> AdapterSpec:
+    """Return type and options of the run's adapter, of which it has one."""
+    settings = config.model.adapter
+    assert settings is not None, "called where there is one"
+    values, base = dict(settings), str(config.model.path)
+    if settings.path is None:
+        return AdapterSpec(base=base, **values)
+    directory = resolve_adapter(settings.path)
+    return AdapterSpec(type=saved_adapter(directory)[0], base=base, path=directory)
+
+
+def _check_adapter(config: RunConfig, kind: str, *, causal: bool) -> None:
     """Refuse combinations for which peft computes a wrong result.
 
     Raises:
         ConfigError: The adapter is incompatible with another setting.
     """
-    assert config.model.adapter is not None, "called where there is one"
-    kind, training = config.model.adapter.type, config.training
+    training = config.training
     if kind in ("prompt", "prefix") and training.packing:
         raise ConfigError(
             f"A {kind} adapter is incompatible with training.packing: its vectors stand only before the first row of a "
@@ -405,7 +422,11 @@ def _mixed_precision(model: nn.Module, config: RunConfig) -> MixedPrecision:
         return MixedPrecision(messages=messages)
     kept = _CASTS_ITSELF & {type(module).__name__ for module in model.modules()}
     dtype = {"bf16": "bfloat16", "fp16": "float16"}[config.training.precision]
-    return MixedPrecision(param=dtype, reduce="float32", keep_fp32=tuple(kept), messages=messages)
+    # An adapter is saved without its frozen base; other frozen weights are part of the model that is published.
+    keep_frozen = bool(config.model.freeze or config.model.train)
+    return MixedPrecision(
+        param=dtype, reduce="float32", keep_fp32=tuple(kept), messages=messages, keep_frozen=keep_frozen
+    )
 
 
 def _wrap_policy(wrap: str | int | tuple[str, ...]) -> WrapPolicy:
@@ -428,8 +449,8 @@ def outline_model(config: RunConfig, tokenizer: PreTrainedTokenizerBase, memory_
         model = _changed(make_model(config, tokenizer), config, memory_bytes)
     settings = config.model.adapter
     if settings is not None:
-        _check_adapter(config, causal=is_causal(model))
-        spec = AdapterSpec(base=str(config.model.path), **dict(settings))
+        spec = _spec_of(config)
+        _check_adapter(config, spec.type, causal=is_causal(model))
         adapted = add_adapter(model, spec, seed=config.seed)
         if adapted.model is None:
             raise ModelError(

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from fullshard.core.layout import ShardMeta, by_block
 from fullshard.core.optim.adafactor import Adafactor, matrices_of
+from fullshard.core.optim.average import ExponentialMovingAverage
 from fullshard.core.optim.groups import decay_groups
 from fullshard.core.optim.lowbit import BLOCK, SMALLEST, AdamW8bit, AdamWBF16
 from fullshard.core.optim.muon import Muon, muon_groups
@@ -51,6 +52,12 @@ def make_optimizer(
         ConfigError: The model has no trainable parameters.
     """
     return _KINDS[config.training.optimizer].make(_groups(model, config.training, decay_by), config)
+
+
+def moving_average(model: nn.Module, config: RunConfig) -> ExponentialMovingAverage | None:
+    """Return the average of the trained weights that ``training.ema_decay`` asks for, or None; any rank."""
+    decay = config.training.ema_decay
+    return None if decay is None else ExponentialMovingAverage(model, decay)
 
 
 def optimizer_title(name: str) -> str:

@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from math import ceil
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from transformers import get_scheduler
 
 from fullshard.errors import ConfigError
 from fullshard.program.config import RunConfig
-from fullshard.program.config.training import TrainingConfig
+from fullshard.program.config.training import ScheduleName, TrainingConfig
 from fullshard.program.data import BatchPlan, CollateSpec, EpochPlan, Mixture, TokenizedSet, TokenPlan, fixed_shapes
 from fullshard.program.train.reporting.reports import SetFacts
 from fullshard.program.train.setup.prepare import Prepared
+
+if TYPE_CHECKING:
+    from torch.optim.lr_scheduler import LambdaLR
 
 
 @dataclass(frozen=True)
@@ -177,29 +185,44 @@ def set_facts(config: RunConfig, prepared: Prepared) -> tuple[SetFacts, ...]:
 class LearningRateSchedule:
     """Factor on the learning rate of each optimizer step."""
 
-    # ``linear``: from 1 after warm-up down to 0 after the last step. ``cosine``: the same along half a cosine, as
-    # Hugging Face's ``get_cosine_schedule_with_warmup``. ``step``: multiplied by ``gamma`` every ``step_epochs``
-    # epochs, as torch's ``StepLR`` stepped once an epoch. ``constant``: 1
-    kind: Literal["linear", "cosine", "step", "constant"]
+    # Transformers' schedules, of which ``constant`` warms up too, and ``step``: multiplied by ``gamma`` every
+    # ``step_epochs`` epochs, as torch's ``StepLR`` stepped once an epoch
+    kind: ScheduleName
     total_steps: int  # optimizer steps of the run
     steps_per_epoch: int  # optimizer steps of one epoch
     warmup_steps: int = 0  # steps over which the factor first rises linearly from 0
     warmup_share: float | None = None  # the share of all steps that they are, if that was asked for
     step_epochs: int = 1  # epochs between two decays of ``step``
     gamma: float = 1.0  # factor of each decay of ``step``
+    peak: float = 1.0  # the learning rate that factors multiply, of which some options are parts
+    options: Mapping[str, Any] = field(default_factory=dict)  # of transformers' schedule, by its names
+
+    @property
+    def follows_steps(self) -> bool:
+        """Whether the factors after warm-up depend on the number of steps, and so on a time limit."""
+        return self.kind not in ("constant", "step", "inverse_sqrt") and self.options.get("num_stable_steps") is None
 
     def factor(self, step: int) -> float:
         """Return the factor, from 0 to 1, of the step after ``step`` steps."""
-        if step < self.warmup_steps:
-            return step / self.warmup_steps
-        left = max(0.0, (self.total_steps - step) / max(1, self.total_steps - self.warmup_steps))
-        if self.kind == "linear":
-            return left
-        if self.kind == "cosine":
-            return 0.5 * (1.0 + math.cos(math.pi * (1.0 - left)))
-        if self.kind == "step":
+        if self.kind == "step" and step >= self.warmup_steps:
             return self.gamma ** (step // self.steps_per_epoch // self.step_epochs)
-        return 1.0
+        if self.kind == "cosine" and not self.options and step >= self.warmup_steps:
+            # As transformers' but for rounding, by which runs that an earlier version began would differ.
+            left = max(0.0, (self.total_steps - step) / max(1, self.total_steps - self.warmup_steps))
+            return 0.5 * (1.0 + math.cos(math.pi * (1.0 - left)))
+        return self._theirs(step)
+
+    @cached_property
+    def _theirs(self) -> Callable[[int], float]:
+        """Transformers' function from steps to factors."""
+        kind = "constant_with_warmup" if self.kind in ("constant", "step") else self.kind
+        optimizer = torch.optim.SGD([torch.zeros(())], lr=self.peak)
+        given = {"num_warmup_steps": self.warmup_steps, "num_training_steps": self.total_steps}
+        own = dict(self.options)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Both num_training_steps and num_stable_steps")
+            theirs = get_scheduler(kind, optimizer, **given, scheduler_specific_kwargs=own)
+        return cast("LambdaLR", theirs).lr_lambdas[0]
 
     def within(self, limit_s: float, *, steps: int, seconds: float, pace_s: float) -> LearningRateSchedule:
         """Return the schedule of as many steps as fit a time limit, so that a decay ends with the time.
@@ -215,19 +238,47 @@ class LearningRateSchedule:
 
 
 def learning_rate_schedule(config: RunConfig, steps_per_epoch: int) -> LearningRateSchedule:
-    """Return the learning rate schedule of a run, including its number of steps."""
+    """Return the learning rate schedule of a run, including its number of steps.
+
+    Raises:
+        ConfigError: ``training.lr_scheduler_kwargs`` has values that the schedule does not take.
+    """
     settings = config.training
     total_steps = settings.max_steps or ceil(steps_per_epoch * settings.num_train_epochs)
-    warmup = settings.warmup_steps
-    return LearningRateSchedule(
-        kind=settings.lr_scheduler_type,
+    warmup, kind, options = settings.warmup_steps, settings.lr_scheduler_type, settings.lr_scheduler_kwargs
+    schedule = LearningRateSchedule(
+        kind=kind,
         total_steps=total_steps,
         steps_per_epoch=steps_per_epoch,
         warmup_steps=ceil(warmup * total_steps) if warmup < 1 else int(warmup),
         warmup_share=warmup if 0 < warmup < 1 else None,
         step_epochs=settings.lr_step_size,
         gamma=settings.lr_gamma,
+        peak=settings.learning_rate or 1.0,
+        options=options,
     )
+    try:
+        factors = [schedule.factor(step) for step in (0, min(schedule.warmup_steps, total_steps - 1), total_steps - 1)]
+        if not all(0 <= factor <= 1 + 1e-9 for factor in factors):
+            raise ValueError(f"the rate would be {max(factors, key=abs):g} times learning_rate")
+        decays = options.get("num_decay_steps", 0)
+        if schedule.warmup_steps + decays > total_steps and decays:
+            raise ValueError(
+                f"{schedule.warmup_steps:,} steps of warm-up and {decays:,} of decay are more than the run's "
+                f"{total_steps:,}"
+            )
+    except (TypeError, ValueError, ArithmeticError) as error:
+        given = f"training.lr_scheduler_type: {kind} with lr_scheduler_kwargs: {dict(options)}"
+        raise ConfigError(f"{given} cannot be used: {error}.") from error
+    return schedule
+
+
+def schedule_notes(config: RunConfig, schedule: LearningRateSchedule) -> list[str]:
+    """Return a note if there is a time limit that the schedule does not follow; any rank."""
+    if config.training.max_train_minutes is None or schedule.follows_steps:
+        return []
+    kind = schedule.kind
+    return [f"training.max_train_minutes: lr_scheduler_type: {kind} does not follow it, and decays as without a limit"]
 
 
 def learning_rate(settings: TrainingConfig, schedule: LearningRateSchedule, step: int, skipped: int) -> float:

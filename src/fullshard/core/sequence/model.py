@@ -1,0 +1,255 @@
+"""Sequence parallel: a Hugging Face model whose ranks share rows, as ``sequence_parallel`` changes it."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from contextvars import ContextVar
+from functools import partial
+from types import MethodType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from fullshard.core.comm import Comm, SoloComm, as_mesh, sum_over, take_part
+from fullshard.core.policy import ShardingStrategy
+from fullshard.core.sequence.attention import attention_for, is_registered, own_bias, plain_attentions
+from fullshard.core.sequence.checks import refuse_arguments, require_same_batch, require_tokens, tokens_of
+from fullshard.core.sequence.rows import KEY, SharedRows
+from fullshard.core.transformers_private import attention_of, class_of, layers_of, lm_classes
+from fullshard.errors import ConfigError, ModelError, ProcessGroupError, ShardingError
+
+DECODERS = (
+    *("cohere", "gemma", "gemma2", "gemma3_text", "gpt2", "gpt_neox", "granite", "granitemoe", "llama", "mistral"),
+    *("mixtral", "olmo", "olmo2", "olmo3", "olmoe", "opt", "phi", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe"),
+    *("smollm3", "starcoder2"),
+)
+"""Decoder-only types; a test compares each with the unsharded model."""
+
+ENCODER_DECODERS = ("bart", "marian", "mbart", "mt5", "pegasus", "plbart", "t5")
+"""Encoder-decoder types; a test compares each with the unsharded model."""
+
+_IGNORED = -100
+
+_SHAPED_AGAIN = {"gpt2": "ln_f"}
+"""Types that give the last hidden states the shape of the inputs, and the module before."""
+
+_rows: ContextVar[SharedRows | None] = ContextVar("rows", default=None)
+
+
+def sequence_parallel(model: Any, group: Any = None) -> Any:
+    """Let the ranks of ``group`` share each row of a batch, in place: each computes a part of its tokens.
+
+    Every rank calls it, before ``fully_shard``, which shards parameters over all ranks as always. Training code stays
+    as it is: every rank of the group passes the same batch of full rows, with ``labels``, and gets the loss.
+
+    - Calls with ``labels``: the model splits the rows itself. Ranks get parts that differ by at most one token. In
+      attention each computes some heads of full rows, for which the group exchanges tokens. ``loss``, 0-d, fp32, is
+      that of the full rows, the mean over their labels (or their sum divided by ``num_items_in_batch``), and the same
+      on each rank. Its gradient, averaged over the group's ranks by ``fully_shard``, is that of the full rows.
+      ``logits``, (B, own tokens, V), are those of this rank's tokens.
+    - Calls without ``labels``, such as those of ``generate()``, are not split: each rank computes full rows. In
+      training they are refused.
+
+    Args:
+        model: A decoder or encoder-decoder of transformers with its language modelling head, on any device, with an
+            adapter of peft or without. Its attention is ``sdpa`` or ``eager``.
+        group: The ranks that share rows: None (all), a ``ProcessGroup``, a 1-D ``DeviceMesh``, such as one axis of a
+            2-D mesh, or a ``Comm``. Not more than the model has attention heads.
+
+    Returns:
+        The same object.
+
+    Raises:
+        ModelError: The model's type or attention is not supported.
+        ConfigError: The group has more ranks than the model has heads, or the model's configuration asks for what
+            cannot be split.
+        ShardingError: The model is sharded, or shares its rows already.
+        ProcessGroupError: There is no process group, or ``group`` has two axes.
+    """
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    mesh = as_mesh(group, ShardingStrategy.FULL_SHARD, None)
+    _check(base, mesh.shard_group.size)
+    if not isinstance(mesh.replica_group, SoloComm):
+        raise ProcessGroupError(
+            "sequence_parallel takes the ranks that share rows, one axis of a mesh; this mesh has two."
+        )
+    name = attention_for(attention_of(base.config))
+    for part in base.modules():
+        if hasattr(part, "set_attn_implementation"):  # transformers 5.17 does not set it in T5's stacks by itself
+            part.set_attn_implementation(name)
+    _hook_blocks(base)
+    _replace_forward(base, mesh.shard_group)
+    return model
+
+
+def _check(base: Any, ranks: int) -> None:
+    """Refuse models and configurations whose rows cannot be split."""
+    config = getattr(base, "config", None)
+    kind, known = getattr(config, "model_type", None), (*DECODERS, *ENCODER_DECODERS)
+    if kind not in known or not isinstance(base, tuple(class_of(auto, config) for auto in lm_classes(config))):
+        raise ModelError(
+            f"sequence_parallel is for language models of transformers of type {', '.join(sorted(known))}; got "
+            f"{type(base).__name__}{f' of type {kind}' if kind else ''}. Train it without sequence_parallel."
+        )
+    if is_registered(attention_of(config)):
+        raise ShardingError("Ranks share this model's rows already: call sequence_parallel once.")
+    if any(hasattr(param, "shard_meta") for param in base.parameters()):
+        raise ShardingError("Call sequence_parallel before fully_shard: this model is sharded already.")
+    if attention_of(config) not in plain_attentions():
+        raise ModelError(
+            f"sequence_parallel needs attn_implementation {' or '.join(plain_attentions())}; got "
+            f"{attention_of(config)}. Set it when you build the model."
+        )
+    names = ("num_attention_heads", "encoder_attention_heads", "decoder_attention_heads")
+    heads = min(getattr(config, name) for name in names if hasattr(config, name))
+    if ranks > heads:
+        raise ConfigError(
+            f"sequence_parallel gives each rank at least one attention head, and {type(base).__name__} has {heads} for "
+            f"{ranks} ranks. Use a group of at most {heads} ranks."
+        )
+    for name in ("encoder_layerdrop", "decoder_layerdrop", "output_router_logits"):
+        if getattr(config, name, None):
+            raise ConfigError(
+                f"sequence_parallel cannot train with {name}: {getattr(config, name)} of the model's configuration: "
+                f"{'ranks would leave out different layers' if 'drop' in name else 'that loss needs full rows'}. Set "
+                "it to 0."
+            )
+
+
+def _hook_blocks(base: Any) -> None:
+    """Register the hooks by which blocks get this rank's part of the tokens."""
+    stacks = {"decoder": base}
+    if base.config.is_encoder_decoder:
+        stacks = {"encoder": base.get_encoder(), "decoder": base.get_decoder()}
+    for stack, root in stacks.items():
+        for number, block in enumerate(layers_of(root)):
+            enter = partial(_enter_block, stack, number == 0)
+            block.register_forward_pre_hook(enter, with_kwargs=True)
+            for module in block.modules():
+                if hasattr(module, "relative_attention_num_buckets"):  # T5's
+                    module.register_forward_pre_hook(_give_bias, with_kwargs=True)
+    shaped = _SHAPED_AGAIN.get(base.config.model_type)
+    if shaped is not None:
+        getattr(base.base_model, shaped).register_forward_hook(_fill_up)
+        base.get_output_embeddings().register_forward_pre_hook(_cut_again)
+
+
+def _enter_block(
+    stack: str,
+    first: bool,  # noqa: FBT001
+    _block: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Give a block what belongs to this rank's tokens; the first of a stack also takes its part of hidden states."""
+    shared: SharedRows | None = kwargs.get(KEY)
+    if shared is None:
+        return None
+    rows = shared.inside(stack)
+    changed: dict[str, Any] = {KEY: rows}
+    rotations = kwargs.get("position_embeddings")  # cosines and sines, (1 or B, T, D)
+    if rotations is not None:
+        changed["position_embeddings"] = tuple(rows.own(one) for one in rotations)
+    if first and args:
+        args = (take_part(rows.comm, args[0], rows.tokens()), *args[1:])
+    elif first:
+        changed["hidden_states"] = take_part(rows.comm, kwargs["hidden_states"], rows.tokens())
+    return args, {**kwargs, **changed}
+
+
+def _give_bias(
+    layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Give an attention of T5 the bias of full rows where it would make one of this rank's tokens."""
+    rows: SharedRows | None = kwargs.get(KEY)
+    if rows is None or kwargs.get("position_bias") is not None:
+        return None
+    none = torch.zeros((), device=layer.q.weight.device)  # in place of zeros of the size of all scores
+    return args, {**kwargs, "position_bias": own_bias(layer, rows) if layer.has_relative_attention_bias else none}
+
+
+def _fill_up(_module: nn.Module, _args: Any, hidden: torch.Tensor) -> torch.Tensor | None:
+    """Return hidden states of full rows, with zeros for other ranks' tokens."""
+    rows = _rows.get()
+    if rows is None:
+        return None
+    start, stop = rows.tokens("decoder").ranges[rows.comm.rank]
+    return F.pad(hidden, (0, 0, start, rows.lengths["decoder"] - stop))
+
+
+def _cut_again(_module: nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor] | None:
+    rows = _rows.get()
+    return None if rows is None else (take_part(rows.comm, args[0], rows.tokens("decoder")),)
+
+
+def _replace_forward(base: Any, comm: Comm) -> None:
+    """Replace the forward of a model, in its instance, where adapters and ``fully_shard`` leave it."""
+    original = base.forward.__func__
+    arguments = [*inspect.signature(original).parameters][1:]
+    names = {id(module): name for name, module in base.named_modules()}
+
+    @functools.wraps(original)
+    def forward(model: Any, *args: Any, **kwargs: Any) -> Any:
+        given = dict(zip(arguments, args, strict=False)) | kwargs
+        if given.get("labels") is not None:
+            return _shared_forward(model, partial(original, model), given, partial(SharedRows, comm, names))
+        if model.training and torch.is_grad_enabled():
+            raise ShardingError(
+                "Ranks share this model's rows, which it splits where it computes the loss: pass labels in training. "
+                "Calls without labels are for evaluation: model.eval() or torch.no_grad()."
+            )
+        return original(model, *args, **kwargs)
+
+    base.forward = MethodType(forward, base)
+
+
+def _shared_forward(
+    model: Any, forward: Any, given: dict[str, Any], share: Callable[[dict[str, int]], SharedRows]
+) -> Any:
+    """Run the forward with this rank's part of the rows, and return its output with the loss of full rows."""
+    refuse_arguments(given)
+    labels, counted = given.pop("labels"), given.pop("num_items_in_batch", None)
+    as_dict = given.pop("return_dict", None)
+    both = bool(model.config.is_encoder_decoder)
+    if both and given.get("decoder_input_ids") is None and given.get("decoder_inputs_embeds") is None:
+        given["decoder_input_ids"] = model.prepare_decoder_input_ids_from_labels(labels=labels)
+    prefixes = {"encoder": "", "decoder": "decoder_"} if both else {"decoder": ""}
+    rows = share({stack: tokens_of(given, prefix) for stack, prefix in prefixes.items()})
+    require_same_batch(rows.comm, {**given, "labels": labels})
+    require_tokens(rows, labels)
+    before = _rows.set(rows)
+    try:
+        output = forward(**given, use_cache=False, return_dict=True, **{KEY: rows})
+    finally:
+        _rows.reset(before)
+    _require_shared(rows, model, output.logits)
+    targets = labels if both else F.pad(labels[:, 1:], (0, 1), value=_IGNORED)
+    loss = _loss(rows, output.logits, targets, counted)
+    output = type(output)(**{"loss": loss, **output})
+    wants_dict = model.config.return_dict if as_dict is None else as_dict
+    return output if wants_dict else output.to_tuple()
+
+
+def _require_shared(rows: SharedRows, model: Any, logits: torch.Tensor) -> None:
+    """Raise if blocks computed without exchange, or logits are not those of this rank's tokens."""
+    start, stop = rows.tokens("decoder").ranges[rows.comm.rank]
+    blocks = len(layers_of(model))
+    if len(rows.attended) < blocks or logits.shape[1] != stop - start:
+        raise ModelError(
+            f"{type(model).__name__} of this release of transformers does not hand its attention what it needs to "
+            f"share rows: {len(rows.attended)} attentions of {blocks} blocks exchanged tokens, and logits are of "
+            f"{logits.shape[1]} tokens for {stop - start}. Train it without sequence_parallel."
+        )
+
+
+def _loss(rows: SharedRows, logits: torch.Tensor, targets: torch.Tensor, counted: Any) -> torch.Tensor:
+    """Return the loss of full rows from the logits of this rank's tokens; ``targets``, (B, T), are those of all."""
+    own = rows.own(targets.to(logits.device), "decoder")
+    total = F.cross_entropy(logits.flatten(0, 1).float(), own.flatten(), ignore_index=_IGNORED, reduction="sum")
+    number = (targets != _IGNORED).sum() if counted is None else counted
+    number = number.to(total.device) if isinstance(number, torch.Tensor) else number
+    return sum_over(rows.comm, "loss of shared rows", total) / number

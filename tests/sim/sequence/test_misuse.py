@@ -1,0 +1,145 @@
+"""What cannot be split is refused with the numbers, on every rank; calls without labels compute full rows."""
+
+import copy
+
+import pytest
+import torch
+from transformers import BertConfig, BertForMaskedLM, T5EncoderModel
+
+from fullshard import fully_shard, sequence_parallel
+from fullshard.core.comm import SoloComm
+from fullshard.core.testing import run_ranks
+from fullshard.errors import ConfigError, MismatchError, ModelError, ProcessGroupError, ShardingError, UserError
+from support.models import bart, llama, t5, tiny_t5_config
+from support.shared_rows import VOCAB, padded
+
+ALONE = SoloComm(torch.device("cpu"))
+
+
+def batch(**lengths):
+    return padded(torch.Generator().manual_seed(0), seq2seq=True, **lengths)
+
+
+def raised_by(work, ranks=2):
+    """What each rank raised."""
+
+    def caught(comm):
+        with pytest.raises(UserError) as error:
+            work(comm)
+        return type(error.value), str(error.value)
+
+    return run_ranks(ranks, caught)
+
+
+def bert():
+    return BertForMaskedLM(BertConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=4, vocab_size=40))
+
+
+def as_flash():
+    model = llama()
+    model.config._attn_implementation_internal = "flash_attention_2"
+    return model
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "parts"),
+    [
+        (bert, ModelError, ["BertForMaskedLM of type bert"]),
+        (lambda: T5EncoderModel(tiny_t5_config()), ModelError, ["T5EncoderModel of type t5"]),
+        (lambda: torch.nn.Linear(2, 2), ModelError, ["got Linear."]),
+        (lambda: fully_shard(llama(), ALONE), ShardingError, ["before fully_shard"]),
+        (lambda: sequence_parallel(llama(), ALONE), ShardingError, ["once"]),
+        (as_flash, ModelError, ["sdpa or eager", "flash_attention_2"]),
+        (lambda: bart(encoder_layerdrop=0.1), ConfigError, ["encoder_layerdrop: 0.1"]),
+    ],
+)
+def test_models_that_cannot_share_rows_are_refused(make, error, parts):
+    with pytest.raises(error) as refused:
+        sequence_parallel(make(), ALONE)
+    assert all(part in str(refused.value) for part in parts)
+
+
+def test_more_ranks_than_heads_are_refused_with_the_numbers():
+    models = [llama(num_attention_heads=2) for _ in range(3)]
+    for kind, text in raised_by(lambda comm: sequence_parallel(models[comm.rank], comm), ranks=3):
+        assert kind is ConfigError
+        assert "has 2 for 3 ranks" in text
+
+
+def test_a_mesh_of_two_axes_is_refused():
+    def work(comm):
+        sequence_parallel(llama(), (comm.split([[0, 2], [1, 3]]), comm.split([[0, 1], [2, 3]])))
+
+    assert {kind for kind, _ in raised_by(work, ranks=4)} == {ProcessGroupError}
+
+
+@pytest.mark.parametrize(
+    ("change", "part"),
+    [
+        ({"labels": None}, "pass labels in training"),
+        ({"output_attentions": True}, "output_attentions"),
+        ({"past_key_values": ()}, "past_key_values"),
+        ({"decoder_input_ids": torch.ones(2, 9, dtype=torch.int64)}, "7 labels a row for 9 tokens"),
+    ],
+)
+def test_calls_that_cannot_be_split_are_refused(change, part):
+    model = sequence_parallel(t5().train(), ALONE)
+    with pytest.raises(ShardingError, match=part):
+        model(**(batch() | change))
+
+
+def test_rows_of_fewer_tokens_than_ranks_are_refused_on_every_rank():
+    models = [t5() for _ in range(4)]
+    for kind, text in raised_by(lambda comm: sequence_parallel(models[comm.rank], comm)(**batch(target=3)), ranks=4):
+        assert kind is ShardingError
+        assert "4 tokens; those of the decoder have 3" in text
+
+
+@pytest.mark.parametrize("name", ["input_ids", "labels"])
+@pytest.mark.parametrize("change", [lambda ids: ids + 1, lambda ids: ids[:, :-1]])
+def test_ranks_that_were_given_other_rows_raise_the_same_error(name, change):
+    models = [t5() for _ in range(2)]
+
+    def work(comm):
+        mine = batch()
+        if comm.rank:
+            mine[name] = change(mine[name])
+        sequence_parallel(models[comm.rank], comm)(**mine)
+
+    kinds, texts = zip(*raised_by(work), strict=True)
+    assert set(kinds) == {MismatchError}
+    assert len(set(texts)) == 1
+    assert f"{name} of rank 1" in texts[0]
+
+
+@pytest.mark.parametrize("make", [t5, llama])
+def test_calls_without_labels_and_generation_are_those_of_the_plain_model(make):
+    torch.manual_seed(0)
+    plain = make().eval()
+    models = [copy.deepcopy(plain) for _ in range(2)]
+    ids = torch.randint(3, 40, (2, 5), generator=torch.Generator().manual_seed(0))
+    inputs = {"input_ids": ids} | ({"decoder_input_ids": ids[:, :3]} if plain.config.is_encoder_decoder else {})
+
+    def outputs(model):
+        with torch.no_grad():
+            return model(**inputs).logits, model.generate(ids, max_new_tokens=4, do_sample=False)
+
+    def work(comm):
+        return outputs(sequence_parallel(models[comm.rank], comm))
+
+    logits, tokens = outputs(plain)
+    for own_logits, own_tokens in run_ranks(2, work):
+        assert torch.equal(own_tokens, tokens)
+        torch.testing.assert_close(own_logits, logits)
+
+
+def test_outputs_are_of_this_ranks_tokens_and_the_config_stays_loadable(tmp_path):
+    models = [t5() for _ in range(2)]
+
+    def work(comm):
+        output = sequence_parallel(models[comm.rank], comm)(**batch(), return_dict=False)
+        return output[0].shape, output[1].shape
+
+    assert [tuple(map(tuple, shapes)) for shapes in run_ranks(2, work)] == [((), (2, 4, VOCAB)), ((), (2, 3, VOCAB))]
+    models[0].config.save_pretrained(tmp_path)
+    assert "heads_of" not in (tmp_path / "config.json").read_text()
