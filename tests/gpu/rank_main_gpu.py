@@ -11,8 +11,10 @@ import fullshard
 from fullshard.core.comm import MemoryMeter, SoloComm
 from fullshard.core.comm.rounded import BLOCK, RoundedGroup
 from fullshard.core.engine import record
+from fullshard.core.engine.full.summon import summoned_parameters
 from fullshard.core.engine.registry import runtime_of
 from fullshard.program.train.setup.activation_offload import ActivationOffload
+from support.extended import Halved, Scaled, blocks, rounded as as_rounded
 from support.models import KINDS, TinyLM, batches, lm_loss, seq2seq_loss, t5
 from support.parity import ROWS_PER_RANK, replicas, train_sharded, train_unsharded
 from support.rank_script import found, parse, print_result
@@ -154,6 +156,27 @@ def in_fp8(values):
     return 2.0**-4 * values.abs() + 2.0**-18 * torch.cat(blocks, 1)
 
 
+def extensions(comm):
+    """Losses of models with parameters that gather themselves, in three steps, less those of the rounded values."""
+    worst = 0.0
+    for kind in (Scaled, Halved):
+        model = fullshard.fully_shard(blocks(kind).to(comm.device), comm)
+        plain = blocks(None).to(comm.device)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        rows = torch.linspace(-1, 1, 128, device=comm.device).reshape(4, 32)
+        for _ in range(3):
+            with summoned_parameters(model, model.modules()):
+                full = {name: param.detach().clone() for name, param in model.named_parameters()}
+            shown = {name: as_rounded(kind, value) if value.dim() == 2 else value for name, value in full.items()}
+            loss = model(rows).square().mean()
+            expected = torch.func.functional_call(plain, shown, rows).square().mean()
+            worst = max(worst, ((loss - expected).abs() / expected).item())
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return {"gap": worst}
+
+
 def embedding(comm):
     grads = []
     for _ in range(2):
@@ -255,6 +278,7 @@ CASES = {
         fp16,
         wide_sum,
         rounded,
+        extensions,
         embedding,
         memory,
         activations,

@@ -62,6 +62,11 @@ def test_rounded_messages_keep_their_bounds_of_error(ranks):
             assert found["losses"][-1] < found["losses"][0]
 
 
+def test_parameters_that_gather_themselves_are_computed_with_as_rounded(ranks):
+    for rank in ranks:
+        assert rank["extensions"]["gap"] <= 1e-4, rank["extensions"]
+
+
 def test_embedding_gradients_are_deterministic(ranks):
     for rank in ranks:
         assert rank["embedding"]["same"]

@@ -15,7 +15,7 @@ from dist.compat.fsdp2_extensions_main import float8
 from dist.planner.plan_main import STEPS, measured
 from fullshard import MixedPrecision, ShardingStrategy
 from fullshard.core.comm import GlooComm
-from support.extended import Halved, Scaled, blocks
+from support.extended import Halved, Scaled, blocks, blocks_over_codes
 from support.rank_script import found, parse, print_result
 
 WIDE = 1024
@@ -39,6 +39,8 @@ class WithLoss(nn.Module):
 CASES = {
     "int8": (functools.partial(make, Scaled), {}),
     "int8_beside_frozen": (functools.partial(make, Scaled, ("0.0.weight", "2.2.weight")), {"frozen": "shard"}),
+    "codes": (functools.partial(blocks_over_codes, wide=WIDE), {"frozen": "shard"}),
+    "codes_replicated": (functools.partial(blocks_over_codes, wide=WIDE), {"frozen": "replicate"}),
     "bf16_kept": (functools.partial(make, Halved), {"strategy": ShardingStrategy.SHARD_GRAD_OP}),
     "float8": (functools.partial(float8, functools.partial(make, None)), {}),
     "float8_in_bf16": (functools.partial(float8, functools.partial(make, None)), {"mp_policy": BF16}),
@@ -52,10 +54,12 @@ CASES = {
 def both(comm, make, options):
     """What ranks hold and send, and what the plan says."""
 
+    def optimizer_of(model):
+        return torch.optim.AdamW([param for param in model.parameters() if param.requires_grad], fused=True)
+
     def build(ranks):
-        torch.manual_seed(0)
         model = fullshard.fully_shard(WithLoss(make()), ranks, **options)
-        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+        optimizer = optimizer_of(model)
         rows = torch.zeros(ROWS, 32)
 
         def step():
@@ -70,6 +74,7 @@ def both(comm, make, options):
         lambda: WithLoss(make()),
         lambda: torch.zeros(ROWS, 32),
         world_size=2,
+        optimizer_fn=optimizer_of,
         loss_fn=lambda model, rows: model(rows),
         **options,
     )

@@ -26,13 +26,18 @@ def even_layout(extension: Extension, ranks: int) -> LaneLayout:
     Raises:
         WrapError: A rank has none, and the class cannot know that.
     """
-    shape = extension.full_shape
+    shape = extension.values.shape
     if not shape:
         raise WrapError(
             f"Parameter {extension.name} is a scalar {extension.kind.__name__}, which has no rows to shard."
         )
     rows, row = -(-shape[0] // ranks), shape[1:].numel()
     without = ranks - -(-shape[0] // rows)
+    if extension.packed and shape[0] % ranks:
+        raise WrapError(
+            f"Parameter {extension.name} {tuple(extension.full_shape)} is a {extension.kind.__name__}, which can be "
+            f"cut into {shape[0]} equal groups of rows: they cannot be divided by {ranks} ranks. Shard over fewer."
+        )
     if without and extension.takes_mesh_only:
         raise WrapError(
             f"Parameter {extension.name} {tuple(shape)} is a {extension.kind.__name__}, cut into {rows} rows a rank: "
@@ -184,13 +189,16 @@ class ExtensionLane(Lane):
 
     def full_view(self, place: int) -> torch.Tensor:
         """See :meth:`Lane.full_view`; before the first gather, a tensor that only has the shape."""
-        made = self.full.result
-        shape = self.extension.full_shape
-        return (
-            torch.empty((), dtype=self.dtypes.compute, device=self.device.device).expand(shape)
-            if made is None
-            else made
-        )
+        if self.full.result is not None:
+            return self.full.result
+        empty = torch.empty((), dtype=self._dtype, device=self.full.tensor.device)
+        return empty.expand(self.extension.full_shape)
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        """The dtype that the full parameter is asked for in."""
+        # Bytes stay bytes where a unit is switched to its shards' own dtypes.
+        return self.dtypes.compute if self.dtypes.compute.is_floating_point else self.extension.dtype
 
     def has_changed(self) -> bool:
         """Return True: it may take a collective to know what would be sent now."""
@@ -240,7 +248,7 @@ class ExtensionLane(Lane):
 
     def _sent(self) -> list[torch.Tensor]:
         """Return what this rank sends, with as many rows on each rank."""
-        rows = self.rows.to(self.device.device, non_blocking=True)
+        rows = self.rows.to(self.full.tensor.device, non_blocking=True)
         sent, self.metadata = self.extension.before_gather(rows, self.mesh.shard_group)
         return [self._padded(one, len(rows)) for one in sent]
 
@@ -248,7 +256,7 @@ class ExtensionLane(Lane):
     def rows(self) -> torch.Tensor:
         """This rank's rows, a view of the shard."""
         start, stop = self.layout.local_range(self.layout.placements[0], self.mesh.shard_group.rank)
-        return self.shard[: stop - start].view(-1, *self.extension.full_shape[1:])
+        return self.shard[: stop - start].view(-1, *self.shapes[0][1:])
 
     def _padded(self, one: torch.Tensor, rows: int) -> torch.Tensor:
         most = self._most_rows
@@ -284,14 +292,14 @@ class ExtensionLane(Lane):
         super().finish_gather()
         full, out, metadata = self.full, self.out, self.metadata
         if full.result is None:
-            made = self.extension.after_gather(self._gathered(), metadata, self.dtypes.compute, None)
+            made = self.extension.after_gather(self._gathered(), metadata, self._dtype, None)
             assert made is not None
             full.adopt(self._in_shape(made[0]), made[1])
         else:
             full.take_made()
             assert out is not None
             shown_as, out.__class__ = out.__class__, type(full.result)
-            self.extension.after_gather(self._gathered(), metadata, self.dtypes.compute, out)
+            self.extension.after_gather(self._gathered(), metadata, self._dtype, out)
             out.__class__ = shown_as
         full.version = full.tensor._version
         self.metadata = None

@@ -206,6 +206,9 @@ def fully_shard(  # noqa: PLR0913 (the front door: each argument is a policy)
     none. Build the optimizer on ``model.parameters()`` as usual. Forward and backward gather one unit at a time; after
     ``backward()`` each shard's ``.grad`` is the mean over ranks of the gradient.
 
+    A parameter whose class has ``fsdp_pre_all_gather`` and ``fsdp_post_all_gather``, as torch's FSDP2 defines them, is
+    gathered as these say. Its shard is a new Parameter of the plain tensor inside.
+
     Call it once on the root with a wrap policy, or bottom up: on blocks, each with its own policies, then on the root,
     which includes them and makes one unit of the rest. After that only the root may be called.
 
@@ -245,7 +248,7 @@ def fully_shard(  # noqa: PLR0913 (the front door: each argument is a policy)
 
     Raises:
         ProcessGroupError: There is no process group, or the mesh does not fit.
-        WrapError: The policy does not fit the model; nothing has changed.
+        WrapError: The policy does not fit the model, or a tensor subclass cannot be taken apart; nothing has changed.
         MismatchError: Ranks hold different models; raised on every rank, nothing has changed.
         ShardingError: The model is sharded already.
         ConfigError: Policies contradict each other, or the device cannot compute in the dtype.

@@ -305,6 +305,8 @@ class Initializer:
         for member in spec.params:
             module, key = member.slots[0]
             made = module._parameters[key]
+            if member.extension is not None and made is not None and made is not member.param:
+                made = nn.Parameter(member.extension.values_of(made), made.requires_grad)
             if not member.param.is_meta and made is member.param:
                 continue
             if made is None or made.is_meta or (made.shape, made.dtype) != (member.param.shape, member.param.dtype):
