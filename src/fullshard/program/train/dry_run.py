@@ -34,6 +34,7 @@ from fullshard.program.train.setup.devices import (
     precision_of,
     with_precision,
 )
+from fullshard.program.train.setup.float8 import float8_notes, require_float8
 from fullshard.program.train.setup.model import UnreadWeights, outline_model, own_loss, refuses_fp16, shard_model
 from fullshard.program.train.setup.optimizers import expected_state_bytes
 from fullshard.program.train.setup.prepare import Prepared, Progress, collate_spec, prepare, prepare_tokenizer
@@ -171,6 +172,7 @@ def _dry_run(
     precision = precision_choice(config, devices, before)
     if precision.value == "bf16" and devices.gpu and not devices.bf16:
         raise ConfigError(f"training.precision is bf16, but {precision_of(devices)[1]}. Set it to fp16 or fp32.")
+    require_float8(config, devices)
     asked = with_precision(config, devices, precision.value)
     config = for_devices(asked, devices)
     plan = make_plan(config, data.train_set, world_size, causal=data.causal)
@@ -204,6 +206,7 @@ def _dry_run(
             *mixture_notes(config, data),
             *own_loss(model, config)[1],
             *quantization_notes(config),
+            *float8_notes(model, config),
             *advice(config, data, plan, world_size),
             *untried,
         ),
