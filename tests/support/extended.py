@@ -93,3 +93,67 @@ def blocks(kind=Scaled, *, wide=64, count=3, frozen=()):
         if isinstance(module, nn.Linear) and kind is not None:
             module.weight = nn.Parameter(kind(module.weight.detach()), f"{name}.weight" not in frozen)
     return model
+
+
+class Codes(torch.Tensor):
+    """Frozen int8 codes with a scale for each row, and a table that all rows share."""
+
+    @staticmethod
+    def __new__(cls, codes, scales, table):
+        return torch.Tensor._make_wrapper_subclass(cls, codes.shape, dtype=scales.dtype, device=codes.device)
+
+    def __init__(self, codes, scales, table):
+        self.codes, self.scales, self.table = codes, scales, table
+
+    @classmethod
+    def of(cls, full):
+        scales = full.abs().amax(1).clamp_min(1e-12) / 127
+        return cls((full / scales[:, None]).round().to(torch.int8), scales, torch.arange(3.0))
+
+    def full(self):
+        return self.codes * self.scales[:, None]
+
+    def __tensor_flatten__(self):
+        return ["codes", "scales", "table"], None
+
+    @classmethod
+    def __tensor_unflatten__(cls, inner, spec, size, stride):
+        return cls(inner["codes"], inner["scales"], inner["table"])
+
+    def fsdp_pre_all_gather(self, mesh):
+        return (self.codes, self.scales), self.table
+
+    def fsdp_post_all_gather(self, gathered, metadata, param_dtype, *, out=None):
+        codes, scales = gathered
+        assert metadata.equal(torch.arange(3.0))
+        if out is not None:
+            assert isinstance(out, Codes)
+            assert out.codes.untyped_storage().data_ptr() == codes.untyped_storage().data_ptr()
+            return None
+        return Codes(codes, scales, metadata), (codes, scales)
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args, kwargs=None):
+        kwargs = kwargs or {}
+        one = args[0]
+        if func is torch.ops.aten.detach.default:
+            return cls(one.codes.detach(), one.scales.detach(), one.table)
+        if func is torch.ops.aten.split.Tensor:
+            parts = zip(one.codes.split(args[1]), one.scales.split(args[1]), strict=True)
+            return [cls(codes, scales, one.table) for codes, scales in parts]
+        if func is torch.ops.aten._to_copy.default:
+            changes = {key: value for key, value in kwargs.items() if key != "dtype"}
+            return cls(one.codes.to(**changes), one.scales.to(**changes), one.table.to(**changes))
+        args, kwargs = pytree.tree_map_only(cls, lambda one: one.full(), (args, kwargs))
+        return func(*args, **kwargs)
+
+    def __repr__(self):
+        return f"Codes({self.codes}, {self.scales})"
+
+
+def blocks_over_codes():
+    """The model whose first matrix of each block is of codes, frozen."""
+    model = blocks(None)
+    for block in model:
+        block[0].weight = nn.Parameter(Codes.of(block[0].weight.detach()), requires_grad=False)
+    return model

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed import fsdp as theirs
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
@@ -28,6 +29,29 @@ def float8(make):
 
     config = Float8LinearConfig(enable_fsdp_float8_all_gather=True, emulate=True)
     return convert_to_float8_training(make(), config=config)
+
+
+class OverNF4(nn.Module):
+    """A linear layer of a frozen 4-bit weight, and a bias that is trained."""
+
+    def __init__(self, linear):
+        super().__init__()
+        from torchao.quantization.quantize_.workflows.nf4 import nf4_tensor  # noqa: PLC0415
+
+        self.multiply = nf4_tensor.linear_nf4
+        self.weight = nn.Parameter(nf4_tensor.to_nf4(linear.weight.detach(), 32, 16), requires_grad=False)
+        self.bias = linear.bias
+
+    def forward(self, rows):
+        return self.multiply(rows, self.weight) + self.bias
+
+
+def over_nf4():
+    let_import_torchao()
+    model = blocks(None)
+    for block in model:
+        block[0], block[2] = OverNF4(block[0]), OverNF4(block[2])
+    return model
 
 
 def sent_by_torch(run):
@@ -54,7 +78,7 @@ def sent_by_torch(run):
 
 def train(model, after=lambda: None):
     """The losses of some AdamW steps, each rank on its own rows."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    optimizer = torch.optim.AdamW([param for param in model.parameters() if param.requires_grad], lr=1e-2)
     draws = torch.Generator().manual_seed(dist.get_rank())
     losses = []
     for _ in range(STEPS):
@@ -114,6 +138,7 @@ CASES = {
     "kept_after_forward": functools.partial(compare, of_int8, reshard_after_forward=False),
     "torchaos_float8": functools.partial(compare, of_float8),
     "torchaos_float8_scaled_ahead": functools.partial(compare, of_float8, ahead=True),
+    "torchaos_nf4_frozen": functools.partial(compare, over_nf4),
     "torchaos_float8_in_bf16": functools.partial(compare, of_float8, ahead=True, mp_policy=BF16),
 }
 

@@ -6,12 +6,21 @@ import pytest
 import torch
 from torch import nn
 
-from fullshard import MixedPrecision, ShardingStrategy, full_state_dict, fully_shard, unsharded
+from fullshard import (
+    Checkpoints,
+    MixedPrecision,
+    ShardingStrategy,
+    full_state_dict,
+    fully_shard,
+    load_checkpoint,
+    unsharded,
+)
 from fullshard.core.comm import RecordingComm
+from fullshard.core.engine.full.summon import summoned_parameters
 from fullshard.core.engine.registry import runtime_of
 from fullshard.core.testing import run_ranks
 from fullshard.errors import ShardingError, WrapError
-from support.extended import Halved, Scaled, blocks, rounded
+from support.extended import Codes, Halved, Scaled, blocks, blocks_over_codes, rounded
 from support.parity import mesh_for, size_for
 
 ROWS = 2
@@ -54,8 +63,12 @@ def expected(kind, ranks, steps=4):
     return losses, {name: param.detach() for name, param in model.named_parameters()}
 
 
-def train(model, rank, steps=4):
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+def trainable(model):
+    return [param for param in model.parameters() if param.requires_grad]
+
+
+def train(model, rank, steps=4, optimizer=None):
+    optimizer = optimizer or torch.optim.AdamW(trainable(model), lr=1e-3)
     losses = []
     for rows in data(rank, steps):
         loss = loss_of(model, rows)
@@ -251,3 +264,110 @@ def test_messages_of_such_parameters_are_not_rounded_further():
     models = [copy.deepcopy(blocks(Scaled)) for _ in range(2)]
     found = on_ranks(2, models, lambda model, comm: train(model, comm.rank), mp_policy=MixedPrecision(messages="bf16"))
     torch.testing.assert_close(torch.tensor(found).mean(0), torch.tensor(losses), atol=2e-2, rtol=2e-2)
+
+
+@pytest.mark.parametrize("frozen", ["shard", "replicate"])
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_frozen_codes_and_scales_are_the_unsharded_run(frozen, ranks):
+    model = blocks(None)
+    for block in model:
+        block[0].weight.data = Codes.of(block[0].weight.detach()).full()
+        block[0].weight.requires_grad_(requires_grad=False)
+    optimizer = torch.optim.AdamW(trainable(model), lr=1e-3)
+    losses = []
+    for step in range(4):
+        loss = loss_of(model, torch.cat([data(rank, 4)[step] for rank in range(ranks)]))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    models = [blocks_over_codes() for _ in range(ranks)]
+    found = on_ranks(ranks, models, lambda model, comm: train(model, comm.rank), frozen=frozen)
+    torch.testing.assert_close(torch.tensor(found).mean(0), torch.tensor(losses), atol=1e-5, rtol=1e-5)
+
+
+def test_codes_and_scales_are_saved_as_bytes_and_resumed_on_other_ranks(tmp_path):
+    def saved(size, path=None):
+        models = [blocks_over_codes() for _ in range(size)]
+
+        def work(model, comm):
+            optimizer = torch.optim.AdamW(trainable(model), lr=1e-3)
+            if path is not None:
+                with torch.no_grad():
+                    model[0][0].weight.zero_()
+                load_checkpoint(model, optimizer, path)
+            train(model, comm.rank, steps=1)
+            with Checkpoints(tmp_path / str(size), ranks=comm) as checkpoints:
+                path_here = checkpoints.save(model, optimizer, step=1)
+            with unsharded(model):
+                return str(path_here), model[0][0].weight.full(), full_state_dict(model)
+
+        return on_ranks(size, models, work, frozen="shard")[0]
+
+    path, before, state = saved(2)
+    assert (state["0.0.weight"].shape, state["0.0.weight"].dtype) == ((64, 32 + 4), torch.uint8)
+    assert torch.equal(saved(4, path)[1], before)
+    assert torch.equal(before, Codes.of(blocks(None)[0][0].weight.detach()).full())
+
+
+@pytest.mark.parametrize(
+    ("ranks", "trained", "words"),
+    [(2, True, "Freeze it"), (3, False, "cut into 64 equal groups of rows: .* by 3 ranks")],
+)
+def test_codes_that_are_trained_or_cannot_be_divided_are_refused(ranks, trained, words):
+    models = [blocks_over_codes() for _ in range(ranks)]
+    for model in models:
+        model[0][0].weight.requires_grad_(requires_grad=trained)
+
+    def work(comm):
+        with pytest.raises(WrapError, match=words):
+            fully_shard(models[comm.rank], comm)
+
+    run_ranks(ranks, work)
+
+
+def test_codes_are_not_shown_to_plain_modules():
+    models = [blocks_over_codes() for _ in range(2)]
+
+    def work(model, comm):
+        with pytest.raises(ShardingError, match="sharded as their bytes"), summoned_parameters(model, model.modules()):
+            pass
+
+    on_ranks(2, models, work)
+
+
+@pytest.mark.parametrize("others", [1, 3])
+def test_a_checkpoint_resumes_on_other_ranks(tmp_path, others):
+    def run(size, path=None):
+        models = [blocks(Scaled) for _ in range(size)]
+
+        def work(model, comm):
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+            if path is not None:
+                load_checkpoint(model, optimizer, path)
+                return "", steps(model, optimizer)
+            steps(model, optimizer)
+            with Checkpoints(tmp_path / "saved", ranks=comm) as checkpoints:
+                saved = checkpoints.save(model, optimizer, step=1)
+            return str(saved), steps(model, optimizer)
+
+        return on_ranks(size, models, work)[0]
+
+    def steps(model, optimizer):  # the same rows on every rank
+        return train(model, 0, steps=2, optimizer=optimizer)
+
+    path, losses = run(2)
+    torch.testing.assert_close(run(others, path)[1], losses, atol=1e-6, rtol=1e-6)
+
+
+def test_an_evaluation_in_inference_mode_may_come_first():
+    losses, _ = expected(Scaled, 2)
+    models = [blocks(Scaled) for _ in range(2)]
+
+    def work(model, comm):
+        with torch.inference_mode():
+            model(data(comm.rank, 1)[0])
+        return train(model, comm.rank)
+
+    found = on_ranks(2, models, work)
+    torch.testing.assert_close(torch.tensor(found).mean(0), torch.tensor(losses), atol=1e-5, rtol=1e-5)

@@ -8,7 +8,8 @@ inside the subclass: optimizers, checkpoints and first values have these values.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -28,69 +29,67 @@ class Extension:
 
     Attributes:
         name: The parameter's, for messages.
-        values: The plain tensor inside, in the parameter's shape and dtype, until :meth:`cut`.
+        values: What the engine shards: the plain tensor inside, until :meth:`cut`.
+        packed: True if ``values`` are bytes: see :class:`PackedExtension`.
         takes_mesh_only: True if ``fsdp_pre_all_gather`` has one argument, the mesh: then it does not know how many rows
             other ranks have.
         module: The module that has the parameter.
         precision: The policy of its unit.
         full_shape: Shape of the full parameter.
+        dtype: Its dtype before sharding.
+        kind: Its class.
     """
 
-    def __init__(self, name: str, param: nn.Parameter, module: nn.Module) -> None:
-        """Find the tensor inside ``param``.
+    packed = False
 
-        Raises:
-            WrapError: It has one of the two methods only, or cannot be taken apart.
-        """
+    def __init__(self, name: str, param: nn.Parameter, module: nn.Module, values: dict[str, torch.Tensor]) -> None:
+        """Describe ``param``; ``values`` are the tensors inside that the engine shards, by attribute."""
         self.name = name
         self.module = module
         self.precision = MixedPrecision()
-        self.full_shape = param.shape
-        self.kind = type(param)
-        self._inner = _inner_of(name, param)
-        self.values: torch.Tensor = getattr(param, self._inner).detach()
+        self.full_shape, self.dtype, self.kind = param.shape, param.dtype, type(param)
+        self._inside = tuple(values)
         self._whole: torch.Tensor | None = param
         self._local: torch.Tensor | None = None
-        count = len(inspect.signature(param.fsdp_pre_all_gather).parameters)  # type: ignore[attr-defined]
-        if count not in (1, 5):
-            raise WrapError(
-                f"{_called(name, param)}: its fsdp_pre_all_gather takes {count} arguments. It takes (mesh), or (mesh, "
-                "outer_size, outer_stride, module, mp_policy)."
-            )
-        self.takes_mesh_only = count == 1
+        self.values = next(iter(values.values())).detach()
+        self.takes_mesh_only = len(inspect.signature(param.fsdp_pre_all_gather).parameters) == 1  # type: ignore[attr-defined]
 
     def cut(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> None:
-        """Make this rank's tensor of the subclass, in ``shape``, and free the full one.
+        """Make this rank's tensor of the subclass, for rows of ``shape`` of the values, and free the full one.
 
         Raises:
-            WrapError: ``new_zeros`` of the subclass does not keep it.
+            WrapError: The subclass is lost on the way.
         """
         whole = self._local if self._whole is None else self._whole
         assert whole is not None
         with torch.no_grad():
-            local = whole.detach().new_zeros(tuple(shape), dtype=dtype, device=device)
-        if type(local) is not self.kind:
+            self._local = self._made_for(whole.detach(), shape, dtype, device)
+        if type(self._local) is not self.kind:
             raise WrapError(
-                f"{_called(self.name, whole)}: its new_zeros() gives a {type(local).__name__}. torch's FSDP2 needs "
-                "split, new_zeros, narrow and copy_ to keep the class, and so does fullshard."
+                f"{_called(self.name, whole)}, but its rows a {type(self._local).__name__}. torch's FSDP2 needs split, "
+                "new_zeros, narrow and copy_ to keep the class, and so does fullshard."
             )
         if self._whole is not None:
             self.values = torch.empty(0)
-            setattr(self._whole, self._inner, self.values)
-        self._local, self._whole = local, None
+            for name in self._inside:
+                setattr(self._whole, name, self.values)
+            self._whole = None
+
+    def _made_for(
+        self, whole: torch.Tensor, shape: Sequence[int], dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        return whole.new_zeros(tuple(shape), dtype=dtype, device=device)
 
     def local(self, rows: torch.Tensor) -> torch.Tensor:
         """Return this rank's tensor of the subclass around ``rows``: the same object in each call.
 
         What a user sets on it, such as a scale that was computed ahead, is kept.
         """
-        local = self._local
-        assert local is not None
-        if (local.dtype, local.device) != (rows.dtype, rows.device):
+        assert self._local is not None
+        if (self._local.dtype, self._local.device) != (rows.dtype, rows.device):
             self.cut(rows.shape, rows.dtype, rows.device)
-            local = self._local
-        setattr(local, self._inner, rows)
-        return local  # type: ignore[return-value]
+        setattr(self._local, self._inside[0], rows)
+        return self._local
 
     def takes(self, attribute: str) -> bool:
         """Return True if the class has such an attribute."""
@@ -128,29 +127,92 @@ class Extension:
         return local.fsdp_post_all_gather(gathered, metadata, dtype)
 
 
-def _called(name: str, param: torch.Tensor) -> str:
-    return f"Parameter {name} {tuple(param.shape)} is a {type(param).__name__}"
+class PackedExtension(Extension):
+    """A frozen subclass around several tensors, such as codes and their scales.
+
+    The engine shards their bytes, (groups, bytes of a group), uint8. A group is the fewest rows of which each tensor
+    inside has full elements along its dimension 0. Tensors that are not divided as the rows are, such as a table of
+    values, are the same on each rank.
+    """
+
+    packed = True
+
+    def __init__(self, name: str, param: nn.Parameter, module: nn.Module, values: dict[str, torch.Tensor]) -> None:
+        """Pack ``values``, the tensors inside that are divided as the rows are."""
+        super().__init__(name, param, module, values)
+        groups = math.gcd(param.shape[0], *(len(one) for one in values.values()))
+        self._forms = [(len(one) // groups, one.shape[1:], one.dtype) for one in values.values()]
+        self._rows = param.shape[0] // groups
+        parts = [one.detach().contiguous().view(groups, -1).view(torch.uint8) for one in values.values()]
+        self.values = torch.cat(parts, 1)
+
+    def _made_for(
+        self, whole: torch.Tensor, shape: Sequence[int], dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        return whole.split(shape[0] * self._rows)[0].to(device)
+
+    def local(self, rows: torch.Tensor) -> torch.Tensor:
+        """See :meth:`Extension.local`; ``rows`` are groups of bytes."""
+        start = 0
+        for name, (count, tail, dtype) in zip(self._inside, self._forms, strict=True):
+            size = count * tail.numel() * dtype.itemsize
+            part = rows[:, start : start + size].contiguous().view(-1).view(dtype)
+            setattr(self._local, name, part.view(count * len(rows), *tail))
+            start += size
+        assert self._local is not None
+        return self._local
 
 
-def _inner_of(name: str, param: torch.Tensor) -> str:
-    """Return the attribute of the one plain tensor inside ``param``."""
+def extension_of(name: str, param: nn.Parameter, module: nn.Module) -> Extension:
+    """Take ``param`` of ``module``, which is made of others, apart.
+
+    Raises:
+        WrapError: Its class has one of the two methods only, or does not say what is inside; or several tensors are
+            inside and it is trained, or they are not divided as its rows are.
+    """
     lacking = [method for method in METHODS if not hasattr(param, method)]
     if lacking:
         raise WrapError(
             f"{_called(name, param)}, a tensor made of others, without {lacking[0]}: it cannot be gathered."
+        )
+    count = len(inspect.signature(param.fsdp_pre_all_gather).parameters)  # type: ignore[attr-defined]
+    if count not in (1, 5):
+        raise WrapError(
+            f"{_called(name, param)}: its fsdp_pre_all_gather takes {count} arguments. It takes (mesh), or (mesh, "
+            "outer_size, outer_stride, module, mp_policy)."
         )
     if not is_traceable_wrapper(param):
         raise WrapError(
             f"{_called(name, param)}, which says nothing of the tensors inside. Give it __tensor_flatten__ and "
             "__tensor_unflatten__."
         )
-    parts = {part: getattr(param, part) for part in param.__tensor_flatten__()[0]}  # type: ignore[attr-defined]
-    alike = [part for part, inner in parts.items() if (inner.shape, inner.dtype) == (param.shape, param.dtype)]
-    if len(alike) != 1 or type(parts[alike[0]]) not in (torch.Tensor, nn.Parameter):
-        inside = ", ".join(f"{part} {tuple(inner.shape)} {inner.dtype}" for part, inner in parts.items())
+    inside = {part: getattr(param, part) for part in param.__tensor_flatten__()[0]}  # type: ignore[attr-defined]
+    alike = {part: one for part, one in inside.items() if (one.shape, one.dtype) == (param.shape, param.dtype)}
+    plain = all(type(one) in (torch.Tensor, nn.Parameter) for one in inside.values())
+    if plain and len(alike) == 1:
+        return Extension(name, param, module, alike)
+    divided = _divided(param, inside) if plain and not param.requires_grad and param.dim() else {}
+    if not divided:
+        described = ", ".join(f"{part} {tuple(one.shape)} {one.dtype}" for part, one in inside.items())
         raise WrapError(
-            f"{_called(name, param)} of {param.dtype} around {inside}. fullshard takes subclasses around one plain "
-            "tensor of their own shape and dtype, which optimizers and checkpoints then see. Leave out what made it, "
-            "or use torch's own fully_shard."
+            f"{_called(name, param)} of {param.dtype} around {described}. fullshard takes subclasses around one plain "
+            "tensor of their own shape and dtype, which optimizers and checkpoints then see; and frozen ones around "
+            "several that split() divides as it does the rows. Freeze it, leave out what made it, or use torch's own "
+            "fully_shard."
         )
-    return alike[0]
+    return PackedExtension(name, param, module, divided)
+
+
+def _called(name: str, param: torch.Tensor) -> str:
+    return f"Parameter {name} {tuple(param.shape)} is a {type(param).__name__}"
+
+
+def _divided(param: torch.Tensor, inside: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return the tensors inside that ``split`` divides as it does the rows; all, if there is one row only."""
+    rows = param.shape[0]
+    factor = next((one for one in range(2, rows + 1) if rows % one == 0), 1)
+    with torch.no_grad():
+        part = param.detach().split(rows // factor)[0]
+    if type(part) is not type(param):
+        return {}
+    return {name: one for name, one in inside.items() if one.dim() and len(one) == factor * len(getattr(part, name))}

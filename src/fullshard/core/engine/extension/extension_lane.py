@@ -26,13 +26,18 @@ def even_layout(extension: Extension, ranks: int) -> LaneLayout:
     Raises:
         WrapError: A rank has none, and the class cannot know that.
     """
-    shape = extension.full_shape
+    shape = extension.values.shape
     if not shape:
         raise WrapError(
             f"Parameter {extension.name} is a scalar {extension.kind.__name__}, which has no rows to shard."
         )
     rows, row = -(-shape[0] // ranks), shape[1:].numel()
     without = ranks - -(-shape[0] // rows)
+    if extension.packed and shape[0] % ranks:
+        raise WrapError(
+            f"Parameter {extension.name} {tuple(extension.full_shape)} is a {extension.kind.__name__}, which can be "
+            f"cut into {shape[0]} equal groups of rows: they cannot be divided by {ranks} ranks. Shard over fewer."
+        )
     if without and extension.takes_mesh_only:
         raise WrapError(
             f"Parameter {extension.name} {tuple(shape)} is a {extension.kind.__name__}, cut into {rows} rows a rank: "
@@ -248,7 +253,7 @@ class ExtensionLane(Lane):
     def rows(self) -> torch.Tensor:
         """This rank's rows, a view of the shard."""
         start, stop = self.layout.local_range(self.layout.placements[0], self.mesh.shard_group.rank)
-        return self.shard[: stop - start].view(-1, *self.extension.full_shape[1:])
+        return self.shard[: stop - start].view(-1, *self.shapes[0][1:])
 
     def _padded(self, one: torch.Tensor, rows: int) -> torch.Tensor:
         most = self._most_rows

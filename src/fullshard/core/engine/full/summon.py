@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from fullshard.core.comm import settle
+from fullshard.core.engine.extension.extension_lane import ExtensionParam
 from fullshard.core.engine.registry import home_of, runtime_of
 from fullshard.core.engine.step.lane import Lane
 from fullshard.core.engine.step.param import ShardedParam
@@ -190,6 +191,12 @@ def _check(runtime: Runtime, units: Iterable[Unit]) -> None:
             "the context before or after."
         )
     for unit in units:
+        packed = [p.meta.name for p in unit.params if isinstance(p, ExtensionParam) and p.lane.extension.packed]
+        if packed:
+            raise ShardingError(
+                f"{packed[0]} is made of several tensors and sharded as their bytes, with which no module computes. "
+                "Show it as its class makes it, with unsharded(model)."
+            )
         if unit.summoned is not None or unit.stays_shown:
             raise ShardingError(
                 f"The full parameters of unit {unit.name} are shown already: leave that context before you enter "

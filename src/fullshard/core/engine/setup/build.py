@@ -203,7 +203,10 @@ class UnitBuilder:
     def _dtypes(self, member: ParamSpec) -> Dtypes:
         dtypes = dtypes_of(self.policy.precision, member.param, kept=self._is_kept(member))
         # Its class sends the values that it was given, also if it is frozen.
-        return dtypes if member.extension is None else replace(dtypes, shard=dtypes.master)
+        if member.extension is None:
+            return dtypes
+        compute = torch_dtype(self.policy.precision.param) or member.extension.dtype
+        return replace(dtypes, shard=dtypes.master, compute=compute if member.extension.packed else dtypes.compute)
 
     def _mesh_of(self, member: ParamSpec) -> Mesh:
         """Return the mesh for its messages: those of frozen parameters and of keep_fp32 are not rounded."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from fullshard.core.engine.extension.extension import METHODS, Extension
+from fullshard.core.engine.extension.extension import METHODS, Extension, extension_of
 from fullshard.core.engine.step.unit import is_plain_embedding, plain_type
 from fullshard.core.layout.names import plain_name
 from fullshard.core.policy import MinNumel, Named, TransformerBlocks, WrapPolicy
@@ -65,7 +65,7 @@ class ParamSpec:
         made_of_others = is_traceable_wrapper(self.param) or any(hasattr(self.param, name) for name in METHODS)
         if distributed or not made_of_others:
             return
-        self.extension = Extension(self.names[0], self.param, self.slots[0][0])
+        self.extension = extension_of(self.names[0], self.param, self.slots[0][0])
         self.param = nn.Parameter(self.extension.values, self.param.requires_grad)
 
 
