@@ -9,8 +9,9 @@ from support.tiny_run import WORDS
 
 LLAMA = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
 LLAMA |= {"hidden_size": 64, "intermediate_size": 256}
-T5 = {"num_layers": 2, "d_model": 64, "d_kv": 16, "d_ff": 96, "num_heads": 4}
-FP8 = {"training__precision": "fp8", "training__allow_emulation": True}
+T5 = {"num_layers": 1, "num_decoder_layers": 1, "d_model": 64, "d_kv": 16, "d_ff": 96, "num_heads": 4}
+FEW = {"data__max_train_samples": 16, "evaluation__max_new_tokens": 2}
+FP8 = {"training__precision": "fp8", "training__allow_emulation": True} | FEW
 QUIET = {"training__eval_strategy": "no", "training__per_device_train_batch_size": 12}
 
 
@@ -41,7 +42,7 @@ def adapted(kind, directory, **changes):
 RUNS = {
     "run": lambda place: new("t5", place, **FP8),
     "run_interrupted": lambda place: new("t5", place, **FP8, training__save_strategy="no"),
-    "run_bf16": lambda place: new("t5", place, training__precision="bf16"),
+    "run_bf16": lambda place: new("t5", place, training__precision="bf16", **FEW),
     "lora": lambda place: adapted("llama", place, **FP8),
 }
 """Functions that write the run files of whole runs."""

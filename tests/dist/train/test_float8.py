@@ -8,7 +8,7 @@ from support.float8_runs import PLANNED, RUNS
 from support.processes import Cases, run_processes
 from support.torchao_folder import needs_torchao
 
-pytestmark = [pytest.mark.dist, needs_torchao]
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(600), needs_torchao]
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +26,7 @@ def test_losses_and_weights_are_those_of_fsdp2_to_the_bit(case, ranks):
     assert found["ours"] == found["theirs"]
     assert len(set(found["ours"])) == 4
     assert found["apart"] == []
-    assert found["weights"] > found["layers"] >= 14
+    assert found["weights"] > found["layers"] >= 14  # all but the embeddings were trained
 
 
 def test_a_resumed_run_ends_with_the_weights_of_one_that_was_not_interrupted(ranks):
