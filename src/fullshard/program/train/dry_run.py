@@ -34,7 +34,7 @@ from fullshard.program.train.setup.devices import (
     precision_of,
     with_precision,
 )
-from fullshard.program.train.setup.float8 import float8_notes, require_float8
+from fullshard.program.train.setup.float8 import float8_notes, require_float8, use_float8
 from fullshard.program.train.setup.model import UnreadWeights, outline_model, own_loss, refuses_fp16, shard_model
 from fullshard.program.train.setup.optimizers import expected_state_bytes
 from fullshard.program.train.setup.prepare import Prepared, Progress, collate_spec, prepare, prepare_tokenizer
@@ -244,5 +244,6 @@ def lay_out(config: RunConfig, tokenizer: PreTrainedTokenizerBase, world_size: i
     """
     model = outline_model(config, tokenizer)
     ranks = Ledger(rank, world_size, torch.device("meta")).world
+    use_float8(model, config, world_size)
     shard_model(model, uncompiled(config), ranks, None if config.model.path is None else UnreadWeights())
     return model

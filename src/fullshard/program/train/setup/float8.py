@@ -6,7 +6,7 @@ from torch import nn
 
 from fullshard.errors import ConfigError
 from fullshard.program.config import RunConfig
-from fullshard.program.models.float8 import Float8Layers, compute_in_float8, require_torchao
+from fullshard.program.models.float8 import Float8Layers, compute_in_float8, is_float8, require_torchao
 from fullshard.program.train.setup.devices import Devices
 
 
@@ -40,16 +40,22 @@ def use_float8(model: nn.Module, config: RunConfig, ranks: int) -> None:
         ConfigError: torchao is not installed.
         ModelError: No layer of the model can compute in fp8.
     """
-    if config.training.precision == "fp8":
+    # A plan converts before, with the ways of the run, and shards without them.
+    if config.training.precision == "fp8" and not any(map(is_float8, model.modules())):
         scales, emulate = config.training.fp8_scales, config.training.allow_emulation
         compute_in_float8(model, scales=scales, emulate=emulate, ranks=ranks if gathers_float8(config) else None)
 
 
 def gathers_float8(config: RunConfig) -> bool:
-    """Return whether a run gathers weights in fp8: not with a scale for each row, nor if DoRA reads the weights."""
+    """Return whether a run gathers weights in fp8.
+
+    Not with a scale for each row, nor if DoRA reads the weights, nor with compiled blocks: torch's compiler fails on
+    torchao's gathered weights as they are shown here.
+    """
     training, adapter = config.training, config.model.adapter
     reads = adapter is not None and (adapter.type == "dora" or adapter.options.get("use_dora", False))
-    return training.precision == "fp8" and training.fp8_scales == "tensorwise" and not reads
+    tensorwise = training.precision == "fp8" and training.fp8_scales == "tensorwise"
+    return tensorwise and not reads and "compile" not in config.ways
 
 
 def float8_notes(model: nn.Module, config: RunConfig) -> tuple[str, ...]:
