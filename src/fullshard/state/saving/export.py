@@ -25,7 +25,7 @@ from fullshard.state.saving.lora import (
     holds_adapter,
     merged_tensors,
 )
-from fullshard.state.saving.pieces import MODEL
+from fullshard.state.saving.pieces import AVERAGE, MODEL
 from fullshard.state.storage import (
     ADAPTER_NAME,
     CHECKPOINTS_NAME,
@@ -238,8 +238,8 @@ def export(
     A merged model over a quantised base takes memory for a few copies of its largest weight instead: the base is read
     from its own files, quantised and dequantised as in the run, and saved in bfloat16 unless a dtype is given.
 
-    Every block of the checkpoint that is read is compared with its checksum. The directory appears atomically at the
-    end.
+    Of a checkpoint that has a moving average of the weights, the average is exported, as a run publishes it. Every
+    block that is read is compared with its checksum. The directory appears atomically at the end.
 
     Args:
         checkpoint: One checkpoint's directory.
@@ -259,7 +259,7 @@ def export(
     _require_small_files(checkpoint)
     tensors = {name.removeprefix(MODEL): e for name, e in index.tensors.items() if name.startswith(MODEL)}
     assets = checkpoint / "model"
-    parts = _parts(CheckpointReader(checkpoint, index), tensors, index.base, options, assets)
+    parts = _parts(_Averaged(checkpoint, index), tensors, index.base, options, assets)
     if isinstance(parts, _OfBase):
         dtype = dtype or "bfloat16"  # the base was rounded to 4 or 8 bits: float32 would hold no more
     cast = None if dtype is None else getattr(torch, dtype)
@@ -281,14 +281,29 @@ def export(
                     done += run.numel() * spec.dtype.itemsize
                     progress(done, total)
         files = tuple(sorted(str(file.relative_to(temporary)) for file in temporary.rglob("*") if file.is_file()))
-    notes: tuple[str, ...] = ()
+    averaged = any(name.startswith(AVERAGE) for name in index.tensors)
+    notes: tuple[str, ...] = ("the trained weights are those of the checkpoint's moving average",) if averaged else ()
     if options.lora != "adapter" and CONFIG_NAME not in files:
-        notes = (f"{assets} has no {CONFIG_NAME}, which from_pretrained needs: only weights were written",)
+        notes = (*notes, f"{assets} has no {CONFIG_NAME}, which from_pretrained needs: only weights were written")
     if isinstance(parts, _OfBase) and index.base is not None:
         notes = (*notes, f"the base {index.base.name} was dequantised ({index.base.quantisation})")
     elif options.lora == "merge":
         notes = (*notes, *_rounded_base(parts.specs))
     return ExportReport(checkpoint, index.step, directory, len(specs), total, files, notes)
+
+
+class _Averaged(CheckpointReader):
+    """Reads the moving average of the weights that have one."""
+
+    def entry(self, name: str) -> TensorEntry:
+        return super().entry(self._held(name))
+
+    def read(self, *pieces: Piece) -> None:
+        super().read(*(replace(piece, name=self._held(piece.name)) for piece in pieces))
+
+    def _held(self, name: str) -> str:
+        average = AVERAGE + name.removeprefix(MODEL)
+        return average if name.startswith(MODEL) and average in self.index.tensors else name
 
 
 def _rounded_base(specs: Sequence[TensorSpec]) -> list[str]:

@@ -9,7 +9,8 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from fullshard.errors import RunStopped
 from fullshard.program.config import TrainingConfig
 from fullshard.program.train import StopRequest
-from fullshard.state.saving.export import ExportOptions, export
+from fullshard.state.saving.export import ExportOptions, choose_checkpoint, export
+from fullshard.state.storage import CheckpointReader, Piece, read_index
 from support.interrupted_run import Director, run
 from support.tiny_run import MODEL
 
@@ -35,9 +36,17 @@ def weights(directory):
     return load_file(directory / "model.safetensors")
 
 
-def trained(directory, step, target):
-    export(directory / f"out/checkpoints/step-{step:08d}", target, ExportOptions())
-    return weights(target)
+def trained(directory, step):
+    """The trained weights that a checkpoint holds beside their average."""
+    checkpoint = directory / f"out/checkpoints/step-{step:08d}"
+    index = read_index(checkpoint)
+    reader, found = CheckpointReader(checkpoint, index), {}
+    for name in (name for name in index.tensors if name.startswith("model/")):
+        shape = reader.entry(name).shape
+        value = torch.empty(reader.entry(name).numel)
+        reader.read(Piece(name, shape, 0, value))
+        found[name.removeprefix("model/")] = value.view(shape)
+    return found
 
 
 def test_torchs_average_of_the_trained_weights_is_published_and_resumed(tmp_path):
@@ -46,7 +55,7 @@ def test_torchs_average_of_the_trained_weights_is_published_and_resumed(tmp_path
     memory = run(tmp_path / "through", **AVERAGED)
     holder, theirs, after = nn.ParameterDict(), None, {}
     for step in range(1, STEPS + 1):
-        found = trained(tmp_path / "through", step, tmp_path / str(step))
+        found = trained(tmp_path / "through", step)
         for name, value in found.items():
             holder[name.replace(".", "/")] = nn.Parameter(value.clone())
         theirs = theirs or AveragedModel(holder, multi_avg_fn=get_ema_multi_avg_fn(DECAY))
@@ -57,7 +66,12 @@ def test_torchs_average_of_the_trained_weights_is_published_and_resumed(tmp_path
     for name, value in published.items():
         torch.testing.assert_close(value, after[best][name], atol=1e-6, rtol=0, msg=name)
     assert best > 1
-    assert any(not torch.equal(value, weights(tmp_path / str(best))[name]) for name, value in published.items())
+    plain = trained(tmp_path / "through", best)
+    assert any(not torch.equal(value, plain[name]) for name, value in published.items())
+    report = export(choose_checkpoint(tmp_path / "through/out"), tmp_path / "exported", ExportOptions())
+    assert "the trained weights are those of the checkpoint's moving average" in report.notes
+    exported = weights(tmp_path / "exported")
+    assert all(torch.equal(value, exported[name]) for name, value in published.items())
 
     stop = StopRequest()
     director = Director(("step", 2), lambda: setattr(stop, "requested", True))
