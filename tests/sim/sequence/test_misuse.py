@@ -77,6 +77,18 @@ def test_a_mesh_of_two_axes_is_refused():
     assert {kind for kind, _ in raised_by(work, ranks=4)} == {ProcessGroupError}
 
 
+def test_fully_shard_over_ranks_without_the_group_is_refused():
+    models = [llama() for _ in range(4)]
+
+    def work(comm):
+        rows, others = comm.split([[0, 1], [2, 3]]), comm.split([[0, 2], [1, 3]])
+        fully_shard(sequence_parallel(models[comm.rank], rows), others)
+
+    for kind, text in raised_by(work, ranks=4):
+        assert kind is ProcessGroupError
+        assert "Groups of 2 ranks share the rows of LlamaForCausalLM" in text
+
+
 @pytest.mark.parametrize(
     ("change", "part"),
     [

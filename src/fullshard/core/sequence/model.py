@@ -209,6 +209,7 @@ def _replace_forward(base: Any, comm: Comm) -> None:
             )
         return original(model, *args, **kwargs)
 
+    forward.shared_by = comm  # type: ignore[attr-defined]  # fully_shard asks; copies of the model keep it
     base.forward = MethodType(forward, base)
 
 
