@@ -58,6 +58,17 @@ def register_attention(name: str, attend: Callable[..., Any], *, like: str) -> N
     package.AttentionMaskInterface.register(name, package.AttentionMaskInterface()[like])
 
 
+def set_attention(model: Any, name: str) -> None:
+    """Set the attention of a model and of the stacks in it, in place; ``name`` is registered or one of transformers'.
+
+    Stacks of T5's family have copies of the config, and transformers 5.17 does not set theirs with the model's. Names
+    are public.
+    """
+    for part in model.modules():
+        if hasattr(part, "set_attn_implementation"):
+            part.set_attn_implementation(name)
+
+
 def attention_function(name: str, module: Any) -> Callable[..., Any]:
     """Return a registered attention; ``eager`` is in the file of an attention module. Gone: an error says so."""
     if name != "eager":
