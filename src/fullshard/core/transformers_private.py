@@ -85,6 +85,28 @@ def layers_of(model: Any) -> list[Any]:
     return found
 
 
+def around_checkpoint(block: Any, before: Callable[[], object], after: Callable[[], object]) -> bool:
+    """Call functions around a block's checkpoint, if a module's hooks would run inside of it; return whether they are.
+
+    Layers of transformers 5.17 checkpoint ``__call__``, and those of newer ones ``forward``, which hooks are outside
+    of. Gone: an error says so.
+    """
+    kind: Any = importlib.import_module("transformers.modeling_layers").GradientCheckpointingLayer
+    if "__call__" not in vars(kind) or not isinstance(block, kind) or not block.gradient_checkpointing:
+        return False
+    checkpoint = private_name(block, "_gradient_checkpointing_func", "transformers")
+
+    def checkpoint_between(*args: Any, **kwargs: Any) -> Any:
+        before()
+        try:
+            return checkpoint(*args, **kwargs)
+        finally:
+            after()
+
+    block._gradient_checkpointing_func = checkpoint_between
+    return True
+
+
 def initializer(model: Any) -> Callable[[Any], object] | None:
     """Return what initializes one module of a model. Gone: modules use torch's ``reset_parameters``."""
     return getattr(model, "_init_weights", None)
