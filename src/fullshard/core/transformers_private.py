@@ -58,6 +58,17 @@ def register_attention(name: str, attend: Callable[..., Any], *, like: str) -> N
     package.AttentionMaskInterface.register(name, package.AttentionMaskInterface()[like])
 
 
+def set_attention(model: Any, name: str) -> None:
+    """Set the attention of a model and of the stacks in it, in place; ``name`` is registered or one of transformers'.
+
+    Stacks of T5's family have copies of the config, and transformers 5.17 does not set theirs with the model's. Names
+    are public.
+    """
+    for part in model.modules():
+        if hasattr(part, "set_attn_implementation"):
+            part.set_attn_implementation(name)
+
+
 def attention_function(name: str, module: Any) -> Callable[..., Any]:
     """Return a registered attention; ``eager`` is in the file of an attention module. Gone: an error says so."""
     if name != "eager":
@@ -77,6 +88,28 @@ def layers_of(model: Any) -> list[Any]:
     for child in model.children():
         found += [child] if isinstance(child, kind) else layers_of(child)
     return found
+
+
+def around_checkpoint(block: Any, before: Callable[[], object], after: Callable[[], object]) -> bool:
+    """Call functions around a block's checkpoint, if a module's hooks would run inside of it; return whether they are.
+
+    Layers of transformers 5.17 checkpoint ``__call__``, and those of newer ones ``forward``, which hooks are outside
+    of. Gone: an error says so.
+    """
+    kind: Any = importlib.import_module("transformers.modeling_layers").GradientCheckpointingLayer
+    if "__call__" not in vars(kind) or not isinstance(block, kind) or not block.gradient_checkpointing:
+        return False
+    checkpoint = private_name(block, "_gradient_checkpointing_func", "transformers")
+
+    def checkpoint_between(*args: Any, **kwargs: Any) -> Any:
+        before()
+        try:
+            return checkpoint(*args, **kwargs)
+        finally:
+            after()
+
+    block._gradient_checkpointing_func = checkpoint_between
+    return True
 
 
 def initializer(model: Any) -> Callable[[Any], object] | None:

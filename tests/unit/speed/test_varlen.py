@@ -1,6 +1,7 @@
 """Packed rows without masks: losses and gradients of today's masks, by references of the kernels' signatures."""
 
 import copy
+import inspect
 
 import pytest
 import torch
@@ -14,15 +15,19 @@ from fullshard.program.speed import WAYS, Facts, flash
 from fullshard.program.speed.varlen import WINDOWED
 from support.packed_models import LONGEST, TOLERANCES, assert_same, build, loss_and_gradients, rows
 
+OPTIONS = inspect.signature(torchs.varlen_attn).parameters
 FACTS = Facts(torch.device("cuda"), torch.bfloat16, packing=True, longest=LONGEST)
 SOFT = "gemma2"  # its config caps scores
 
 
 def by_rows(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale=None, window_size=(-1, -1), enable_gqa=False):
-    """varlen_attn by its documentation, one row after the other; tokens (all, H, D)."""
+    """varlen_attn by its documentation, one row after the other; tokens (all, H, D).
+
+    Without the option, such as in torch 2.11, ``enable_gqa`` is how the kernel always computes.
+    """
     assert cu_seq_q.dtype == torch.int32
     assert max_q == max_k == cu_seq_q.diff().max()
-    assert enable_gqa or query.shape[1] == key.shape[1]
+    assert enable_gqa or "enable_gqa" not in OPTIONS or query.shape[1] == key.shape[1]
     key, value = (one.repeat_interleave(query.shape[1] // key.shape[1], 1) for one in (key, value))
     outputs = []
     for start, end in zip(cu_seq_q[:-1].tolist(), cu_seq_q[1:].tolist(), strict=True):

@@ -20,7 +20,7 @@ from fullshard.core.policy import ShardingStrategy
 from fullshard.core.sequence.attention import attention_for, is_registered, own_bias, plain_attentions
 from fullshard.core.sequence.checks import refuse_arguments, require_same_batch, require_tokens, tokens_of
 from fullshard.core.sequence.rows import KEY, SharedRows
-from fullshard.core.transformers_private import attention_of, class_of, layers_of, lm_classes
+from fullshard.core.transformers_private import attention_of, class_of, layers_of, lm_classes, set_attention
 from fullshard.errors import ConfigError, ModelError, ProcessGroupError, ShardingError
 
 DECODERS = (
@@ -78,10 +78,7 @@ def sequence_parallel(model: Any, group: Any = None) -> Any:
         raise ProcessGroupError(
             "sequence_parallel takes the ranks that share rows, one axis of a mesh; this mesh has two."
         )
-    name = attention_for(attention_of(base.config))
-    for part in base.modules():
-        if hasattr(part, "set_attn_implementation"):  # transformers 5.17 does not set it in T5's stacks by itself
-            part.set_attn_implementation(name)
+    set_attention(base, attention_for(attention_of(base.config)))
     _hook_blocks(base)
     _replace_forward(base, mesh.shard_group)
     return model

@@ -14,6 +14,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from fullshard.core.transformers_private import set_attention
 from fullshard.program.models import T5_FAMILY, base_of
 
 if TYPE_CHECKING:
@@ -86,7 +87,7 @@ def share_bias(base: PreTrainedModel, attention: str, prepare: Prepare) -> None:
     called with ``prepared=True``, or, where layers have a bias each (UMT5), with ``prepared=False`` and transformers'
     bias; without gradients, and with a key-value cache, it is called as by transformers, without ``prepared``.
     """
-    base.set_attn_implementation(attention)
+    set_attention(base, attention)
     for layer in biased_layers(base):
         handed_on = "position_bias" in inspect.signature(type(layer).forward).parameters
         if handed_on:

@@ -12,7 +12,7 @@ from transformers.integrations.flex_attention import compile_friendly_flex_atten
 from transformers.masking_utils import flex_attention_mask, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from fullshard.core.transformers_private import attentions
+from fullshard.core.transformers_private import attentions, set_attention
 from fullshard.errors import ModelError
 from fullshard.program.models import base_of
 from fullshard.program.models.packing import mask_packed_rows
@@ -62,7 +62,7 @@ class Flex:
         if biased_layers(base):
             share_bias(base, _REGISTERED, _by_distance)
         else:
-            base.set_attn_implementation(_REGISTERED)
+            set_attention(base, _REGISTERED)
         if facts.packing:
             mask_packed_rows(model, _packed_blocks)
 

@@ -13,6 +13,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from fullshard.core.comm import Device, Work
 from fullshard.core.engine.registry import runtime_of
+from fullshard.core.transformers_private import around_checkpoint
 
 LEAST_BYTES = 1 << 20
 """Smallest storage to offload; many small copies would cost more than they free."""
@@ -176,9 +177,12 @@ class ActivationOffload:
         self._hooks: saved_tensors_hooks | None = None
         model.register_forward_pre_hook(self._start)
         for block in blocks:
-            # Inside of the engine's hooks: after its gather, and before it frees the parameters.
-            block.register_forward_pre_hook(self._begin)
-            block.register_forward_hook(partial(self._end, last=block is blocks[-1]), prepend=True, always_call=True)
+            end = partial(self._end, last=block is blocks[-1])
+            # Outside of a checkpoint, which saves nothing but its inputs if no hooks are between it and its block.
+            if not around_checkpoint(block, self._begin, end):
+                # Inside of the engine's hooks: after its gather, and before it frees the parameters.
+                block.register_forward_pre_hook(self._begin)
+                block.register_forward_hook(end, prepend=True, always_call=True)
 
     def _start(self, _model: nn.Module, _args: Any) -> None:
         """Forget the last forward; lanes may have other memory since, which is not looked up again for each block."""
@@ -187,14 +191,14 @@ class ActivationOffload:
             self._before = None
             self._kept = self._storages_to_keep()
 
-    def _begin(self, _block: nn.Module, _args: Any) -> None:
+    def _begin(self, *_: Any) -> None:
         if not torch.is_grad_enabled() or self._hooks is not None:  # a block inside of another, or of itself
             return
         self._group = _Group(None if self._before is None else self._before(), self._device)
         self._hooks = saved_tensors_hooks(self._pack, self._unpack)
         self._hooks.__enter__()
 
-    def _end(self, _block: nn.Module, _args: Any, _output: Any, *, last: bool) -> None:
+    def _end(self, *_: Any, last: bool) -> None:
         if self._hooks is None or self._group is None:
             return
         self._hooks.__exit__()
