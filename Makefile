@@ -11,7 +11,7 @@ export TOKENIZERS_PARALLELISM ?= false
 # Some images have it set; each of the tests' processes would compile all modules anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-OLDEST := torch==2.11.0 transformers==5.17.0 accelerate==1.14.0 peft==0.18.1 bitsandbytes==0.50.0
+OLDEST := torch==2.11.0 transformers==5.17.0 accelerate==1.14.0 peft==0.21.0 bitsandbytes==0.50.0
 
 .PHONY: demo test test-all test-newest test-oldest suite check docs dist notebook bench bench-network faults mutants gpu clean
 

@@ -20,7 +20,7 @@ from types import ModuleType
 from benchmarks.gpu import ROOT, report
 from benchmarks.gpu.record import Case, Record, run_cases
 
-STAGES = ("doctor", "kernels", "step", "memory", "tests", "headlines", "overlap", "speed", "plan")
+STAGES = ("doctor", "kernels", "step", "memory", "tests", "headlines", "overlap", "speed", "fp8", "plan")
 FIRST = "first"
 _MODELS = ("t5-large, full, 1", "t5-3b, full, checkpointed, 1", "llama-3-8b, LoRA, checkpointed, 1")
 FIRST_CASES = (

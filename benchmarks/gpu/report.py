@@ -19,6 +19,7 @@ STAGES = {
     "headlines": "bf16, prefetch, offload",
     "overlap": "communication hidden, as rank 0 of 8 to 512",
     "speed": "ways of speed.ways, next to FSDP2 with the same ways",
+    "fp8": "compiled steps in bf16 and fp8, memory beside the plan's",
     "plan": "the planner's figures",
 }
 ENGINES = {"fullshard": "fullshard", "fsdp2": "FSDP2", "fsdp1": "FSDP1"}
@@ -83,6 +84,7 @@ def part(results: Results) -> str:
         ("headlines", _headlines),
         ("overlap", _overlap),
         ("speed", _speed),
+        ("fp8", _fp8),
     )
     for stage, table in tables:
         figures = {name: case["figures"] for name, case in results.get(stage, {}).items() if case["figures"]}
@@ -245,4 +247,16 @@ def _speed(figures: dict[str, Any]) -> list[str]:
         cells = [ours.get("tokens_per_s", "-"), "-" if mfu is None else f"{mfu:.1%}"]
         cells += ["-" if reserved is None else f"{reserved / 1e9:.1f}", ours.get("compile_s", "-")]
         lines.append(f"{row} {' | '.join(map(str, cells))} |")
+    return lines
+
+
+def _fp8(figures: dict[str, Any]) -> list[str]:
+    lines = ["Blocks are compiled. Median of a step in milliseconds; peak memory and a plan's in GB, the plan's of"]
+    lines += ["uncompiled ones.", ""]
+    lines += ["| | step | tokens/s | peak | planned | compiling, s |", "|---" * 6 + "|"]
+    for name, found in figures.items():
+        both = (found["peak_bytes"], found["planned_bytes"])
+        sizes = ("-" if size is None else f"{size / 1e9:.1f}" for size in both)
+        cells = [f"{found['step_s'] * 1e3:.1f}", f"{found['tokens_per_s']:,.0f}", *sizes, str(found["compile_s"])]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
     return lines

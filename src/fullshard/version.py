@@ -10,7 +10,7 @@ TESTED: dict[str, tuple[str, str]] = {
     "torch": ("2.11", "2.14"),
     "transformers": ("5.17", "5.24"),
     "accelerate": ("1.14", "1.15"),
-    "peft": ("0.18", "0.21"),
+    "peft": ("0.21", "0.21"),
 }
 """The oldest and the newest release of each library that tests ran with: docs/reference/versions.md says which ones."""
 

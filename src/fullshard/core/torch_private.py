@@ -226,6 +226,11 @@ def run_composite(func: Any, args: Any, kwargs: Any) -> Any:
     return func._op_dk(_needed("torch._C", "DispatchKey").CompositeExplicitAutograd, *args, **kwargs)
 
 
+def is_composite(func: Any) -> bool:
+    """Return whether an operator is made of others on every device. Gone: steps in fp8 cannot be planned."""
+    return _needed("torch._C", "_dispatch_has_kernel_for_dispatch_key")(func.name(), "CompositeImplicitAutograd")
+
+
 def checkpoint_wrappers() -> list[Any]:
     """Return ``ActivationWrapper``, ``CheckpointImpl`` and ``CheckpointWrapper``, which have no public place.
 

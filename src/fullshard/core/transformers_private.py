@@ -65,6 +65,11 @@ def attention_function(name: str, module: Any) -> Callable[..., Any]:
     return private_name(importlib.import_module(type(module).__module__), "eager_attention_forward", "transformers")
 
 
+def own_loss(model: Any) -> Callable[..., Any] | None:
+    """Return the loss that was set on a model in place of its type's, or None. Gone: such a loss is not noticed."""
+    return getattr(model, "_loss_function", None)
+
+
 def layers_of(model: Any) -> list[Any]:
     """Return the outermost transformer blocks, in the order of the module tree. Gone: an import error says so."""
     kind: Any = importlib.import_module("transformers.modeling_layers").GradientCheckpointingLayer

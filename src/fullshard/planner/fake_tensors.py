@@ -25,6 +25,7 @@ from fullshard.core.torch_private import (
     dispatch_mode,
     fake_tensors,
     in_backward,
+    is_composite,
     operator,
     plain_functions,
     run_composite,
@@ -389,6 +390,15 @@ class FakeMode(dispatch_mode):
         self.tracker.touch(shapes.temporary_bytes)
         return result
 
+    def _decomposed(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Follow the operators that one that may copy is made of; torch does so before, except in tensor subclasses."""
+        self.operators -= 1
+        super().__enter__()
+        try:
+            return func.decompose(*args, **kwargs)
+        finally:
+            super().__exit__(None, None, None)
+
     def _composed(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Follow the operators that an operator's kernel calls, for what they hold; for a step's time it stays one."""
         told, self.on_operator = self.on_operator, self.ignore
@@ -607,6 +617,8 @@ def _way_of(func: Any) -> Callable[[FakeMode, Any, Any, Any], Any] | None:
         return FakeMode._composed
     if name in _SHAPE_ONLY:
         return FakeMode._computed
+    if is_view(func) and is_composite(func):
+        return FakeMode._decomposed
     return _viewed if is_view(func) or torch.Tag.inplace_view in func.tags else None
 
 

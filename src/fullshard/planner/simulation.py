@@ -16,6 +16,7 @@ from torch import nn
 
 from fullshard.core.comm import Comm, Work as CommWork
 from fullshard.core.comm.device import Device
+from fullshard.core.comm.rounded import RoundedGroup
 from fullshard.core.engine.registry import runtime_of
 from fullshard.core.engine.step.lane import PermanentBuffer
 from fullshard.core.engine.step.recorder import Kind, SilentRecorder, Transfer
@@ -283,7 +284,11 @@ def simulate(
         warnings.simplefilter("ignore")  # about a run that does not take place
         mode.has_host = has_host
         made = build(ledger.world)
-        runtime_of(made.model).device.reduces_behind = reduces_behind
+        runtime = runtime_of(made.model)
+        runtime.device.reduces_behind = reduces_behind
+        for group in {lane.mesh.lane_group for unit in runtime.units for lane in unit.lanes}:
+            if isinstance(group, RoundedGroup):
+                group.whole = reduces_behind > 0
         workspaces = {one.workspace for one in made.model.modules() if isinstance(one, QuantizedLinear)}
         for workspace in workspaces:
             workspace.keeps = not has_host
@@ -291,7 +296,7 @@ def simulate(
         before = tracker.peaks.get("before_first_step", 0)
         gc.collect()  # what building left in cycles
         watch = _Watch(made, tracker, mode, draws=draws)
-        if has_host and runtime_of(made.model).root.policy.offload is not None:
+        if has_host and runtime.root.policy.offload is not None:
             set_apart(made.model, mode, watch.phase)
             before -= tracker.host_live  # lanes go to the host one after the other
         work = Work(watch.phase)

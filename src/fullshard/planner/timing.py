@@ -63,6 +63,8 @@ def hardware(name: str) -> Hardware:
     if sheet is None:
         raise ConfigError(f"There is no data sheet for {name!r}. Known are {', '.join(sheets)}; or pass its memory.")
     rates = {getattr(torch, dtype): rate * shares["flops"] for dtype, rate in sheet["flops_per_s"].items()}
+    if torch.float8_e4m3fn in rates:  # of weights and activations; gradients are e5m2
+        rates[torch.float8_e5m2] = rates[torch.float8_e4m3fn]
     return Hardware(
         name=name.lower(),
         memory_bytes=int(sheet["memory_gib"] * (1 << 30)),

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from transformers import BertConfig, BertForMaskedLM, T5EncoderModel
+from transformers import BartForCausalLM, BertConfig, BertForMaskedLM, OPTConfig, OPTForCausalLM, T5EncoderModel
 
 from fullshard import fully_shard, sequence_parallel
 from fullshard.core.comm import SoloComm
@@ -13,6 +13,8 @@ from fullshard.errors import ConfigError, MismatchError, ModelError, ProcessGrou
 from support.models import bart, llama, t5, tiny_t5_config
 from support.shared_rows import VOCAB, padded
 
+OPT = {"vocab_size": 40, "hidden_size": 16, "word_embed_proj_dim": 16, "ffn_dim": 16, "num_hidden_layers": 1}
+OPT |= {"num_attention_heads": 4}
 ALONE = SoloComm(torch.device("cpu"))
 
 
@@ -51,6 +53,8 @@ def as_flash():
         (lambda: sequence_parallel(llama(), ALONE), ShardingError, ["once"]),
         (as_flash, ModelError, ["sdpa or eager", "flash_attention_2"]),
         (lambda: bart(encoder_layerdrop=0.1), ConfigError, ["encoder_layerdrop: 0.1"]),
+        (lambda: OPTForCausalLM(OPTConfig(**OPT, layerdrop=0.1)), ConfigError, ["layerdrop: 0.1"]),
+        (lambda: BartForCausalLM(bart().config), ModelError, ["type bart", "BartForCausalLM is a decoder"]),
     ],
 )
 def test_models_that_cannot_share_rows_are_refused(make, error, parts):
@@ -73,12 +77,25 @@ def test_a_mesh_of_two_axes_is_refused():
     assert {kind for kind, _ in raised_by(work, ranks=4)} == {ProcessGroupError}
 
 
+def test_fully_shard_over_ranks_without_the_group_is_refused():
+    models = [llama() for _ in range(4)]
+
+    def work(comm):
+        rows, others = comm.split([[0, 1], [2, 3]]), comm.split([[0, 2], [1, 3]])
+        fully_shard(sequence_parallel(models[comm.rank], rows), others)
+
+    for kind, text in raised_by(work, ranks=4):
+        assert kind is ProcessGroupError
+        assert "Groups of 2 ranks share the rows of LlamaForCausalLM" in text
+
+
 @pytest.mark.parametrize(
     ("change", "part"),
     [
         ({"labels": None}, "pass labels in training"),
         ({"output_attentions": True}, "output_attentions"),
         ({"past_key_values": ()}, "past_key_values"),
+        ({"ignore_index": 0}, "another ignore_index"),
         ({"decoder_input_ids": torch.ones(2, 9, dtype=torch.int64)}, "7 labels a row for 9 tokens"),
     ],
 )
@@ -86,6 +103,16 @@ def test_calls_that_cannot_be_split_are_refused(change, part):
     model = sequence_parallel(t5().train(), ALONE)
     with pytest.raises(ShardingError, match=part):
         model(**(batch() | change))
+
+
+def test_what_the_model_sets_for_all_calls_is_refused_too():
+    model = sequence_parallel(t5(), ALONE)
+    model.config.output_hidden_states = True
+    with pytest.raises(ShardingError, match="output_hidden_states"):
+        model(**batch())
+    model.config.output_hidden_states, model.loss_function = False, torch.nn.functional.cross_entropy
+    with pytest.raises(ShardingError, match="loss_function of its own"):
+        model(**batch())
 
 
 def test_rows_of_fewer_tokens_than_ranks_are_refused_on_every_rank():
@@ -110,6 +137,30 @@ def test_ranks_that_were_given_other_rows_raise_the_same_error(name, change):
     assert set(kinds) == {MismatchError}
     assert len(set(texts)) == 1
     assert f"{name} of rank 1" in texts[0]
+
+
+@pytest.mark.parametrize("kind", [int, torch.tensor])
+def test_ranks_that_counted_other_labels_raise_the_same_error(kind):
+    models = [llama() for _ in range(2)]
+    ids = torch.arange(3, 9)[None]
+
+    def work(comm):
+        mine = {"input_ids": ids, "labels": ids, "num_items_in_batch": kind(6 + comm.rank)}
+        sequence_parallel(models[comm.rank], comm)(**mine)
+
+    kinds, texts = zip(*raised_by(work), strict=True)
+    assert set(kinds) == {MismatchError}
+    assert len(set(texts)) == 1
+    assert "num_items_in_batch of rank 1" in texts[0]
+
+
+def test_gradients_of_gradients_are_refused():
+    model = sequence_parallel(llama(), ALONE)
+    ids = torch.arange(3, 9)[None]
+    weight = model.model.embed_tokens.weight
+    (gradient,) = torch.autograd.grad(model(input_ids=ids, labels=ids).loss, weight, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        gradient.sum().backward()
 
 
 @pytest.mark.parametrize("make", [t5, llama])

@@ -7,8 +7,13 @@ import pytest
 import torch
 
 from fullshard.core.comm import Mesh, RecordingComm, SoloComm, rounded as rounded_module
-from fullshard.core.comm.rounded import BLOCK, RoundedGroup
+from fullshard.core.comm.rounded import _FORMATS, BLOCK, RoundedGroup
 from fullshard.core.testing import run_ranks
+from fullshard.core.torch_private import dispatch_mode
+from fullshard.planner.fake_tensors import FakeMode
+from fullshard.planner.memory_tracker import MemoryTracker
+from fullshard.planner.ranks import PlannedComm
+from fullshard.planner.work import is_view
 from support import poison
 from support.poison import LateComm
 
@@ -153,3 +158,83 @@ def test_a_mesh_rounds_units_alone():
         assert is_plain
         assert exact == torch.tensor([1.0, 1.0 + 1e-6]).tolist()
         assert sent != torch.tensor([1.1, 300.0]).tolist()
+
+
+# Lanes converted whole, as on CUDA
+
+
+class AloneComm(PlannedComm):
+    """One of several ranks, whose collectives move nothing."""
+
+    all_gather = PlannedComm.reduce_scatter
+
+
+class Operators(dispatch_mode):
+    """Names of the operators that a device would run, without views and memory."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if not is_view(func) and "empty" not in func.__name__:
+            self.names.append(func.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+def operators_of(messages, size, numel, dtype=torch.float32):
+    """Return the operators of a gather and of a reduce on a rank of ``size``, each with ``numel`` numbers."""
+    group = RoundedGroup(AloneComm(1, size, torch.device("cpu")), messages)
+    group.whole = True
+    full = torch.ones(size * numel, dtype=dtype)
+    with Operators() as gather:
+        group.all_gather(full, full[numel : 2 * numel]).wait()
+    with Operators() as reduce:
+        group.reduce_scatter(torch.zeros(numel), full.float()).wait()
+    return gather.names, reduce.names
+
+
+@pytest.mark.parametrize(("messages", "gather", "each"), [("bf16", 2, 1), ("fp8", 8, 5)])
+def test_operators_do_not_grow_with_the_lane(messages, gather, each):
+    for size in (2, 8):
+        found, sums = operators_of(messages, size, 2 * BLOCK)
+        assert len(found) == gather  # nor with the ranks
+        # Those of a reduce do: terms are added in rank order.
+        assert each * size <= len(sums) <= each * size + 5
+        for numel in (64 * BLOCK, 1 << 21):
+            assert operators_of(messages, size, numel) == (found, sums)
+        tail, _ = operators_of(messages, size, 64 * BLOCK + 1)
+        assert tail == operators_of(messages, size, (1 << 21) + 1)[0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("numel", [*NUMELS, 5 * BLOCK + 3])
+def test_lanes_converted_whole_are_equal_to_the_bit(numel, dtype):
+    values = torch.stack([numbers(rank, numel, dtype) for rank in range(3)])
+    values[0, 0], values[1, -1], values[2, :BLOCK] = math.nan, math.inf, 0
+    found = []
+    for form in _FORMATS["fp8"]:
+        messages = form.empty(3, numel, values)
+        form.write(messages, values)
+        arrived, total = torch.empty_like(values), torch.empty(numel)
+        form.read(messages, arrived)
+        form.add(messages.unbind(), total)
+        found.append((messages, arrived, total))
+    for pieces, whole in zip(*found, strict=True):
+        torch.testing.assert_close(whole, pieces, rtol=0, atol=0, equal_nan=True)
+
+
+def test_a_whole_conversion_holds_one_rank_s_part_in_float32():
+    size, numel = 8, 1 << 12
+    tracker = MemoryTracker()
+    with FakeMode(tracker):
+        full, total = torch.empty(size * numel), torch.empty(numel)
+        form, rows = _FORMATS["fp8"][True], full.view(size, -1)
+        messages = form.empty(size, numel, full)
+        before = tracker.live
+        tracker.restart(lambda: "conversions", lambda: None)
+        form.write(messages, rows)
+        form.read(messages, rows)
+        form.add(messages.unbind(), total)
+        held = tracker.peaks["conversions"] - before
+    assert 4 * numel <= held <= 4 * numel * 1.01 + 4 * size * numel // BLOCK

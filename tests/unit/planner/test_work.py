@@ -70,10 +70,10 @@ def test_one_rank_sends_nothing():
     assert not any(isinstance(event, Issued) for event in planned_step(1).work.events)
 
 
-def wide(world_size=2, gpu="h100", **options):
+def wide(world_size=2, gpu="h100", width=512, **options):
     return fullshard.plan(
-        lambda: nn.Linear(512, 512),
-        lambda: torch.zeros(64, 512),
+        lambda: nn.Linear(width, width),
+        lambda: torch.zeros(64, width),
         world_size=world_size,
         loss_fn=lambda model, x: model(x).mean(),
         gpu=gpu,
@@ -97,6 +97,12 @@ def test_a_gpu_adds_what_it_holds_besides_tensors_and_the_time():
     for line in ("context, kernels, NCCL", "memory of the h100", "waiting for the CPU"):
         assert line in str(plan)
         assert line not in str(on_cpu)
+
+
+def test_on_a_gpu_rounding_takes_no_more_kernels_for_larger_lanes():
+    policy = MixedPrecision(messages="fp8")
+    small, large = (wide(width=width, mp_policy=policy).timing for width in (1024, 4096))
+    assert large.issue_s <= small.issue_s
 
 
 def test_without_a_gpu_the_memory_must_be_given():

@@ -45,6 +45,7 @@ from fullshard.compat.torch_fsdp.sharding import Sharding, ignored_parts, instal
 from fullshard.compat.torch_fsdp.wrap import CHECKPOINTED, WRAPPED
 from fullshard.core.engine import no_sync, on_state_dict, plain_class, plain_name, sharded_roots, summoned_parameters
 from fullshard.core.engine.registry import runtime_of
+from fullshard.core.engine.step.agreement import DIFFERENT_UNITS
 from fullshard.core.optim import clip_grad_norm_
 from fullshard.core.torch_private import in_backward
 from fullshard.errors import ConfigError, MismatchError
@@ -259,12 +260,13 @@ class FullyShardedDataParallel(nn.Module):
         """Call the wrapped module.
 
         Raises:
-            MismatchError: Ranks call modules in different orders.
+            MismatchError: Ranks call modules in different orders; in the first pass also a RuntimeError.
         """
         try:
             return self._fsdp_wrapped_module(*args, **kwargs)
         except MismatchError as error:
-            if isinstance(error, OrderError):
+            # Other differences are of any call, and other ranks raise the same error outside of forward.
+            if isinstance(error, OrderError) or not str(error).startswith(DIFFERENT_UNITS):
                 raise
             raise OrderError(f"Forward order differs across ranks. {error}") from error
 
@@ -403,10 +405,8 @@ class FullyShardedDataParallel(nn.Module):
         assign: bool = False,  # noqa: FBT001, FBT002
     ) -> Any:
         """See :func:`~fullshard.compat.torch_fsdp.model_state.load_model_state_dict`."""
-        inner = self._fsdp_wrapped_module
         if not self._is_sharded:
-            names = {plain_name(name): name for name in _by_attribute(inner, "")}
-            return inner.load_state_dict({names.get(key, key): state_dict[key] for key in state_dict}, strict, assign)
+            return super().load_state_dict(state_dict, strict, assign)
         return load_model_state_dict(self, state_dict, strict, assign)
 
     def _fqn_modifiers(self) -> dict[str, str]:
@@ -423,8 +423,13 @@ class FullyShardedDataParallel(nn.Module):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        """Load a root when ``load_state_dict`` was called on an enclosing module that is not wrapped."""
-        if not self._is_root:
+        """Load a root when ``load_state_dict`` was called on an enclosing module that is not wrapped.
+
+        Where all is ignored, torch loads the wrapped module next.
+        """
+        if not self._is_sharded:
+            _add_to_names(state_dict, prefix)
+        if not (self._is_root and self._is_sharded):
             return
         own = {name.removeprefix(prefix): value for name, value in state_dict.items() if name.startswith(prefix)}
         missing, unexpected = load_model_state_dict(self, own, strict=False)
@@ -502,6 +507,12 @@ def _by_attribute(module: nn.Module, prefix: str) -> dict[str, Any]:
         inner = prefix if key == CHECKPOINTED else f"{prefix}{key}."
         found |= {} if child is None else _by_attribute(child, inner)
     return found
+
+
+def _add_to_names(state_dict: dict[str, Any], prefix: str) -> None:
+    """Give values of the unwrapped module's names those of the wrapped one, as checkpoint wrappers do."""
+    for key in [one for one in state_dict if one.startswith(prefix) and not one.startswith(f"{prefix}{WRAPPED}.")]:
+        state_dict[f"{prefix}{WRAPPED}.{key.removeprefix(prefix)}"] = state_dict.pop(key)
 
 
 def _apply_inside_out(module: nn.Module, fn: Callable[[nn.Module], object]) -> None:

@@ -224,6 +224,8 @@ def state_to_load(
     saved: StateDict,
     source: Source,
     group: Any = None,
+    *,
+    complete: bool = False,
 ) -> StateDict:
     """Convert ``saved`` to what ``load_state_dict`` of an optimizer takes on this rank; every rank calls it.
 
@@ -234,10 +236,11 @@ def state_to_load(
         saved: A state dict by parameter name.
         source: The kind of ``saved``.
         group: The model's process group, or None.
+        complete: Whether parameters outside of the sharded models must have been saved too.
 
     Returns:
         ``{"state": {number: {key: this rank's rows}}, "param_groups": [...]}``. As in torch, the numbers of parameters
-        outside of the sharded models that were not saved are left out, for the caller to add.
+        outside of the sharded models that were not saved are left out, for the caller to add, unless ``complete``.
 
     Raises:
         CheckpointError: Names or shapes do not match; raised on every rank.
@@ -260,7 +263,8 @@ def state_to_load(
     elif source == "own" and "state" in saved:
         saved = _Scatter(mesh, own).cut_anew(saved)
     saved = _with_groups(own, groups, saved)
-    loaded = together(mesh, lambda: _cut(own, saved, contents.beside, local=source == "local"))
+    beside = set() if complete else contents.beside
+    loaded = together(mesh, lambda: _cut(own, saved, beside, local=source == "local"))
     new: StateDict = {"state": {}, "param_groups": []}
     number = 0
     for of_group in groups:
@@ -584,7 +588,8 @@ def optim_state_dict_to_load(
 
     Returns:
         ``{"state": {number: {key: this rank's rows}}, "param_groups": [...]}``. As in torch, the numbers of parameters
-        outside of the sharded models that were not saved are left out, for the caller to add.
+        outside of the sharded models that were not saved are left out, for the caller to add; with ``load_directly``
+        they are an error.
 
     Raises:
         CheckpointError: Names or shapes do not match; raised on every rank.
@@ -594,7 +599,7 @@ def optim_state_dict_to_load(
     source: Source = "local" if settings.state_dict_type is StateDictType.LOCAL_STATE_DICT else "own"
     if getattr(settings.optim_state_dict_config, "rank0_only", False):
         source = "rank 0"
-    result = state_to_load(model, optim, optim.param_groups, optim_state_dict, source, group)
+    result = state_to_load(model, optim, optim.param_groups, optim_state_dict, source, group, complete=load_directly)
     if is_named_optimizer:
         result = rekey_optim_state_dict(result, OptimStateKeyType.PARAM_NAME, model, optim=optim)
     if load_directly:

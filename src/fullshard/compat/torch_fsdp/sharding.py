@@ -22,12 +22,13 @@ from fullshard.compat.torch_fsdp.errors import ArgumentError, WrappedError
 from fullshard.compat.torch_fsdp.optimizer_hooks import describe_state_for_getters
 from fullshard.compat.torch_fsdp.wrap import RepeatedBlocks, is_wrapper, modules_to_wrap
 from fullshard.core import policy
-from fullshard.core.comm import as_mesh, machines_of_world, named_ranks
+from fullshard.core.comm import as_mesh, machines_of_world, named_ranks, same_ranks
 from fullshard.core.engine import FirstValues, Unit, fully_shard
 from fullshard.core.engine.registry import is_sharded, runtime_of
 from fullshard.core.engine.step.runtime import Runtime
 from fullshard.core.shards.shard import untraced
 from fullshard.core.torch_private import in_functorch, tree_leaves, tree_map
+from fullshard.errors import ShardingError
 
 Member = TypeVar("Member", bound=Enum)
 
@@ -59,12 +60,6 @@ class UnitSettings:
     offload: policy.CPUOffload | None  # None: shards stay on the device
     # classes whose modules compute in float32 even if the unit's dtype is narrower
     float32_classes: tuple[type[nn.Module], ...] = ()
-
-    def are_those_of(self, model: nn.Module) -> bool:
-        """Return whether a sharded model's root has these settings."""
-        unit = runtime_of(model).root
-        ours = (self.strategy, self.precision_in(model), self.offload)
-        return ours == (unit.policy.strategy, unit.policy.precision, unit.policy.offload)
 
     def precision_in(self, root: nn.Module) -> policy.MixedPrecision:
         """Return the precision of units in ``root``, with the names of the classes there that compute in float32."""
@@ -271,12 +266,13 @@ class _Model:
 
     def shard(self, top: nn.Module, settings: UnitSettings) -> bool:
         """Shard the modules in ``top`` that have other settings, then ``top``; return whether anything was sharded."""
+        if is_sharded(top):  # wrapped again, such as to infer after training
+            self._require_same(top, settings)
+            return True
         units: set[nn.Module] = set()
         self._visit(top, settings, units, set())
         if all(param in self.ignored for param in top.parameters()):
             return False
-        if is_sharded(top) and settings.are_those_of(top):
-            return True  # wrapped again, such as to infer after training
         fully_shard(
             top,
             settings.ranks,
@@ -290,6 +286,31 @@ class _Model:
             first_values=self.first,
         )
         return True
+
+    def _require_same(self, top: nn.Module, settings: UnitSettings) -> None:
+        """Refuse to wrap a sharded module again with other settings than it has.
+
+        Raises:
+            ShardingError: They differ.
+        """
+        runtime = runtime_of(top)
+        held, mesh = runtime.root.policy, as_mesh(settings.ranks, settings.strategy, self.device)
+        device = self.device or mesh.device
+        equal = {
+            "sharding_strategy": held.strategy is settings.strategy,
+            "mixed_precision": held.precision == settings.precision_in(top),
+            "cpu_offload": held.offload == settings.offload,
+            "process_group or device_mesh": same_ranks(runtime.mesh, mesh),
+            "backward_prefetch or forward_prefetch": runtime.prefetch == self.prefetch,
+            "device_id": runtime.device.device.type == device.type,
+            "ignored_modules or ignored_states": runtime.ignored == frozenset(map(id, self.ignored)),
+            "auto_wrap_policy": not self.settings,
+        }
+        if differing := [name for name, is_equal in equal.items() if not is_equal]:
+            raise ShardingError(
+                f"{type(top).__name__} is sharded already, with other {', '.join(differing)}. "
+                "Wrap it once, or again with equal arguments and without auto_wrap_policy."
+            )
 
     def _visit(self, module: nn.Module, settings: UnitSettings, units: set[nn.Module], seen: set[nn.Module]) -> None:
         """Add the chosen modules inside ``module`` to ``units``, but shard those with other settings right away."""
@@ -317,9 +338,10 @@ def shard(root: nn.Module, wrap_policy: Any, kwargs: dict[str, Any], ignored: Ig
 
     Raises:
         ConfigError: Arguments contradict each other.
+        ShardingError: ``root`` is sharded already with other settings.
         UserError: Errors of the engine.
     """
-    if not callable(kwargs["param_init_fn"] or print):
+    if kwargs["param_init_fn"] is not None and not callable(kwargs["param_init_fn"]):
         raise ArgumentError(
             f"Expected param_init_fn to be callable, a function of a module; got {kwargs['param_init_fn']!r}."
         )

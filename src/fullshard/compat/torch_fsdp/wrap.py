@@ -197,7 +197,7 @@ def modules_to_wrap(
                 raise WrappedError(
                     "FSDP auto wrapping requires modules to not already have FSDP applied but found "
                     f"{plain_name(name) or 'a wrapper'} in {type(root).__name__}. Leave out auto_wrap_policy, or wrap "
-                    "none by hand."
+                    "none by hand: a CustomPolicy can give single modules arguments of their own."
                 )
             skipped.update(module.modules())
             uncounted.update(module.parameters())

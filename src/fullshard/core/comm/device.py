@@ -173,6 +173,10 @@ class Device:
             return True, f"This CPU computes bfloat16 in hardware ({', '.join(units)})."
         return False, "This CPU has no bfloat16 arithmetic: it is emulated, which is slower than float32."
 
+    def supports_fp8(self) -> bool:
+        """Return whether the device multiplies matrices of float8 in hardware."""
+        return False
+
 
 class _DeferredWork:
     """A function that runs when it is waited for."""
@@ -315,6 +319,10 @@ class CudaDevice(Device):
         if native:
             return True, f"{name} computes bfloat16 in hardware."
         return False, f"{name} has no bfloat16 arithmetic, which needs compute capability 8.0."
+
+    def supports_fp8(self) -> bool:
+        """See :meth:`Device.supports_fp8`."""
+        return torch.cuda.get_device_capability(self.device) >= (8, 9)
 
 
 class _SideWork:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.autograd.function import once_differentiable
 
 from fullshard.core.comm.protocol import Comm, settle
 
@@ -87,6 +88,7 @@ class _Resplit(torch.autograd.Function):
         return _exchanged(comm, purpose, changes, tensors)
 
     @staticmethod
+    @once_differentiable  # its exchange would be lost to a gradient of gradients
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
         back = [(wanted, held) for held, wanted in ctx.changes]
         return None, None, None, *_exchanged(ctx.comm, f"{ctx.purpose}, backward", back, gradients)

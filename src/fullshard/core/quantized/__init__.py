@@ -9,7 +9,9 @@ from fullshard.core.quantized.formats import (
 )
 from fullshard.core.quantized.layers import (
     QuantizedLayers as QuantizedLayers,
+    adapter_modules as adapter_modules,
     chosen_layers as chosen_layers,
+    not_tied as not_tied,
     quantisable as quantisable,
     require_skip as require_skip,
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
 from typing import Any
@@ -128,22 +128,33 @@ def chosen_layers(model: nn.Module, quantize: Quantize) -> list[nn.Linear]:
 
 def quantisable(model: nn.Module, quantize: Quantize) -> dict[str, nn.Linear]:
     """Return the plain linear layers, trainable or not, that are not tied, an adapter's or skipped, by name."""
+    alone = not_tied(model)
+    adapters = adapter_modules(model)
+    return {
+        name: layer
+        for name, layer in model.named_modules()
+        if type(layer) is nn.Linear
+        and id(layer) not in adapters
+        and alone(layer.weight)
+        and not _is_skipped(name, quantize.skip)
+    }
+
+
+def not_tied(model: nn.Module) -> Callable[[torch.Tensor], bool]:
+    """Return a function that tells whether a parameter of the model belongs to one module only."""
     uses = Counter(id(p) for m in model.modules() for p in m._parameters.values() if p is not None)
-    adapters = {
+    return lambda parameter: uses[id(parameter)] == 1
+
+
+def adapter_modules(model: nn.Module) -> set[int]:
+    """Return the ids of the modules that peft added to the model."""
+    return {
         id(inside)
         for module in model.modules()
         if any(key in module._modules for key in _WRAPPED)
         for key, child in module._modules.items()
         if key not in _WRAPPED and child is not None
         for inside in child.modules()
-    }
-    return {
-        name: layer
-        for name, layer in model.named_modules()
-        if type(layer) is nn.Linear
-        and id(layer) not in adapters
-        and uses[id(layer.weight)] == 1
-        and not _is_skipped(name, quantize.skip)
     }
 
 

@@ -73,8 +73,8 @@ def _attend(
     Returns:
         (B, own tokens, H, D), and None for the weights.
     """
-    comm, name = rows.comm, rows.names.get(id(module), type(module).__name__)
-    rows.attended.add(id(module))
+    comm, name = rows.comm, rows.names.get(module, type(module).__name__)
+    rows.attended.add(module)
     # A decoder's attention that is not causal reads the encoder; torch's kernels rely on that too.
     crosses = "encoder" in rows.lengths and rows.stack == "decoder" and not module.is_causal
     queries, keys = rows.tokens(dim=_PLACES), rows.tokens("encoder" if crosses else None, dim=_PLACES)

@@ -9,7 +9,10 @@ import torch
 
 from fullshard.core.comm import Comm, settle
 from fullshard.core.sequence.rows import SharedRows
+from fullshard.core.transformers_private import own_loss
 from fullshard.errors import MismatchError, ShardingError
+
+_IGNORED = -100
 
 _REFUSED = {
     "past_key_values": "a cache holds keys of full rows",
@@ -21,22 +24,30 @@ _REFUSED = {
     "logits_to_keep": "they are the last of a full row",
     "shift_labels": "labels are shifted here",
 }
-"""Arguments of a forward that rows cannot be split with, and why."""
+"""Arguments of a forward that rows cannot be split with, and why. A model's configuration may set some for all."""
 
 _COMPARED = (
     *("input_ids", "attention_mask", "position_ids", "token_type_ids", "labels"),
     *("decoder_input_ids", "decoder_attention_mask", "inputs_embeds", "decoder_inputs_embeds"),
+    "num_items_in_batch",
 )
 
 
-def refuse_arguments(given: dict[str, Any]) -> None:
+def refuse_arguments(model: Any, given: dict[str, Any]) -> None:
     """Raise if a call with labels has an argument that rows cannot be split with; drop those that ask for nothing.
 
     Raises:
-        ShardingError: It has; any rank, before anything is sent.
+        ShardingError: It has, or the model has a loss of its own; any rank, before anything is sent.
     """
+    if own_loss(model) is not None or given.pop("ignore_index", _IGNORED) != _IGNORED:
+        raise ShardingError(
+            "Ranks share this model's rows, whose loss is the cross-entropy of their labels other than "
+            f"{_IGNORED}; {type(model).__name__} has a loss_function of its own, or the call another ignore_index. "
+            "Leave it out, or train without sequence_parallel."
+        )
     for name, why in _REFUSED.items():
         value = given.pop(name, None)
+        value = getattr(model.config, name, None) if value is None else value
         if value is not None and (not isinstance(value, int) or value):
             raise ShardingError(
                 f"Ranks share this model's rows, and {name} cannot be used in a call with labels: {why}. Leave it out, "
@@ -48,7 +59,8 @@ def refuse_arguments(given: dict[str, Any]) -> None:
 def require_same_batch(comm: Comm, given: Mapping[str, Any]) -> None:
     """Raise unless every rank was given the same rows; every rank calls it.
 
-    Compared are the shapes of tensors, and the values of those of ids: the numbers are read, so a GPU is waited for.
+    Compared are the shapes of tensors, and the values of those of ids and of the labels' number: they are read, so a
+    GPU is waited for.
 
     Raises:
         MismatchError: They differ; on every rank, with the same text.
@@ -97,6 +109,8 @@ def require_tokens(rows: SharedRows, labels: torch.Tensor) -> None:
 
 def _described(value: Any) -> list[int]:
     """Return the dimensions, the length of the first two and the last, and a checksum of a tensor's ids."""
+    if isinstance(value, int | float):
+        value = torch.tensor(int(value))
     if not isinstance(value, torch.Tensor):
         return [-1] * 5
     first = [*value.shape[:2], 0, 0][:2]

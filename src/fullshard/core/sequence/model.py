@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import weakref
 from collections.abc import Callable
 from contextvars import ContextVar
 from functools import partial
@@ -95,6 +96,11 @@ def _check(base: Any, ranks: int) -> None:
             f"sequence_parallel is for language models of transformers of type {', '.join(sorted(known))}; got "
             f"{type(base).__name__}{f' of type {kind}' if kind else ''}. Train it without sequence_parallel."
         )
+    if kind in ENCODER_DECODERS and not getattr(config, "is_encoder_decoder", True):  # their losses do not shift labels
+        raise ModelError(
+            f"sequence_parallel takes models of type {kind} with their encoder, and {type(base).__name__} is a decoder "
+            "alone. Train it without sequence_parallel."
+        )
     if is_registered(attention_of(config)):
         raise ShardingError("Ranks share this model's rows already: call sequence_parallel once.")
     if any(hasattr(param, "shard_meta") for param in base.parameters()):
@@ -111,7 +117,7 @@ def _check(base: Any, ranks: int) -> None:
             f"sequence_parallel gives each rank at least one attention head, and {type(base).__name__} has {heads} for "
             f"{ranks} ranks. Use a group of at most {heads} ranks."
         )
-    for name in ("encoder_layerdrop", "decoder_layerdrop", "output_router_logits"):
+    for name in ("layerdrop", "encoder_layerdrop", "decoder_layerdrop", "output_router_logits"):
         if getattr(config, name, None):
             raise ConfigError(
                 f"sequence_parallel cannot train with {name}: {getattr(config, name)} of the model's configuration: "
@@ -190,7 +196,7 @@ def _replace_forward(base: Any, comm: Comm) -> None:
     """Replace the forward of a model, in its instance, where adapters and ``fully_shard`` leave it."""
     original = base.forward.__func__
     arguments = [*inspect.signature(original).parameters][1:]
-    names = {id(module): name for name, module in base.named_modules()}
+    names = weakref.WeakKeyDictionary({module: name for name, module in base.named_modules()})
 
     @functools.wraps(original)
     def forward(model: Any, *args: Any, **kwargs: Any) -> Any:
@@ -204,6 +210,7 @@ def _replace_forward(base: Any, comm: Comm) -> None:
             )
         return original(model, *args, **kwargs)
 
+    forward.shared_by = comm  # type: ignore[attr-defined]  # fully_shard asks; copies of the model keep it
     base.forward = MethodType(forward, base)
 
 
@@ -211,7 +218,7 @@ def _shared_forward(
     model: Any, forward: Any, given: dict[str, Any], share: Callable[[dict[str, int]], SharedRows]
 ) -> Any:
     """Run the forward with this rank's part of the rows, and return its output with the loss of full rows."""
-    refuse_arguments(given)
+    refuse_arguments(model, given)
     labels, counted = given.pop("labels"), given.pop("num_items_in_batch", None)
     as_dict = given.pop("return_dict", None)
     both = bool(model.config.is_encoder_decoder)
@@ -219,7 +226,7 @@ def _shared_forward(
         given["decoder_input_ids"] = model.prepare_decoder_input_ids_from_labels(labels=labels)
     prefixes = {"encoder": "", "decoder": "decoder_"} if both else {"decoder": ""}
     rows = share({stack: tokens_of(given, prefix) for stack, prefix in prefixes.items()})
-    require_same_batch(rows.comm, {**given, "labels": labels})
+    require_same_batch(rows.comm, {**given, "labels": labels, "num_items_in_batch": counted})
     require_tokens(rows, labels)
     before = _rows.set(rows)
     try:

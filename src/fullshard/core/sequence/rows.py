@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 
@@ -24,17 +25,17 @@ class SharedRows:
 
     Attributes:
         comm: The ranks that share them.
-        names: Names of modules by their ids, for messages.
+        names: Names of modules, for messages.
         lengths: Tokens of a full row in each stack: ``decoder``, and ``encoder`` if the model has one.
         stack: The stack that a block belongs to; None outside of blocks.
-        attended: Ids of attention modules that exchanged tokens.
+        attended: Attention modules that exchanged tokens.
     """
 
-    def __init__(self, comm: Comm, names: Mapping[int, str], lengths: Mapping[str, int]) -> None:
+    def __init__(self, comm: Comm, names: Mapping[Any, str], lengths: Mapping[str, int]) -> None:
         """Describe rows, outside of blocks."""
         self.comm, self.names, self.lengths = comm, names, lengths
         self.stack: str | None = None
-        self.attended: set[int] = set()
+        self.attended: set[Any] = set()
 
     def inside(self, stack: str) -> SharedRows:
         """Return the same rows for the blocks of ``stack``."""

@@ -20,7 +20,8 @@ Write a checkpoint's model to a directory that from_pretrained loads.
 PATH is the output_dir of a run, a directory of checkpoints, one checkpoint (step-…), or a URL of one of the last two.
 Of a finished run that was evaluated it is the best step's model, the one in its output_dir; otherwise the latest
 checkpoint's. Needs no GPU and no ranks: the weights are streamed through about 64 MB of memory, and each block is
-compared with its checksum. DIR must be new or empty; it appears only once it is complete.
+compared with its checksum. Of weights that have a moving average in the checkpoint (training.ema_decay), the average is
+written, as the run publishes it. DIR must be new or empty; it appears only once it is complete.
 """
 
 EPILOG = """\

@@ -20,6 +20,8 @@ PROGRAM = "fullshard.program.train.run_plan"
 PAGE = "fullshard.program.report"
 SEARCH = "fullshard.program.train.fit"
 DATA = "fullshard.program.train.setup.prepare"
+DEVICES = "fullshard.program.train.setup.devices"
+FLOAT8 = "fullshard.program.train.setup.float8"
 
 DRAWN_WORLDS = (1, 2, 4, 8, 64, 512, 4096)
 """Numbers of ranks on a plan's page."""
@@ -120,6 +122,8 @@ def run(options: argparse.Namespace) -> int:
         raise ConfigError("--price needs the number of steps, which --length does not know: set training.max_steps.")
     sizes = options.world or [choose_nproc(config.nproc)]
     device = _device(options)
+    if config.training.precision == "fp8":
+        load_program(FLOAT8).require_float8(config, load_program(DEVICES).Devices.of_sheet(device))
     _check_page(options, sizes)
     limit = options.memory if device is None else device.memory_bytes
     if options.fit:

@@ -204,6 +204,11 @@ class RunConfig(ConfigSection):
                 f"training.messages: {self.training.messages} rounds what is gathered and reduce-scattered, but "
                 f"sharding.strategy: {self.sharding.strategy} does neither. Leave one of them out"
             )
+        if self.training.precision == "fp8" and self.model.quantization is not None:
+            raise ValueError(
+                f"training.precision: fp8 computes the linear layers under the adapter in fp8, and model.quantization: "
+                f"{self.model.quantization.type} keeps the same layers in its own format. Leave one of them out"
+            )
         if self.card.benchmark_task is not None and self.data.dataset_name is None:
             raise ValueError("card.benchmark_task names a task of the benchmark data.dataset_name, which is not set")
         return self

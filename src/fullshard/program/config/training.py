@@ -192,9 +192,15 @@ class TrainingConfig(ConfigSection):
     noise."""
     z_loss: Annotated[NonNegativeFloat, SAME] = 0.0
     """Weight of the squared log of the softmax's normalizer in the training loss; keeps logits small."""
-    precision: Annotated[Literal["auto", "fp32", "bf16", "fp16"], ASKED] = "auto"
+    precision: Annotated[Literal["auto", "fp32", "bf16", "fp16", "fp8"], ASKED] = "auto"
     """Compute dtype. auto: bf16 if all GPUs compute it in hardware, else fp32; a resumed run keeps the choice. Shards,
-    gradient reduction and optimizer steps stay in fp32; fp16 scales the loss."""
+    gradient reduction and optimizer steps stay in fp32; fp16 scales the loss. fp8: as bf16, but linear layers of the
+    blocks multiply in fp8 while training; see docs/guides/fp8.md."""
+    fp8_scales: Annotated[Literal["tensorwise", "rowwise"], SAME] = "tensorwise"
+    """Numbers that share a scale in fp8: tensorwise, a weight or a micro-batch's activations; rowwise, a row of them,
+    which is more accurate and slower."""
+    allow_emulation: Annotated[bool, SAME] = False
+    """Allow fp8 on CPUs, where its products are computed in fp32 from rounded numbers: for tests, as it is slow."""
     tf32: Annotated[bool, Option("same", before=True)] = True
     """On GPUs, compute fp32 matrix products in TF32, with 10 bits of mantissa; Hugging Face leaves it to torch, whose
     default is not to."""
@@ -409,6 +415,7 @@ class TrainingConfig(ConfigSection):
             raise ValueError("early_stopping_threshold needs early_stopping_patience")
         if self.early_stopping_patience is not None and self.eval_strategy == "no":
             raise ValueError("early_stopping_patience needs evaluations; got eval_strategy: no")
-        if self.allow_fp16 and self.precision != "fp16":
-            raise ValueError(f"allow_fp16 needs precision: fp16; got {self.precision}")
+        for precision, names in (("fp16", ("allow_fp16",)), ("fp8", ("fp8_scales", "allow_emulation"))):
+            if self.precision != precision and (given := self.given(*names)):
+                raise ValueError(f"{given[0]} needs precision: {precision}; got {self.precision}")
         return self

@@ -18,6 +18,7 @@ from fullshard.program.config import RunConfig
 from fullshard.program.train.fit import Load, Tried, search
 from fullshard.program.train.reporting.sinks import RUN_NAME
 from fullshard.program.train.setup.devices import Choice, Devices, precision_choice
+from fullshard.program.train.setup.float8 import require_float8
 from fullshard.program.train.setup.prepare import Prepared
 from fullshard.program.train.setup.resume import checkpoints_directory
 from fullshard.program.train.setup.tuned import best_of, card_of, key_of, place_of, read_tuned, still_open
@@ -142,7 +143,7 @@ def chosen_precision(
     Every rank calls it. A run that continues keeps the precision of its start. ``tell`` receives a line for the user.
 
     Raises:
-        UserError: The place of the checkpoints cannot be used; on every rank.
+        UserError: The place of the checkpoints cannot be used, or the devices have no fp8; on every rank.
     """
     config = load(())
     devices = Devices.of_ranks(comm)
@@ -150,6 +151,7 @@ def chosen_precision(
     before = None
     if asks:
         before = comm.all_gather_object(together(comm, lambda: None if comm.rank else precision_before(config)))[0]
+    require_float8(config, devices)
     found = precision_choice(config, devices, before)
     tell(f"precision: {found.value} ({found.why})")
     return ((f"training.precision={found.value}",) if asks else ()), found

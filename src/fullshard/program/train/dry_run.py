@@ -34,12 +34,19 @@ from fullshard.program.train.setup.devices import (
     precision_of,
     with_precision,
 )
+from fullshard.program.train.setup.float8 import float8_notes, require_float8, use_float8
 from fullshard.program.train.setup.frozen import frozen_notes
 from fullshard.program.train.setup.model import UnreadWeights, outline_model, own_loss, refuses_fp16, shard_model
 from fullshard.program.train.setup.optimizers import expected_state_bytes
 from fullshard.program.train.setup.prepare import Prepared, Progress, collate_spec, prepare, prepare_tokenizer
 from fullshard.program.train.setup.quantization import quantization_notes, require_kernels
-from fullshard.program.train.setup.steps import learning_rate_schedule, make_plan, mixture_notes, training_batches
+from fullshard.program.train.setup.steps import (
+    learning_rate_schedule,
+    make_plan,
+    mixture_notes,
+    schedule_notes,
+    training_batches,
+)
 from fullshard.sizes import format_bytes
 from fullshard.state.saving.full import check_saving
 from fullshard.state.storage import file_system
@@ -176,6 +183,7 @@ def _dry_run(
     precision = precision_choice(config, devices, before)
     if precision.value == "bf16" and devices.gpu and not devices.bf16:
         raise ConfigError(f"training.precision is bf16, but {precision_of(devices)[1]}. Set it to fp16 or fp32.")
+    require_float8(config, devices)
     asked = with_precision(config, devices, precision.value)
     config = for_devices(asked, devices)
     plan = make_plan(config, data.train_set, world_size, causal=data.causal)
@@ -215,6 +223,8 @@ def _dry_run(
             *quantization_notes(config),
             *frozen,
             *averaged,
+            *schedule_notes(config, schedule),
+            *float8_notes(model, config),
             *advice(config, data, plan, world_size),
             *untried,
         ),
@@ -255,5 +265,6 @@ def lay_out(config: RunConfig, tokenizer: PreTrainedTokenizerBase, world_size: i
 
 def _laid_out(model: nn.Module, config: RunConfig, world_size: int, rank: int = 0) -> nn.Module:
     ranks = Ledger(rank, world_size, torch.device("meta")).world
+    use_float8(model, config, world_size)
     shard_model(model, uncompiled(config), ranks, None if config.model.path is None else UnreadWeights())
     return model

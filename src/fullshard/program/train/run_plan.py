@@ -49,12 +49,14 @@ from fullshard.program.data import (
     steps,
 )
 from fullshard.program.models import Objective, blocks_of, load_tokenizer, resolve_model
+from fullshard.program.models.float8 import Float8Layers
 from fullshard.program.models.hub import reads_one_sequence
 from fullshard.program.train.around_steps import AT_ONCE, AroundSteps, HeldOutBatches, assumed
 from fullshard.program.train.run.step import StepSpec, issue_step
 from fullshard.program.train.setup.activation_offload import ActivationOffload
 from fullshard.program.train.setup.choices import choices
 from fullshard.program.train.setup.devices import Choice, Devices, for_devices, may_accumulate_unsharded, with_unsharded
+from fullshard.program.train.setup.float8 import use_float8
 from fullshard.program.train.setup.model import UnreadWeights, outline_model, own_loss, prepare_model, shard_model
 from fullshard.program.train.setup.optimizers import make_optimizer, moving_average
 from fullshard.program.train.setup.prepare import Prepared, collate_spec
@@ -147,6 +149,7 @@ class RunPlan(Plan):
     Attributes:
         steps: Optimizer steps of the run; 0: not known, as rows of a given length are no data.
         step_tokens: Source and target tokens of a step, all ranks together, without padding; the mean of an epoch.
+        float8: Which linear layers compute in fp8, for users; None: the run is in another precision.
         quantization: Format of the frozen linear layers, such as ``nf4 (double)``; None: they are not quantised.
         accumulate: How gradients of a step's micro-batches are added up, ``sharded`` or ``unsharded``; None: there is
             one micro-batch.
@@ -163,6 +166,7 @@ class RunPlan(Plan):
 
     steps: int = 0
     step_tokens: int = 0
+    float8: str | None = None
     quantization: str | None = None
     accumulate: str | None = None
     chosen: tuple[Choice, ...] = ()
@@ -188,12 +192,19 @@ class RunPlan(Plan):
     def as_dict(self) -> dict[str, Any]:
         """Return JSON-able values."""
         chosen = [asdict(one) for one in self.chosen]
-        own = {"quantization": self.quantization, "accumulate": self.accumulate, "chosen": chosen}
+        own = {
+            "float8": self.float8,
+            "quantization": self.quantization,
+            "accumulate": self.accumulate,
+            "chosen": chosen,
+        }
         own |= {"at_once": dict(self.at_once), "gathers_once": self.gathers_once}
         return {**super().as_dict(), "run_s": self.run_s, **own}
 
     def __str__(self) -> str:
         table = "\n".join([super().__str__(), *map(str, self.chosen)])
+        if self.float8 is not None:
+            table += f"\n{self.float8}"
         if self.quantization is not None:
             table += f"\nfrozen linear layers are quantised: {self.quantization}"
         said = {one.setting for one in self.chosen}
@@ -314,6 +325,7 @@ def plan_prepared(  # noqa: PLR0913 (each caller needs another part)
         # Rows of a given length are no data that could say how many there are.
         steps=training.max_steps or 0 if given else learning_rate_schedule(config, epoch.num_steps).total_steps,
         step_tokens=round(tokens / epoch.num_steps),
+        float8=told.float8 if training.precision == "fp8" else None,
         quantization=describe_quantization(config),
         accumulate=None if times == 1 else "unsharded" if unsharded else "sharded",
         chosen=told.chosen,
@@ -382,11 +394,13 @@ class _Told:
         self._progress, self._total, self._done = progress, total, 0
         self._choices = choices
         self.chosen: tuple[Choice, ...] = ()
+        self.float8: str | None = None
         self.blocks = self.recomputed = self.block_bytes = 0
 
     def model(self, model: Any) -> None:
         """Note what a plan says of a sharded model, which is not kept: it would count as memory."""
         self.chosen = self._choices(model)
+        self.float8 = str(Float8Layers.of(model))
         blocks: list[Any] = list(blocks_of(model))
         self.blocks, self.recomputed = len(blocks), sum(block.gradient_checkpointing for block in blocks)
         # Graphs return a block's gradients together; a unit of several blocks may still hold back those of others.
@@ -407,7 +421,7 @@ class _Told:
 
 def _sharded(config: RunConfig, data: Prepared, comm: Comm) -> Any:
     """Return the run's model, sharded, without its weights; blocks are not compiled, so each operator is seen."""
-    config = uncompiled(config)
+    asked, config = config, uncompiled(config)
     if config.model.path is None:
         model, weights, values = prepare_model(config, data.tokenizer).model, None, []
     else:
@@ -415,6 +429,7 @@ def _sharded(config: RunConfig, data: Prepared, comm: Comm) -> Any:
             model, weights = outline_model(config, data.tokenizer), UnreadWeights()
         # A run holds its adapter's first values until the whole model is sharded.
         values = [param.detach() for param in model.parameters()]
+    use_float8(model, asked, comm.size)
     shard_model(model, config, comm, weights=weights)
     del values
     return model.train()

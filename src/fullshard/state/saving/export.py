@@ -25,7 +25,7 @@ from fullshard.state.saving.lora import (
     holds_adapter,
     merged_tensors,
 )
-from fullshard.state.saving.pieces import MODEL
+from fullshard.state.saving.pieces import AVERAGE, MODEL
 from fullshard.state.storage import (
     ADAPTER_NAME,
     CHECKPOINTS_NAME,
@@ -235,6 +235,8 @@ def export(
 ) -> ExportReport:
     """Write a checkpoint's model for ``from_pretrained``; one process, no GPU, about 64 MB of memory.
 
+    If the checkpoint has an average of the weights, that is written in their place, as a run with it publishes it.
+
     A merged model over a quantised base takes memory for a few copies of its largest weight instead: the base is read
     from its own files, quantised and dequantised as in the run, and saved in bfloat16 unless a dtype is given.
 
@@ -257,9 +259,10 @@ def export(
     _require_room(directory)
     index = read_index(checkpoint)
     _require_small_files(checkpoint)
-    tensors = {name.removeprefix(MODEL): e for name, e in index.tensors.items() if name.startswith(MODEL)}
+    source = _Published(checkpoint, index)
+    tensors = {name.removeprefix(MODEL): source.entry(name) for name in index.tensors if name.startswith(MODEL)}
     assets = checkpoint / "model"
-    parts = _parts(CheckpointReader(checkpoint, index), tensors, index.base, options, assets)
+    parts = _parts(source, tensors, index.base, options, assets)
     if isinstance(parts, _OfBase):
         dtype = dtype or "bfloat16"  # the base was rounded to 4 or 8 bits: float32 would hold no more
     cast = None if dtype is None else getattr(torch, dtype)
@@ -281,9 +284,9 @@ def export(
                     done += run.numel() * spec.dtype.itemsize
                     progress(done, total)
         files = tuple(sorted(str(file.relative_to(temporary)) for file in temporary.rglob("*") if file.is_file()))
-    notes: tuple[str, ...] = ()
+    notes = ("the trained weights are their moving average, which the checkpoint has",) if source.averaged else ()
     if options.lora != "adapter" and CONFIG_NAME not in files:
-        notes = (f"{assets} has no {CONFIG_NAME}, which from_pretrained needs: only weights were written",)
+        notes = (*notes, f"{assets} has no {CONFIG_NAME}, which from_pretrained needs: only weights were written")
     if isinstance(parts, _OfBase) and index.base is not None:
         notes = (*notes, f"the base {index.base.name} was dequantised ({index.base.quantisation})")
     elif options.lora == "merge":
@@ -374,6 +377,25 @@ def _tied_copies(assets: Place, tensors: Mapping[str, TensorEntry]) -> dict[str,
     if any(name not in tensors for name in map(str, tied.values())):
         raise CheckpointError(f"{assets / TIED_NAME} names tensors that the checkpoint does not have.")
     return tied
+
+
+class _Published(CheckpointReader):
+    """Reads a checkpoint in which the average of a weight, if there is one, stands for the weight."""
+
+    @property
+    def averaged(self) -> bool:
+        """Whether there is an average."""
+        return any(name.startswith(AVERAGE) for name in self.index.tensors)
+
+    def entry(self, name: str) -> TensorEntry:
+        return super().entry(self._name(name))
+
+    def read(self, *pieces: Piece) -> None:
+        super().read(*(replace(piece, name=self._name(piece.name)) for piece in pieces))
+
+    def _name(self, name: str) -> str:
+        average = AVERAGE + name.removeprefix(MODEL)
+        return average if name.startswith(MODEL) and average in self.index.tensors else name
 
 
 class _OfCheckpoint:

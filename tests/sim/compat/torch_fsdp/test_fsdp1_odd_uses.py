@@ -146,6 +146,28 @@ def test_a_policy_is_refused_where_modules_are_wrapped_already():
     run_ranks(1, work)
 
 
+def test_other_settings_of_a_module_that_is_wrapped_again_are_named():
+    _, models = replicas(TinyLM, 2)
+
+    def work(comm):
+        model, alone = models[comm.rank], comm.split([[0], [1]])
+        FSDP(model, comm)
+        for arguments, name in (
+            ({"process_group": alone}, "process_group or device_mesh"),
+            ({"ignored_modules": [model.blocks[0]]}, "ignored_modules or ignored_states"),
+            ({"ignored_states": list(model.parameters())}, "ignored_modules or ignored_states"),
+            ({"auto_wrap_policy": ModuleWrapPolicy({Block})}, "auto_wrap_policy"),
+            ({"forward_prefetch": True}, "backward_prefetch or forward_prefetch"),
+            ({"sharding_strategy": ShardingStrategy.SHARD_GRAD_OP}, "sharding_strategy"),
+            ({"device_id": torch.device("meta")}, "device_id"),
+        ):
+            with pytest.raises(ShardingError, match=rf"TinyLM is sharded already, with other {name}\. Wrap it once"):
+                FSDP(model, **{"process_group": comm, **arguments})
+        assert not any(isinstance(module, FSDP) for module in model.modules())
+
+    run_ranks(2, work)
+
+
 class Viewed(nn.Module):
     """Returns its parameter, a view of it, and in a dict, next to what it computes."""
 

@@ -80,6 +80,20 @@ def test_ranks_that_take_other_branches_get_a_runtime_error():
     run_ranks(2, work)
 
 
+def test_ranks_in_forward_and_elsewhere_raise_the_same_error():
+    _, models = replicas(Branches, 2)
+
+    def work(comm):
+        model = FSDP(models[comm.rank], comm)
+        model(torch.ones(2, 4)).sum().backward()
+        with pytest.raises(MismatchError, match=r"^Ranks are in different collectives: ") as caught:
+            model(torch.ones(2, 4)) if comm.rank == 0 else model.clip_grad_norm_(1.0)
+        return str(caught.value)
+
+    first, second = run_ranks(2, work)
+    assert first == second
+
+
 def test_the_norm_has_the_gradients_dtype_and_without_gradients_there_is_a_warning():
     half = MixedPrecision(torch.bfloat16, torch.bfloat16, keep_low_precision_grads=True)
     _, models = replicas(TinyLM, 2)

@@ -376,6 +376,21 @@ def test_a_wrapper_of_which_all_is_ignored_has_the_plain_state():
     run_ranks(1, work)
 
 
+def test_a_plain_module_loads_into_wrappers_with_nothing_to_shard():
+    def work(comm):
+        plain, model = Two(), Two()
+        model.first = FSDP(model.first, comm)
+        for place, module in enumerate(model.second):
+            model.second[place] = FSDP(module, comm, ignored_states=list(module.parameters()))
+        model.second = FSDP(model.second, comm, ignored_modules=list(model.second[0].module.modules()))
+        assert list(model.state_dict()) == list(plain.state_dict())
+        missing, unexpected = model.load_state_dict(plain.state_dict())
+        assert (missing, unexpected) == ([], [])
+        assert torch.equal(model(torch.ones(2, 6)), plain(torch.ones(2, 6)))
+
+    run_ranks(1, work)
+
+
 def test_the_old_spelling_of_the_policy_is_taken_with_a_warning():
     _, models = replicas(TinyLM, 1)
 

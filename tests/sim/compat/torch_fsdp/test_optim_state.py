@@ -300,6 +300,8 @@ def test_parameters_beside_the_parts_that_were_not_saved_are_left_to_the_caller(
         state = FSDP.full_optim_state_dict(model, optimizer, rank0_only=False)
         del state["state"]["between.bias"]
         state["param_groups"][0]["params"].remove("between.bias")
+        with pytest.raises(CheckpointError, match=r"did not step 1 parameters.*between\.bias"):
+            FSDP.optim_state_dict_to_load(model, optimizer, state, load_directly=True)
         number = [name for name, _ in model.named_parameters()].index("between.bias")
         loaded = FSDP.shard_full_optim_state_dict(state, model, optim=optimizer)
         expected = [one for one in range(len(optimizer.state)) if one != number]

@@ -35,18 +35,20 @@ def weights(directory):
     return load_file(directory / "model.safetensors")
 
 
-def trained(directory, step, target):
-    export(directory / f"out/checkpoints/step-{step:08d}", target, ExportOptions())
-    return weights(target)
+def exported(directory, step, target):
+    report = export(directory / f"out/checkpoints/step-{step:08d}", target, ExportOptions())
+    return weights(target), report.notes
 
 
 def test_torchs_average_of_the_trained_weights_is_published_and_resumed(tmp_path):
-    for name in ("through", "stopped"):
+    for name in ("through", "stopped", "plain"):
         (tmp_path / name).mkdir()
     memory = run(tmp_path / "through", **AVERAGED)
+    run(tmp_path / "plain", **{**AVERAGED, "training__ema_decay": None})
     holder, theirs, after = nn.ParameterDict(), None, {}
     for step in range(1, STEPS + 1):
-        found = trained(tmp_path / "through", step, tmp_path / str(step))
+        found, notes = exported(tmp_path / "plain", step, tmp_path / str(step))
+        assert not notes
         for name, value in found.items():
             holder[name.replace(".", "/")] = nn.Parameter(value.clone())
         theirs = theirs or AveragedModel(holder, multi_avg_fn=get_ema_multi_avg_fn(DECAY))
@@ -57,6 +59,9 @@ def test_torchs_average_of_the_trained_weights_is_published_and_resumed(tmp_path
     for name, value in published.items():
         torch.testing.assert_close(value, after[best][name], atol=1e-6, rtol=0, msg=name)
     assert best > 1
+    again, notes = exported(tmp_path / "through", best, tmp_path / "exported")
+    assert notes == ("the trained weights are their moving average, which the checkpoint has",)
+    assert all(torch.equal(value, again[name]) for name, value in published.items())
     assert any(not torch.equal(value, weights(tmp_path / str(best))[name]) for name, value in published.items())
 
     stop = StopRequest()

@@ -213,6 +213,17 @@ def test_a_note_says_which_schedules_do_not_follow_the_time(tmp_path):
         assert len(schedule_notes(config, learning_rate_schedule(config, 5))) == said
 
 
+@pytest.mark.parametrize(
+    ("kind", "options"), [("inverse_sqrt", {}), ("warmup_stable_decay", {"num_decay_steps": 2, "num_stable_steps": 60})]
+)
+def test_a_schedule_that_does_not_follow_the_time_stays_as_it_is(kind, options):
+    given = {"total_steps": 100, "steps_per_epoch": 50, "warmup_steps": 10, "warmup_share": 0.1, "options": options}
+    schedule = LearningRateSchedule(kind, **given)
+    within = schedule.within(100, steps=20, seconds=20, pace_s=1.5)
+    assert within.total_steps == 74
+    assert [within.factor(step) for step in range(100)] == [schedule.factor(step) for step in range(100)]
+
+
 def test_step_equals_torch_stepped_once_an_epoch():
     schedule = LearningRateSchedule("step", total_steps=18, steps_per_epoch=3, step_epochs=2, gamma=0.7)
     expected = factors_of(lambda o: torch.optim.lr_scheduler.StepLR(o, step_size=2, gamma=0.7), 6)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fullshard.core.comm import Device, Mesh, SoloComm, same_group, same_ranks
+from fullshard.core.comm import Comm, Device, Mesh, SoloComm, same_group, same_ranks
 from fullshard.core.engine.extension.extension_lane import ExtensionLane, ExtensionParam, even_layout
 from fullshard.core.engine.full.model_class import plain_class
 from fullshard.core.engine.registry import detach, is_sharded, runtime_of
@@ -34,13 +34,16 @@ def sharded_inside(root: nn.Module, ranks: Mesh) -> list[Runtime]:
 
     Raises:
         ShardingError: ``root`` itself is sharded.
-        ProcessGroupError: A part was sharded over ranks that are not among ``ranks``.
+        ProcessGroupError: A part was sharded over ranks that are not among ``ranks``, or ranks that share rows are not.
     """
     if is_sharded(root):
         raise ShardingError(f"{type(root).__name__} is sharded already; call fully_shard on a module once.")
     found: dict[int, Runtime] = {}
     inside = {id(module) for module in root.modules()}
     for name, module in root.named_modules():
+        sharers = getattr(module.forward, "shared_by", None)  # of sequence_parallel
+        if sharers is not None:
+            _check_sharers(type(root).__name__, sharers, ranks)
         if is_sharded(module):
             runtime = runtime_of(module)
             found[id(runtime)] = runtime
@@ -70,6 +73,22 @@ def _check_ranks(name: str, root: nn.Module, inner: Mesh, ranks: Mesh) -> None:
             f"and the call on {type(root).__name__} names {ranks.replica_group.size} x {ranks.shard_group.size}. The "
             "ranks of a part must be those of the model in the same order, or some of them: pass such a mesh to each "
             "call of fully_shard."
+        )
+
+
+def _check_sharers(name: str, sharers: Comm, ranks: Mesh) -> None:
+    """Refuse ranks without some of those that share rows, whose gradients would lack theirs. Every rank calls it.
+
+    Raises:
+        ProcessGroupError: They do not fit; raised on every rank.
+    """
+    mine = uuid.uuid4().hex
+    theirs, ours = sharers.all_gather_object(mine), ranks.all_gather_object(mine)
+    if not all(ranks.all_gather_object(set(theirs) <= set(ours))):
+        raise ProcessGroupError(
+            f"Groups of {sharers.size} ranks share the rows of {name}, and the {ranks.size} ranks of fully_shard lack "
+            "some of theirs: gradients of their tokens would be left out. Pass fully_shard no mesh, or one that has "
+            "each group."
         )
 
 

@@ -15,6 +15,8 @@ from fullshard.core.layout.sharded import Fingerprint, fingerprint_difference
 from fullshard.errors import MismatchError
 
 _CHECKSUM_BITS = 20  # a squared checksum summed over 2**20 ranks still fits an int64
+DIFFERENT_UNITS = "Ranks run different units"
+"""How the error begins that all ranks raise where their first pass differs."""
 
 
 class Agreement:
@@ -69,7 +71,7 @@ class Agreement:
             return
         announced = self.mesh.all_gather_object(f"{collective} of unit {self.names[unit]}")
         raise MismatchError(
-            "Ranks run different units: "
+            f"{DIFFERENT_UNITS}: "
             + "; ".join(f"rank {rank}: {what}" for rank, what in enumerate(announced))
             + ". Every rank must call the same modules in the same order; "
             "check code that depends on the rank or the data."

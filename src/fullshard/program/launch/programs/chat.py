@@ -24,7 +24,7 @@ from fullshard.program.models import base_of, is_causal, resolve_model
 from fullshard.program.train.evaluation.chat import Talk
 from fullshard.program.train.evaluation.predict import RowPrediction, plain_rows
 from fullshard.program.train.evaluation.trained import find_trained, load_trained
-from fullshard.program.train.setup.devices import Devices, with_precision
+from fullshard.program.train.setup.devices import Devices, usable, with_precision
 from fullshard.program.train.setup.prepare import chat_notes, tokenize_spec
 
 RESET, QUIT = "/reset", "/quit"
@@ -67,7 +67,8 @@ def about_model(name: str, model: Any, config: RunConfig, comm: Comm) -> str:
     device = comm.device
     count = sum(parameter.numel() for parameter in model.parameters())
     dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
-    precision = with_precision(config, Devices.of_ranks(comm)).training.precision
+    devices = Devices.of_ranks(comm)
+    precision = usable(with_precision(config, devices), devices)[0].training.precision
     computed = "" if precision == "fp32" else f", computed in {precision}"
     place = "the CPU" if device.type == "cpu" else torch.cuda.get_device_name(device)
     return f"{name}: {type(base_of(model)).__name__}, {count:,} parameters in {dtype}{computed}, on {place}"

@@ -19,18 +19,22 @@ from fullshard.core.comm import init_from_env, shutdown
 from fullshard.errors import RunStopped, UserError
 from fullshard.program.config import RunConfig, load_run, require_base, require_output_dir
 from fullshard.program.launch.attempts import note_plan
+from fullshard.program.launch.local import gpu_count
 from fullshard.program.launch.messages import say
 from fullshard.program.launch.programs.again import ReachedSink, resume_again
 from fullshard.program.launch.programs.rank import run_as_rank
 from fullshard.program.launch.programs.signals import StopSignals
 from fullshard.program.launch.progress import WorkProgress
 from fullshard.program.models import import_peft
+from fullshard.program.models.float8 import import_float8
 from fullshard.program.sharing import PushSink, push_finished
 from fullshard.program.train import ConsoleSink, FileSink, Sink, train
 from fullshard.program.train.auto import choices_without_plan, chosen_precision, chosen_settings, chosen_speed
 from fullshard.program.train.memory_check import check_memory
 from fullshard.program.train.reporting.card import CardSink
 from fullshard.program.train.reporting.trackers import tracker_sinks
+from fullshard.program.train.setup.devices import Devices
+from fullshard.program.train.setup.float8 import require_float8
 from fullshard.program.train.setup.prepare import prepare
 
 
@@ -53,8 +57,11 @@ def import_more(arguments: Sequence[str]) -> None:
     """Import what only some runs need, before ranks are forked; ranks report errors in the run file."""
     options, _ = make_parser().parse_known_args(arguments)
     with contextlib.suppress(UserError):
-        if load_run(options.config, options.overrides).model.adapter is not None:
+        config = load_run(options.config, options.overrides)
+        if config.model.adapter is not None:
             import_peft("model.adapter")
+        if config.training.precision == "fp8":
+            import_float8()
 
 
 def _train(options: argparse.Namespace, *, is_first: bool) -> None:
@@ -68,6 +75,7 @@ def _train(options: argparse.Namespace, *, is_first: bool) -> None:
     asked = config.resume
     require_base(config.model)
     require_output_dir(config)
+    require_float8(config, Devices.of_machine(gpu_count()))
     tell = say if is_first else lambda line: None
     tell("reading the data")
     # Tokenizing may take long, so it comes before the process group: no rank waits in a collective.

@@ -13,10 +13,13 @@ from fullshard.core.comm import init_from_env, shutdown, together
 from fullshard.errors import ConfigError
 from fullshard.program.config import RunConfig, require_base
 from fullshard.program.config.load import check_run, read_values
+from fullshard.program.launch.local import gpu_count
 from fullshard.program.launch.messages import say
 from fullshard.program.launch.programs.rank import rank_parser, run_as_rank
 from fullshard.program.launch.progress import WorkProgress
 from fullshard.program.train.auto import chosen_precision
+from fullshard.program.train.setup.devices import Devices
+from fullshard.program.train.setup.float8 import require_float8
 from fullshard.program.train.setup.prepare import prepare
 from fullshard.program.train.setup.tuned import set_by_hand
 from fullshard.program.tune.run_file import as_yaml, changes, write_choice
@@ -45,6 +48,7 @@ def _tune(options: argparse.Namespace, *, is_first: bool) -> None:
 
     config = load(())
     require_base(config.model)
+    require_float8(config, Devices.of_machine(gpu_count()))
     # A list of unusable rows is written by the run itself.
     with tempfile.TemporaryDirectory() as place, WorkProgress("tokenizing", shown=is_first) as progress:
         elsewhere = config.model_copy(update={"output_dir": Path(place)})

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from fullshard.core.comm import Comm, MemoryMeter, device_of
 from fullshard.core.engine import Recorder, no_all_reduce, no_sync, record, units
+from fullshard.core.engine.extension.float8 import precompute_float8_scales
 from fullshard.core.optim import ShardedGradScaler, clip_grad_norm_
 from fullshard.core.shards import rows_of
 from fullshard.errors import TrainingError
@@ -236,6 +237,8 @@ def _update(
             optimizer.step()
         else:
             scaler.step(optimizer)
+        # Not in a hook of the optimizer, which sees this rank's rows alone.
+        precompute_float8_scales(model)
     if scaler is not None:
         scaler.update()
     if norm is None:

@@ -21,37 +21,43 @@ class Devices:
     Attributes:
         gpu: True if ranks compute on GPUs.
         bf16: True if all of them compute bfloat16 in hardware.
-        name: The GPU's name, for users; of one without bfloat16 if there is one.
+        name: The GPU's name, for users; of one without bfloat16 or float8 if there is one.
+        fp8: True if all of them multiply in float8.
     """
 
     gpu: bool = False
     bf16: bool = False
     name: str = "CPU"
+    fp8: bool = False
 
     @classmethod
     def of_ranks(cls, comm: Comm) -> Devices:
         """Return the devices of all ranks; every rank calls it."""
-        device = comm.device
-        if device.type != "cuda":
-            mine = cls()
-        else:
-            native, _ = device_of(device).supports_bf16()
-            mine = cls(gpu=True, bf16=native, name=torch.cuda.get_device_name(device))
-        return min(comm.all_gather_object(mine), key=lambda one: one.bf16)
+        mine = cls() if comm.device.type != "cuda" else cls._of_gpu(comm.device)
+        return min(comm.all_gather_object(mine), key=cls._least)
 
     @classmethod
     def of_machine(cls, gpus: int) -> Devices:
         """Return the devices of this machine's ranks, on its first ``gpus`` GPUs; one process."""
-        all_of_them = [torch.device("cuda", index) for index in range(gpus)]
-        found = (cls(True, device_of(one).supports_bf16()[0], torch.cuda.get_device_name(one)) for one in all_of_them)  # noqa: FBT003
-        return min(found, key=lambda one: one.bf16, default=cls())
+        found = (cls._of_gpu(torch.device("cuda", index)) for index in range(gpus))
+        return min(found, key=cls._least, default=cls())
 
     @classmethod
     def of_sheet(cls, hardware: Hardware | None) -> Devices:
         """Return the devices of a plan: GPUs with this data sheet; None: CPUs."""
         if hardware is None:
             return cls()
-        return cls(gpu=True, bf16=torch.bfloat16 in hardware.flops_per_s, name=hardware.name)
+        rates = hardware.flops_per_s
+        return cls(True, torch.bfloat16 in rates, hardware.name, torch.float8_e4m3fn in rates)  # noqa: FBT003
+
+    @classmethod
+    def _of_gpu(cls, gpu: torch.device) -> Devices:
+        device = device_of(gpu)
+        return cls(True, device.supports_bf16()[0], torch.cuda.get_device_name(gpu), device.supports_fp8())  # noqa: FBT003
+
+    @staticmethod
+    def _least(one: Devices) -> tuple[bool, bool]:
+        return one.bf16, one.fp8
 
 
 @dataclass(frozen=True)
@@ -101,7 +107,12 @@ def with_precision(config: RunConfig, devices: Devices, precision: str | None = 
 
 
 def usable(config: RunConfig, devices: Devices) -> tuple[RunConfig, tuple[str, ...]]:
-    """Return the settings to use a trained model with, and notes: a run chose its precision for its own devices."""
+    """Return the settings to use a trained model with, and notes: a run chose its precision for its own devices.
+
+    A run in fp8 evaluates in bf16 too.
+    """
+    if config.training.precision == "fp8":
+        config = _changed(config, "training", precision="bf16", fp8_scales="tensorwise", allow_emulation=False)
     if config.training.precision != "bf16" or not devices.gpu or devices.bf16:
         return config, ()
     note = f"computed in fp32: {precision_of(devices)[1]}, in which the model was trained"
@@ -111,9 +122,11 @@ def usable(config: RunConfig, devices: Devices) -> tuple[RunConfig, tuple[str, .
 def for_devices(config: RunConfig, devices: Devices) -> RunConfig:
     """Return the settings to build a model with; ``sharding.tables: auto`` is ``gather`` on GPUs, as no other has run.
 
-    It is not recorded, unlike the precision.
+    It is not recorded, unlike the precision. Nothing is emulated on GPUs.
     """
     config = with_precision(config, devices)
+    if devices.gpu and config.training.allow_emulation:
+        config = _changed(config, "training", allow_emulation=False)
     if devices.gpu and config.sharding.tables == "auto":
         config = _changed(config, "sharding", tables="gather")
     return config

@@ -63,6 +63,7 @@ from fullshard.program.models.packing import PackedRows, enable_packing, packed_
 from fullshard.program.speed import Facts, apply_ways
 from fullshard.program.train.setup.activation_offload import ActivationOffload
 from fullshard.program.train.setup.devices import Choice, Devices, for_devices
+from fullshard.program.train.setup.float8 import float8_notes, use_float8
 from fullshard.program.train.setup.frozen import freeze, frozen_notes
 from fullshard.program.train.setup.quantization import (
     quantise_outline,
@@ -82,6 +83,9 @@ CPU = torch.device("cpu")
 
 SHARE_OF_LOGITS = 0.05
 """Share of the device's memory that all logits of a micro-batch may take before the loss is computed in the head."""
+
+_WIDE = {"bf16": "bfloat16", "fp16": "float16", "fp8": "bfloat16"}
+"""Dtype of gathered weights and activations, by precision."""
 
 _CASTS_ITSELF = {"SwitchTransformersTop1Router"}
 """Classes of transformers whose forward casts the module to float32; a gathered parameter cannot change its dtype."""
@@ -134,7 +138,7 @@ def prepare_model(
     loss = loss_choice(ready.model, config, memory_bytes)
     if loss is not None and _fuses(base_of(ready.model), config, memory_bytes):
         ready = replace(ready, notes=(*ready.notes, str(loss)))
-    return ready
+    return replace(ready, notes=(*ready.notes, *float8_notes(ready.model, config)))
 
 
 def _made(
@@ -368,6 +372,8 @@ def shard_model(model: nn.Module, config: RunConfig, comm: Comm, weights: Weight
     """
     if isinstance(weights, AdapterWeights):
         weights.compute_magnitudes(model, comm)
+    config = for_devices(config, Devices.of_ranks(comm))
+    use_float8(model, config, comm.size)
     if config.ways:
         apply_ways(cast("PreTrainedModel", model), config.ways, speed_facts(config, comm.device))
     try:
@@ -381,7 +387,7 @@ def shard_model(model: nn.Module, config: RunConfig, comm: Comm, weights: Weight
 
 def speed_facts(config: RunConfig, device: torch.device) -> Facts:
     """Return what ways may ask about a run whose precision is chosen; any rank."""
-    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(config.training.precision, torch.float32)
+    dtype = torch.float32 if config.training.precision == "fp32" else getattr(torch, _WIDE[config.training.precision])
     longest = config.data.max_source_length + config.data.max_target_length
     return Facts(device, dtype, config.training.packing, longest)
 
@@ -398,7 +404,6 @@ def _with_run_file_remedies(text: str, config: RunConfig) -> str:
 
 
 def _shard(model: nn.Module, config: RunConfig, comm: Comm, weights: WeightSource | None) -> None:
-    config = for_devices(config, Devices.of_ranks(comm))
     settings = config.sharding
     strategy = ShardingStrategy(settings.strategy)
     fully_shard(
@@ -421,11 +426,14 @@ def _mixed_precision(model: nn.Module, config: RunConfig) -> MixedPrecision:
     if config.training.precision == "fp32":
         return MixedPrecision(messages=messages)
     kept = _CASTS_ITSELF & {type(module).__name__ for module in model.modules()}
-    dtype = {"bf16": "bfloat16", "fp16": "float16"}[config.training.precision]
     # An adapter is saved without its frozen base; other frozen weights are part of the model that is published.
     keep_frozen = bool(config.model.freeze or config.model.train)
     return MixedPrecision(
-        param=dtype, reduce="float32", keep_fp32=tuple(kept), messages=messages, keep_frozen=keep_frozen
+        param=_WIDE[config.training.precision],
+        reduce="float32",
+        keep_fp32=tuple(kept),
+        messages=messages,
+        keep_frozen=keep_frozen,
     )
 
 

@@ -233,7 +233,9 @@ class LearningRateSchedule:
         if pace_s <= 0.0:
             return self
         total = min(self.total_steps, steps + max(1, ceil((limit_s - seconds) / pace_s)))
-        warmup = self.warmup_steps if self.warmup_share is None else ceil(self.warmup_share * total)
+        # Where the decay counts from the warm-up but not to the end, another warm-up would make the rate jump.
+        moves = self.follows_steps or self.kind in ("constant", "step")
+        warmup = ceil(self.warmup_share * total) if self.warmup_share is not None and moves else self.warmup_steps
         return replace(self, total_steps=total, warmup_steps=warmup)
 
 

@@ -1,0 +1,58 @@
+"""Training in fp8, emulated on two ranks; all cases share one pair of processes."""
+
+from pathlib import Path
+
+import pytest
+
+from support.float8_runs import PLANNED, RUNS
+from support.processes import Cases, run_processes
+from support.torchao_folder import needs_torchao
+
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(600), needs_torchao]
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("float8")
+    for name, write in (RUNS | PLANNED).items():
+        (directory / name).mkdir()
+        write(directory / name)
+    return Cases(run_processes(2, Path(__file__).with_name("float8_main.py"), "--directory", str(directory)))
+
+
+@pytest.mark.parametrize("case", ["beside_llama", "beside_llama_gathers", "beside_t5"])
+def test_losses_and_weights_are_those_of_fsdp2_to_the_bit(case, ranks):
+    found = ranks[case]
+    assert found["ours"] == found["theirs"]
+    assert len(set(found["ours"])) == 4
+    assert found["apart"] == []
+    assert found["weights"] > found["layers"] >= 14  # all but the embeddings were trained
+
+
+def test_a_resumed_run_ends_with_the_weights_of_one_that_was_not_interrupted(ranks):
+    whole, resumed = ranks["run"], ranks["run_interrupted"]
+    assert resumed["ended"].startswith("stopped after")
+    for part in ("loss", "texts", "tensors"):
+        assert resumed[part] == whole[part]
+
+
+def test_a_saved_model_is_plain_and_was_trained_otherwise_than_in_bf16(ranks):
+    found, plain = ranks["run"]["tensors"], ranks["run_bf16"]["tensors"]
+    assert {name: dtype for name, (dtype, _) in found.items()} == {name: dtype for name, (dtype, _) in plain.items()}
+    assert found != plain
+    assert ranks["run"]["loss"] == pytest.approx(ranks["run_bf16"]["loss"], rel=0.2)
+    assert ranks["run"]["names_torchao"] == ranks["lora"]["names_torchao"] == 0
+
+
+def test_an_adapter_over_an_fp8_base_is_saved_as_pefts(ranks):
+    tensors = ranks["lora"]["tensors"]
+    assert {name.rsplit(".", 2)[1] for name in tensors} == {"lora_A", "lora_B"}
+    assert {dtype for dtype, _ in tensors.values()} == {"torch.float32"}
+
+
+@pytest.mark.parametrize("case", PLANNED)
+def test_a_plan_is_what_ranks_hold(case, ranks):
+    found = ranks[case]
+    assert found["planned"] == pytest.approx(found["measured"], rel=0.005)
+    planned, sent = found["sent"]
+    assert planned == sent
