@@ -35,9 +35,10 @@ class CommMesh:
         """Return this rank's place."""
         return self._comm.rank
 
-    def get_group(self, mesh_dim: int | str | None = None) -> CommGroup:
-        """Return what stands for their process group."""
-        return CommGroup(self._comm)
+    def get_group(self, mesh_dim: int | str | None = None) -> CommGroup | None:
+        """Return what stands for their process group; None, torch's default group, where torch has process groups."""
+        # A plan beside real ranks: torchao's float8 calls torch's collectives, which take no stand-in.
+        return None if dist.is_initialized() else CommGroup(self._comm)
 
 
 class CommGroup:
