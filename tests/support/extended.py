@@ -71,7 +71,7 @@ class Halved(_Around):
         assert metadata is None
         if out is not None:
             with torch.autograd._unsafe_preserve_version_counter(out):
-                out.copy_(sent)
+                out.copy_(sent[: len(out)])
             return None
         made = sent.to(param_dtype)
         return made, (sent, made)

@@ -18,6 +18,7 @@ from fullshard import (
     unsharded,
 )
 from fullshard.core.comm import RecordingComm
+from fullshard.core.engine.extension.extension_lane import ExtensionLane
 from fullshard.core.engine.full.summon import summoned_parameters
 from fullshard.core.engine.registry import runtime_of
 from fullshard.core.testing import run_ranks
@@ -435,3 +436,233 @@ def test_a_plan_with_shards_in_host_memory():
         offload_policy=CPUOffload(),
     )
     assert planned.account["gathered"] > 0
+
+
+class Sent(Scaled):
+    """Sends its values as they are."""
+
+    def fsdp_pre_all_gather(self, mesh):
+        return (self._data,), None
+
+    @torch.no_grad()
+    def fsdp_post_all_gather(self, gathered, metadata, param_dtype, *, out=None):
+        if out is None:
+            made = gathered[0].clone()
+            return made, (made,)
+        with torch.autograd._unsafe_preserve_version_counter(out):
+            out.copy_(gathered[0])
+        return None
+
+
+class SentPadded(Sent):
+    """Pads itself, and hands its rows over with the padding."""
+
+    def fsdp_pre_all_gather(self, mesh, outer_size, outer_stride, module, mp_policy):
+        sent = self._data.new_zeros(-(-outer_size[0] // mesh.size()), *outer_size[1:])
+        sent[: len(self._data)] = self._data
+        return (sent,), None
+
+    def fsdp_post_all_gather(self, gathered, metadata, param_dtype, *, out=None):
+        if out is not None:
+            return super().fsdp_post_all_gather([gathered[0][: len(out)]], None, param_dtype, out=out)
+        made = self.laid_out(gathered[0])
+        return made, (made,)
+
+
+class ByColumns(SentPadded):
+    def laid_out(self, rows):
+        return rows.t().contiguous().t()
+
+
+class WithOffset(SentPadded):
+    def laid_out(self, rows):
+        return torch.cat([rows.new_full((2, rows.shape[1]), 99.0), rows])[2:]
+
+
+class OtherShape(SentPadded):
+    def laid_out(self, rows):
+        return rows.reshape(-1, 4)
+
+
+class IgnoresOut(Sent):
+    def fsdp_post_all_gather(self, gathered, metadata, param_dtype, *, out=None):
+        return super().fsdp_post_all_gather(gathered, metadata, param_dtype)
+
+
+class ReturnsNothing(Sent):
+    def fsdp_post_all_gather(self, gathered, metadata, param_dtype, *, out=None):
+        return None
+
+
+class WithNumbers(Sent):
+    """Sends four numbers a rank besides, as many as the first rank has rows."""
+
+    def fsdp_pre_all_gather(self, mesh):
+        return (self._data, torch.arange(4.0) + 10 * mesh.get_local_rank()), None
+
+    def fsdp_post_all_gather(self, gathered, metadata, param_dtype, *, out=None):
+        assert gathered[1].tolist() == [0, 1, 2, 3, 10, 11, 12, 13]
+        return super().fsdp_post_all_gather(gathered, metadata, param_dtype, out=out)
+
+
+class LosesItself(Sent):
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args, kwargs=None):
+        made = super().__torch_dispatch__(func, types, args, kwargs)
+        return made._data if func is torch.ops.aten.new_zeros.default else made
+
+
+def one_matrix(kind, rows=8):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, rows, bias=False))
+    model[0].weight = nn.Parameter(kind(model[0].weight.detach()))
+    return model
+
+
+@pytest.mark.parametrize("rows", [7, 8])
+@pytest.mark.parametrize("kind", [Sent, ByColumns, WithOffset])
+def test_the_full_parameter_may_lie_in_memory_in_any_way(kind, rows):
+    want = one_matrix(kind, rows)[0].weight._data
+    models = [one_matrix(kind, rows) for _ in range(2)]
+    for shown in on_ranks(2, models, lambda model, comm: [model(torch.eye(8)).t() for _ in range(2)]):
+        for one in shown:
+            torch.testing.assert_close(one, want, atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        (OtherShape, r"0\.weight, a OtherShape, returned a full parameter of shape \(16, 4\)"),
+        (IgnoresOut, r"0\.weight, a IgnoresOut, was given out= and returned a tensor with other memory"),
+        (ReturnsNothing, r"0\.weight, a ReturnsNothing, returned a NoneType in the first gather"),
+    ],
+)
+def test_what_a_class_returns_against_the_protocol_is_refused(kind, words):
+    models = [one_matrix(kind) for _ in range(2)]
+
+    def work(model, comm):
+        with pytest.raises(ShardingError, match=words):
+            loss_of(model, torch.eye(8)) + loss_of(model, torch.eye(8))
+
+    on_ranks(2, models, work)
+
+
+def test_numbers_that_are_not_rows_are_handed_over_whole():
+    models = [one_matrix(WithNumbers, 7) for _ in range(2)]
+    on_ranks(2, models, lambda model, comm: [model(torch.eye(8)) for _ in range(2)])
+
+
+@pytest.mark.parametrize("write", [lambda data: data.mul_(2), lambda data: data.copy_(data.flip(0).clone())])
+def test_writes_through_data_are_refused_too(write):
+    models = [one_matrix(Sent) for _ in range(2)]
+
+    def work(model, comm):
+        with unsharded(model):
+            pass
+        with pytest.raises(ShardingError, match=r"0\.weight was changed inside unsharded"), unsharded(model):
+            write(model[0].weight.data)
+        with unsharded(model, write_back=False):
+            write(model[0].weight.data)
+        with unsharded(model):
+            return model[0].weight.clone()
+
+    assert torch.equal(on_ranks(2, models, work)[0], one_matrix(Sent)[0].weight._data)
+
+
+def test_a_refusal_leaves_the_model_as_it_was():
+    models = [nn.Sequential(one_matrix(Sent), one_matrix(LosesItself)) for _ in range(2)]
+
+    def work(comm):
+        with pytest.raises(WrapError, match=r"1\.0\.weight .* is a LosesItself, but its rows a Tensor"):
+            fully_shard(models[comm.rank], comm)
+        return models[comm.rank](torch.eye(8)).isfinite().all()
+
+    assert all(run_ranks(2, work))
+
+
+@pytest.mark.parametrize("make", [blocks, blocks_over_codes])
+def test_rows_and_gradients_are_not_held_between_passes(make):
+    models = [make() for _ in range(2)]
+
+    def work(model, comm):
+        lanes = [lane for unit in runtime_of(model).units for lane in unit.lanes if isinstance(lane, ExtensionLane)]
+
+        def held():
+            extensions = [lane.extension for lane in lanes]
+            return sum(getattr(one._local, one._inside[0]).numel() for one in extensions)
+
+        before = held()
+        train(model, comm.rank, steps=1)
+        lane = next((one for one in lanes if one.trainable), None)
+        if lane is not None:  # one parameter: to wait for other gradients saves no copy
+            lane.add_gradient(0, torch.ones(lane.shapes[0]))
+            assert not lane.held
+            lane.drop_gradient()
+        return before, held()
+
+    assert on_ranks(2, models, work) == [(0, 0)] * 2
+
+
+class AsksTheGroup(Sent):
+    def fsdp_pre_all_gather(self, mesh):
+        group = mesh.get_group()
+        assert (group.size(), group.rank()) == (mesh.size(), mesh.get_local_rank())
+        return (self._data,), None
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_mesh_has_a_group(ranks):
+    models = [one_matrix(AsksTheGroup) for _ in range(ranks)]
+    on_ranks(ranks, models, lambda model, comm: model(torch.eye(8)))
+
+
+class WithoutView(Scaled):
+    """A full parameter that computes a linear layer only, as torchao's packed weights."""
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args, kwargs=None):
+        if func in (torch.ops.aten.view.default, torch.ops.aten.alias.default):
+            raise NotImplementedError(func)
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+class MakesOneWithoutView(Sent):
+    def fsdp_post_all_gather(self, gathered, metadata, param_dtype, *, out=None):
+        return None if out is not None else (WithoutView(gathered[0]), gathered)
+
+
+class UsesOneWithoutView(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, rows, full):
+        ctx.save_for_backward(rows)
+        return rows @ full._data.t()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return None, gradient.t() @ ctx.saved_tensors[0]
+
+
+class OverOneWithoutView(nn.Linear):
+    def forward(self, rows):
+        return UsesOneWithoutView.apply(rows, self.weight)
+
+
+def test_the_class_of_the_full_parameter_needs_no_view():
+    plain, rows = one_matrix(Sent)[0].weight._data.clone(), torch.ones(4, 8)
+    models = [OverOneWithoutView(8, 8, bias=False) for _ in range(2)]
+    for model in models:
+        model.weight = nn.Parameter(MakesOneWithoutView(plain.clone()))
+
+    def work(model, comm):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(2):
+            loss_of(model, rows).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return full_state_dict(model)
+
+    saved = on_ranks(2, models, work, wrap=None)[0]
+    for _ in range(2):
+        plain.requires_grad_()
+        plain = (plain - 0.1 * torch.autograd.grad((rows @ plain.t()).square().mean(), plain)[0]).detach()
+    torch.testing.assert_close(saved["weight"], plain)

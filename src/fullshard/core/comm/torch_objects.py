@@ -35,14 +35,40 @@ class CommMesh:
         """Return this rank's place."""
         return self._comm.rank
 
-    def get_group(self, mesh_dim: int | str | None = None) -> None:
-        """Return None: there is no process group of these ranks."""
+    def get_group(self, mesh_dim: int | str | None = None) -> CommGroup | None:
+        """Return what stands for their process group; None, torch's default group, where torch has process groups."""
+        # A plan beside real ranks: torchao's float8 calls torch's collectives, which take no stand-in.
+        return None if dist.is_initialized() else CommGroup(self._comm)
+
+
+class CommGroup:
+    """Stands for torch's ProcessGroup: tells how many ranks there are, and has no collectives."""
+
+    def __init__(self, comm: Comm) -> None:
+        """Describe the ranks of ``comm``."""
+        self._comm = comm
+
+    def size(self) -> int:
+        """Return the number of ranks."""
+        return self._comm.size
+
+    def rank(self) -> int:
+        """Return this rank's place."""
+        return self._comm.rank
 
 
 def torch_mesh(comm: Comm, device: torch.device) -> DeviceMesh | CommMesh:
-    """Return the ranks of ``comm`` as torch's DeviceMesh with one axis; any rank, no communication."""
+    """Return the ranks of ``comm`` as torch's DeviceMesh with one axis; any rank, no communication with others."""
     group = group_of(comm)
+    if comm.size == 1 and dist.is_initialized():
+        group = _group_of_one(dist.group.WORLD)
     return _mesh_once(group, device.type) if isinstance(group, dist.ProcessGroup) else CommMesh(comm)
+
+
+@functools.lru_cache(maxsize=1)
+def _group_of_one(world: Any) -> Any:
+    """Return a process group of this rank alone: classes call torch's collectives on it."""
+    return world if world.size() == 1 else dist.new_group([dist.get_rank()], use_local_synchronization=True)
 
 
 @functools.lru_cache(maxsize=4)

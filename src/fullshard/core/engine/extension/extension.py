@@ -19,7 +19,7 @@ from fullshard.core.comm import Comm
 from fullshard.core.comm.torch_objects import torch_mesh, torch_policy
 from fullshard.core.policy import MixedPrecision
 from fullshard.core.torch_private import is_traceable_wrapper
-from fullshard.errors import WrapError
+from fullshard.errors import ShardingError, WrapError
 
 METHODS = ("fsdp_pre_all_gather", "fsdp_post_all_gather")
 
@@ -59,25 +59,39 @@ class Extension:
         return getattr(param, self._inside[0]) if isinstance(param, self.kind) else param
 
     def cut(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> None:
-        """Make this rank's tensor of the subclass, for rows of ``shape`` of the values, and free the full one.
-
-        Raises:
-            WrapError: The subclass is lost on the way.
-        """
-        whole = self._local if self._whole is None else self._whole
-        assert whole is not None
-        with torch.no_grad():
-            self._local = self._made_for(whole.detach(), shape, dtype, device)
-        if type(self._local) is not self.kind:
-            raise WrapError(
-                f"{_called(self.name, whole)}, but its rows a {type(self._local).__name__}. torch's FSDP2 needs split, "
-                "new_zeros, narrow and copy_ to keep the class, and so does fullshard."
-            )
+        """Make this rank's tensor of the subclass, for rows of ``shape`` of the values, and free the full one."""
+        self._local = self._cut(shape, dtype, device)
+        self._empty_local()
         if self._whole is not None:
             self.values = torch.empty(0)
             for name in self._inside:
                 setattr(self._whole, name, self.values)
             self._whole = None
+
+    def try_cut(self, shape: Sequence[int]) -> None:
+        """Refuse a subclass that :meth:`cut` cannot cut; nothing changes.
+
+        Raises:
+            WrapError: The subclass is lost on the way.
+        """
+        self._cut(shape, self.values.dtype, self.values.device)
+
+    def _cut(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        whole = self._local if self._whole is None else self._whole
+        assert whole is not None
+        with torch.no_grad():
+            local = self._made_for(whole.detach(), shape, dtype, device)
+        if type(local) is not self.kind:
+            raise WrapError(
+                f"{_called(self.name, whole)}, but its rows a {type(local).__name__}. torch's FSDP2 needs split, "
+                "new_zeros, narrow and copy_ to keep the class, and so does fullshard."
+            )
+        return local
+
+    def _empty_local(self) -> None:
+        """Let go of the rows in this rank's tensor: between gathers they would be held twice, or on the device."""
+        for name in self._inside:
+            setattr(self._local, name, getattr(self._local, name).new_empty(0))
 
     def _made_for(
         self, whole: torch.Tensor, shape: Sequence[int], dtype: torch.dtype, device: torch.device
@@ -118,17 +132,32 @@ class Extension:
         return tuple(sent), metadata
 
     def after_gather(
-        self, gathered: Sequence[torch.Tensor], metadata: Any, dtype: torch.dtype, out: torch.Tensor | None
-    ) -> tuple[torch.Tensor, Sequence[torch.Tensor]] | None:
-        """Return the full parameter, made of what was gathered, and the tensors to be freed with it.
+        self, gathered: Sequence[torch.Tensor], metadata: Any, dtype: torch.dtype
+    ) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
+        """Return the full parameter, made of what was gathered first, and the tensors to be freed with it.
 
-        With ``out``, an earlier result whose memory is allocated, write there and return None.
+        Raises:
+            ShardingError: Its class did not return these.
         """
         local: Any = self._local
-        if out is not None:
-            local.fsdp_post_all_gather(gathered, metadata, dtype, out=out)
-            return None
-        return local.fsdp_post_all_gather(gathered, metadata, dtype)
+        made = local.fsdp_post_all_gather(gathered, metadata, dtype)
+        self._empty_local()
+        if not isinstance(made, tuple | list) or len(made) != 2 or not isinstance(made[0], torch.Tensor):
+            raise ShardingError(
+                f"fsdp_post_all_gather of {self.name}, a {self.kind.__name__}, returned a {type(made).__name__} in the "
+                "first gather. Without out= it must return the full parameter and the tensors to be freed with it."
+            )
+        return made[0], made[1]
+
+    def write_gathered(
+        self, gathered: Sequence[torch.Tensor], metadata: Any, dtype: torch.dtype, out: torch.Tensor
+    ) -> torch.Tensor | None:
+        """Let the class write to ``out``, its first result, in a later gather; return the tensor that it returned."""
+        local: Any = self._local
+        made = local.fsdp_post_all_gather(gathered, metadata, dtype, out=out)
+        self._empty_local()
+        made = made[0] if isinstance(made, tuple | list) and made else made
+        return made if isinstance(made, torch.Tensor) else None
 
 
 class PackedExtension(Extension):

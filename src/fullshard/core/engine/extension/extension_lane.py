@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from fullshard.core.comm import Work, settle, together
+from fullshard.core.engine.extension.checksum import checksum
 from fullshard.core.engine.extension.extension import Extension
 from fullshard.core.engine.step.lane import BufferTracker, Lane, LaneState, ReusableBuffer
 from fullshard.core.engine.step.param import ShardedParam
@@ -55,11 +56,16 @@ class Form:
     dtype: torch.dtype
 
 
+def _forms(sent: Sequence[torch.Tensor]) -> list[Form]:
+    return [Form(tuple(one.shape), one.dtype) for one in sent]
+
+
 class GatheredTensors(ReusableBuffer):
     """The memory of what is gathered of one parameter, and of the full parameter that its class makes of it.
 
     Attributes:
         forms: What each rank sends; empty before the first gather.
+        by_rows: Indices of those of as many rows as the rank has, which the last ranks pad.
         sent: One buffer for each of them, (ranks * numel,).
         made: Further memory of the full parameter.
         result: The full parameter as its class made it, or None before the first gather.
@@ -71,6 +77,7 @@ class GatheredTensors(ReusableBuffer):
         self.sent: list[ReusableBuffer] = []
         self.made: list[ReusableBuffer] = []
         self.forms: list[Form] = []
+        self.by_rows: frozenset[int] = frozenset()
         self.result: torch.Tensor | None = None
         self.keeps_sent = True
         super().__init__(empty, device, tracker)
@@ -86,9 +93,9 @@ class GatheredTensors(ReusableBuffer):
         for buffer in (*self.sent, *self.made):
             buffer.tracker = tracker
 
-    def allocate(self, forms: Sequence[Form], ranks: int) -> None:
+    def allocate(self, forms: Sequence[Form], by_rows: frozenset[int], ranks: int) -> None:
         """Allocate the buffers for what ``ranks`` ranks send."""
-        self.forms = list(forms)
+        self.forms, self.by_rows = list(forms), by_rows
         for form in forms:
             empty = self._device.empty(ranks * torch.Size(form.shape).numel(), form.dtype)
             self.sent.append(ReusableBuffer(empty, self._device, self.tracker))
@@ -100,8 +107,8 @@ class GatheredTensors(ReusableBuffer):
         Nothing else: a scale inside ``result``, say, is read by what autograd saved, and not written again.
         """
         known = {buffer.tensor.untyped_storage()._cdata for buffer in self.sent}
-        inside = _plain_parts(result)
-        self.keeps_sent = inside is None or any(part.untyped_storage()._cdata in known for part in inside)
+        inside = _storages(result)
+        self.keeps_sent = inside is None or not known.isdisjoint(inside)
         for tensor in named:
             storage = tensor.untyped_storage()
             if storage._cdata not in known and storage.nbytes():
@@ -113,6 +120,11 @@ class GatheredTensors(ReusableBuffer):
             self.tensor, self.alias = result, result.data
         elif self.sent:
             self.tensor, self.alias = self.sent[0].tensor, self.sent[0].alias
+
+    def lies_in_result(self, other: torch.Tensor) -> bool:
+        """Return True if ``other`` is known to have no memory but that of the full parameter."""
+        mine, others = _storages(other), _storages(self.result)
+        return mine is not None and others is not None and mine <= others
 
     def take(self) -> None:
         """Allocate the memory of what is gathered."""
@@ -143,6 +155,12 @@ def _plain_parts(tensor: torch.Tensor) -> list[torch.Tensor] | None:
         return None
     parts = [_plain_parts(getattr(tensor, name)) for name in tensor.__tensor_flatten__()[0]]  # type: ignore[attr-defined]
     return None if None in parts else [one for part in parts for one in part or ()]
+
+
+def _storages(tensor: torch.Tensor | None) -> set[int] | None:
+    """Return what tells the memory inside ``tensor`` apart; None if its class does not tell."""
+    parts = None if tensor is None else _plain_parts(tensor)
+    return None if parts is None else {part.untyped_storage()._cdata for part in parts}
 
 
 def _ordinary(function: Callable[..., None]) -> Callable[..., None]:
@@ -176,15 +194,17 @@ class ExtensionLane(Lane):
         extension: The class around the parameter; set before ``allocate``.
         out: What the class writes the full parameter to from the second gather on.
         metadata: What it keeps between the two calls of one gather.
+        shown: A checksum of the full parameter while writes to it would be lost, or None.
     """
 
     extension: Extension = field(init=False)
     full: GatheredTensors = field(init=False)
     out: torch.Tensor | None = None
     metadata: Any = None
+    shown: torch.Tensor | None = None
 
     def _make_full(self) -> GatheredTensors:
-        self.out = None
+        self.out = self.shown = None
         return GatheredTensors(self.device.empty(0, self.dtypes.compute), self.device, self.tracker)
 
     def full_view(self, place: int) -> torch.Tensor:
@@ -204,13 +224,24 @@ class ExtensionLane(Lane):
         """Return True: it may take a collective to know what would be sent now."""
         return True
 
+    def expect_writes(self) -> None:
+        """See :meth:`Lane.expect_writes`."""
+        self.shown = self._checksum()
+
+    def _checksum(self) -> torch.Tensor | None:
+        parts = None if self.full.result is None else _plain_parts(self.full.result)
+        return None if not parts else torch.stack([checksum(part) for part in parts])
+
     def write_back(self) -> None:
         """Refuse changes of the full parameter, of which the shard is not a part.
 
         Raises:
             ShardingError: It was changed.
         """
-        if self.full.tensor._version != self.full.version:
+        shown, self.shown = self.shown, None
+        # Writes through .data leave the version as it is.
+        rewritten = shown is not None and not torch.equal(shown, self._checksum())  # type: ignore[arg-type]
+        if rewritten or self.full.tensor._version != self.full.version:
             raise ShardingError(
                 f"{self.extension.name} was changed inside unsharded(model). It is a {self.extension.kind.__name__}, "
                 "whose full parameter is made of what was gathered: nothing is written back. Change the shard instead."
@@ -223,11 +254,11 @@ class ExtensionLane(Lane):
         """Start the all-gathers of what the class returns; nothing is rounded further."""
         comm = self.mesh.shard_group
         sent = self._sent() if self.full.forms else together(comm, self._sent)
-        forms = [Form(tuple(one.shape), one.dtype) for one in sent]
         if not self.full.forms:
-            self._agree(forms)
-            self.full.allocate(forms, comm.size)
-        elif forms != self.full.forms:
+            self.full.allocate(*self._agree(sent), comm.size)
+        sent = [self._padded(one) if place in self.full.by_rows else one for place, one in enumerate(sent)]
+        forms = _forms(sent)
+        if forms != self.full.forms:
             raise ShardingError(
                 f"fsdp_pre_all_gather of {self.extension.name} returned {forms} and, in the first gather, "
                 f"{self.full.forms}. It must return the same shapes and dtypes in each."
@@ -247,10 +278,15 @@ class ExtensionLane(Lane):
         return self.layout.shard_numel // self.layout.placements[0].row_numel
 
     def _sent(self) -> list[torch.Tensor]:
-        """Return what this rank sends, with as many rows on each rank."""
+        """Return what this rank's class sends."""
         rows = self.rows.to(self.full.tensor.device, non_blocking=True)
         sent, self.metadata = self.extension.before_gather(rows, self.mesh.shard_group)
-        return [self._padded(one, len(rows)) for one in sent]
+        return list(sent)
+
+    def _rows_of(self, rank: int) -> int:
+        placement = self.layout.placements[0]
+        start, stop = self.layout.local_range(placement, rank)
+        return (stop - start) // placement.row_numel
 
     @property
     def rows(self) -> torch.Tensor:
@@ -258,32 +294,43 @@ class ExtensionLane(Lane):
         start, stop = self.layout.local_range(self.layout.placements[0], self.mesh.shard_group.rank)
         return self.shard[: stop - start].view(-1, *self.shapes[0][1:])
 
-    def _padded(self, one: torch.Tensor, rows: int) -> torch.Tensor:
-        most = self._most_rows
-        if rows == most or not one.dim() or len(one) != rows:
+    def _padded(self, one: torch.Tensor) -> torch.Tensor:
+        rows, most = self._rows_of(self.mesh.shard_group.rank), self._most_rows
+        if rows == most or one.shape[:1] != (rows,):
             return one
         return torch.cat([one, one.new_zeros(most - rows, *one.shape[1:])])
 
-    def _agree(self, forms: Sequence[Form]) -> None:
-        """Compare what ranks send, in the first gather."""
-        by_rank = self.mesh.shard_group.all_gather_object(forms)
+    def _agree(self, sent: Sequence[torch.Tensor]) -> tuple[list[Form], frozenset[int]]:
+        """Compare what ranks send, in the first gather; return their forms, and which of them are rows to be padded."""
+        by_rank = self.mesh.shard_group.all_gather_object(_forms(sent))
+        rows, most = [self._rows_of(rank) for rank in range(len(by_rank))], self._most_rows
+        padded = frozenset(
+            place
+            for place in range(min(map(len, by_rank)))
+            # As long on each rank as its rows, which differ: other numbers may be as many as rows on one of them.
+            if min(rows) < most and all(forms[place].shape[:1] == (n,) for forms, n in zip(by_rank, rows, strict=True))
+        )
+        by_rank = [
+            [Form((most, *form.shape[1:]), form.dtype) if place in padded else form for place, form in enumerate(forms)]
+            for forms in by_rank
+        ]
         other = next((rank for rank, theirs in enumerate(by_rank) if theirs != by_rank[0]), None)
         if other is not None:
             shape, ranks = tuple(self.extension.full_shape), self.layout.world_size
             raise ShardingError(
                 f"fsdp_pre_all_gather of {self.extension.name} {shape}, cut over {ranks} ranks, returned {by_rank[0]} "
                 f"on rank 0 and {by_rank[other]} on rank {other}. Ranks must send equal parts: choose a number of "
-                f"ranks that divides {shape[0]} rows, or return tensors padded to {self._most_rows} rows."
+                f"ranks that divides {shape[0]} rows, or return tensors padded to {most} rows."
             )
+        return by_rank[0], padded
 
     def _gathered(self) -> list[torch.Tensor]:
         """Return what was gathered, each (rows, *rest), without the last ranks' padding."""
-        rows, most = self.extension.full_shape[0], self._most_rows
         found = []
-        for buffer, form in zip(self.full.sent, self.full.forms, strict=True):
+        for place, (buffer, form) in enumerate(zip(self.full.sent, self.full.forms, strict=True)):
             one = buffer.tensor.view(-1, *form.shape[1:])
-            # torch's FSDP2 hands over the padding too, and then cannot gather a second time: ``out`` has no such rows.
-            found.append(one[:rows] if form.shape[:1] == (most,) else one)
+            # torch's FSDP2 hands over this padding too, and cannot gather a second time: ``out`` has no such rows.
+            found.append(one[: self.extension.full_shape[0]] if place in self.full.by_rows else one)
         return found
 
     @_ordinary
@@ -292,15 +339,15 @@ class ExtensionLane(Lane):
         super().finish_gather()
         full, out, metadata = self.full, self.out, self.metadata
         if full.result is None:
-            made = self.extension.after_gather(self._gathered(), metadata, self._dtype, None)
-            assert made is not None
-            full.adopt(self._in_shape(made[0]), made[1])
+            made, named = self.extension.after_gather(self._gathered(), metadata, self._dtype)
+            full.adopt(self._in_shape(made), named)
         else:
             full.take_made()
             assert out is not None
             shown_as, out.__class__ = out.__class__, type(full.result)
-            self.extension.after_gather(self._gathered(), metadata, self._dtype, out)
+            made = self.extension.write_gathered(self._gathered(), metadata, self._dtype, out)
             out.__class__ = shown_as
+            self._refuse_other_memory(made)
         full.version = full.tensor._version
         self.metadata = None
         if not full.keeps_sent:
@@ -312,8 +359,29 @@ class ExtensionLane(Lane):
     def _in_shape(self, made: torch.Tensor) -> torch.Tensor:
         """Return the full parameter without the padding rows of the last ranks."""
         shape = self.extension.full_shape
-        stride = torch.empty(shape, device="meta").stride()
-        return made if made.shape == shape else torch.as_strided(made, shape, stride, 0)
+        if made.shape == shape:
+            return made
+        if made.shape[1:] != shape[1:] or len(made) < shape[0]:
+            raise ShardingError(
+                f"fsdp_post_all_gather of {self.extension.name}, a {self.extension.kind.__name__}, returned a full "
+                f"parameter of shape {tuple(made.shape)}. It must have the parameter's shape {tuple(shape)}, or more "
+                "rows, of which the last ones are padding."
+            )
+        return made[: shape[0]]
+
+    def _refuse_other_memory(self, made: torch.Tensor | None) -> None:
+        """Refuse a class that ignores ``out``: modules would compute with memory that nobody wrote."""
+        if made is not None and made is not self.out and not self.full.lies_in_result(made):
+            raise ShardingError(
+                f"fsdp_post_all_gather of {self.extension.name}, a {self.extension.kind.__name__}, was given out= and "
+                "returned a tensor with other memory. From the second gather on it must write the full parameter into "
+                "out, as for torch's FSDP2."
+            )
+
+    def add_gradient(self, place: int, gradient: torch.Tensor) -> None:
+        """See :meth:`Lane.add_gradient`; copied at once: with one parameter, waiting saves no operator."""
+        super().add_gradient(place, gradient)
+        self.copy_held()
 
 
 class ExtensionParam(ShardedParam):

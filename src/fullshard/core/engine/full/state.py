@@ -141,6 +141,8 @@ def unsharded(model: nn.Module, *, write_back: bool = True) -> Iterator[None]:
         unit.keep.add(Keep.CONTEXT)
         for param in unit.params:
             param.full.__class__ = param.plain_class  # writes inside the context are kept, by whatever means
+        for lane in unit.lanes if outermost and write_back else ():
+            lane.expect_writes()
     try:
         yield
     finally:

@@ -352,7 +352,10 @@ def _agree(request: _Request) -> _Agreed:
     check_messages(specs, policy)
     for extension in (member.extension for spec in specs for member in spec.params):
         if extension is not None:
-            even_layout(extension, request.ranks.shard_group.size)  # refuses before anything changes
+            # Both refuse before anything changes.
+            layout = even_layout(extension, request.ranks.shard_group.size)
+            rows = layout.shard_numel // layout.placements[0].row_numel
+            extension.try_cut((rows, *extension.values.shape[1:]))
     check_parameters(specs, sharded=sum(len(u.params) for runtime in inner for u in runtime.units))
     inside = {id(m) for runtime in inner for top in runtime.root.modules for m in top.modules()}
     own = [module for module in request.root.modules() if id(module) not in inside]

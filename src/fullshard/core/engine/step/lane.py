@@ -230,6 +230,9 @@ class Lane:
         """Return True if this rank's gathered part differs from its shard; the lane is gathered."""
         return not torch.equal(self.own_part, self.mesh.as_sent(self.shard, self.own_part))
 
+    def expect_writes(self) -> None:
+        """Prepare a gathered lane for :meth:`write_back`."""
+
     def write_back(self) -> None:
         """Copy what was changed in the gathered parameters into this rank's shard, element by element."""
         # Only where they differ: a shard is wider than the compute dtype, and unchanged elements must keep their bits.

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
-from torch.autograd.graph import Node, get_gradient_edge
+from torch.autograd.graph import Node
 
 from fullshard.core.engine.step.lane import Lane, PermanentBuffer, ReusableBuffer
 from fullshard.core.layout.sharded import ShardMeta
@@ -112,7 +112,7 @@ class ShardedParam:
         self.full.requires_grad_(trainable)
         self.trainable = trainable
         if trainable and self.accumulate is None:
-            self.accumulate = get_gradient_edge(self.full).node
+            self.accumulate = _accumulator(self.full)
             self.full.register_post_accumulate_grad_hook(_Arrival(self))
             # The node runs once, after all uses, even if they wrote their gradients elsewhere and passed None. Counting
             # uses instead misses modules that the engine does not know, such as BART's own embedding class.
@@ -219,6 +219,20 @@ class ShardedParam:
         if self.sharded.grad is not None:
             for hook in tuple((self.sharded._post_accumulate_grad_hooks or {}).values()):  # type: ignore[attr-defined]
                 hook(self.sharded)
+
+
+class _Leaf(torch.autograd.Function):
+    """An operation on a leaf that calls none of its class, which may lack the view that torch's own way takes."""
+
+    @staticmethod
+    def forward(ctx: object, _full: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return torch.empty(0)
+
+
+@torch.enable_grad()
+def _accumulator(full: torch.Tensor) -> Node:
+    """Return the autograd node that accumulates the gradient of ``full``."""
+    return _Leaf.apply(full).grad_fn.next_functions[0][0]
 
 
 class _Arrival:
