@@ -1,9 +1,12 @@
 """Small runs in fp8, emulated on CPUs: their models and run files."""
 
+from pathlib import Path
+
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, T5Config, T5ForConditionalGeneration
 
 from support.planned import write_run
+from support.processes import Cases, run_processes
 from support.t5_directory import write_t5
 from support.tiny_run import WORDS
 
@@ -56,3 +59,13 @@ PLANNED = {
     "llama_lora": lambda place: adapted("llama", place, **FP8, **QUIET, nproc=1),
 }
 """The same, of runs whose plans are compared with their steps."""
+
+
+def float8_cases(names, directory):
+    """Run cases of ``dist/train/float8_main.py`` on two ranks; returns their results by name."""
+    for name in names:
+        if write := (RUNS | PLANNED).get(name):
+            (directory / name).mkdir()
+            write(directory / name)
+    script = Path(__file__).parents[1] / "dist" / "train" / "float8_main.py"
+    return Cases(run_processes(2, script, "--only", ",".join(names), "--directory", str(directory)))

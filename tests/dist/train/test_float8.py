@@ -1,26 +1,20 @@
 """Training in fp8, emulated on two ranks; all cases share one pair of processes."""
 
-from pathlib import Path
-
 import pytest
 
-from support.float8_runs import PLANNED, RUNS
-from support.processes import Cases, run_processes
+from support.float8_runs import RUNS, float8_cases
 from support.torchao_folder import needs_torchao
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(600), needs_torchao]
+BESIDE = ("beside_llama", "beside_llama_gathers", "beside_t5")
 
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
-    directory = tmp_path_factory.mktemp("float8")
-    for name, write in (RUNS | PLANNED).items():
-        (directory / name).mkdir()
-        write(directory / name)
-    return Cases(run_processes(2, Path(__file__).with_name("float8_main.py"), "--directory", str(directory)))
+    return float8_cases([*BESIDE, *RUNS], tmp_path_factory.mktemp("float8"))
 
 
-@pytest.mark.parametrize("case", ["beside_llama", "beside_llama_gathers", "beside_t5"])
+@pytest.mark.parametrize("case", BESIDE)
 def test_losses_and_weights_are_those_of_fsdp2_to_the_bit(case, ranks):
     found = ranks[case]
     assert found["ours"] == found["theirs"]
@@ -48,11 +42,3 @@ def test_an_adapter_over_an_fp8_base_is_saved_as_pefts(ranks):
     tensors = ranks["lora"]["tensors"]
     assert {name.rsplit(".", 2)[1] for name in tensors} == {"lora_A", "lora_B"}
     assert {dtype for dtype, _ in tensors.values()} == {"torch.float32"}
-
-
-@pytest.mark.parametrize("case", PLANNED)
-def test_a_plan_is_what_ranks_hold(case, ranks):
-    found = ranks[case]
-    assert found["planned"] == pytest.approx(found["measured"], rel=0.005)
-    planned, sent = found["sent"]
-    assert planned == sent

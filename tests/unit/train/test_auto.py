@@ -167,6 +167,9 @@ def test_one_gpu_without_bf16_among_the_ranks_decides(monkeypatch):
         def supports_bf16(self):
             return torch.cuda.get_device_name(None) == "NVIDIA A100", ""
 
+        def supports_fp8(self):
+            return False
+
     monkeypatch.setattr(devices_module, "device_of", Played)
     found = run_ranks(2, work)
     assert found[0] == found[1] == Devices(gpu=True, bf16=False, name="Tesla T4")
@@ -177,7 +180,9 @@ def test_one_gpu_without_bf16_of_this_machine_decides(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: names[device.index])
     natives = {"cuda:0": (True, ""), "cuda:1": (False, "")}
     monkeypatch.setattr(
-        devices_module, "device_of", lambda device: SimpleNamespace(supports_bf16=lambda: natives[str(device)])
+        devices_module,
+        "device_of",
+        lambda device: SimpleNamespace(supports_bf16=lambda: natives[str(device)], supports_fp8=lambda: False),
     )
     assert Devices.of_machine(2) == Devices(gpu=True, bf16=False, name="Tesla T4")
     assert Devices.of_machine(1) == Devices(gpu=True, bf16=True, name="NVIDIA A100")
