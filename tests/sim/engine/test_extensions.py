@@ -21,6 +21,7 @@ from fullshard.core.comm import RecordingComm
 from fullshard.core.engine.extension.extension_lane import ExtensionLane
 from fullshard.core.engine.full.summon import summoned_parameters
 from fullshard.core.engine.registry import runtime_of
+from fullshard.core.optim import ExponentialMovingAverage
 from fullshard.core.testing import run_ranks
 from fullshard.engine import FirstValues
 from fullshard.errors import ShardingError, WrapError
@@ -666,3 +667,37 @@ def test_the_class_of_the_full_parameter_needs_no_view():
         plain.requires_grad_()
         plain = (plain - 0.1 * torch.autograd.grad((rows @ plain.t()).square().mean(), plain)[0]).detach()
     torch.testing.assert_close(saved["weight"], plain)
+
+
+def test_what_was_set_ahead_holds_until_the_shard_changes():
+    models = [blocks(Scaled, count=1) for _ in range(2)]
+
+    def work(comm):
+        model = fully_shard(models[comm.rank], comm)
+        params = [param for _, param in runtime_of(model).all_params() if isinstance(param.lane, ExtensionLane)]
+        optimizer, average = torch.optim.SGD(model.parameters(), lr=0.1), ExponentialMovingAverage(model, decay=0.5)
+
+        def kept():
+            """Run a pass, which gathers, and return what is left of what was set."""
+            loss_of(model, data(comm.rank, 1)[0]).backward()
+            return [param.lane.extension.get("ahead") for param in params]
+
+        def set_all():
+            for param in params:
+                param.lane.extension.set("ahead", 1, param.sharded)
+
+        set_all()
+        found = [kept()]
+        optimizer.step()
+        found.append(kept())
+        average.update()
+        set_all()
+        with average.applied():
+            found.append(kept())
+        set_all()
+        model.load_state_dict(blocks(None, count=1).state_dict())
+        return params, [*found, kept()]
+
+    for params, (unchanged, *changed) in run_ranks(2, work):
+        assert unchanged == [1] * len(params)
+        assert changed == [[None] * len(params)] * 3

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -18,7 +19,7 @@ from torch import nn
 from fullshard.core.comm import Comm
 from fullshard.core.comm.torch_objects import torch_mesh, torch_policy
 from fullshard.core.policy import MixedPrecision
-from fullshard.core.torch_private import is_traceable_wrapper
+from fullshard.core.torch_private import is_traceable_wrapper, plain_functions
 from fullshard.errors import ShardingError, WrapError
 
 METHODS = ("fsdp_pre_all_gather", "fsdp_post_all_gather")
@@ -51,6 +52,7 @@ class Extension:
         self._inside = tuple(values)
         self._whole: torch.Tensor | None = param
         self._local: torch.Tensor | None = None
+        self._ahead: tuple[str, weakref.ref[nn.Parameter], int] | None = None  # set for a version of the shard
         self.values = next(iter(values.values())).detach()
         self.takes_mesh_only = len(inspect.signature(param.fsdp_pre_all_gather).parameters) == 1  # type: ignore[attr-defined]
 
@@ -113,9 +115,24 @@ class Extension:
         """Return True if the class has such an attribute."""
         return hasattr(self._local, attribute)
 
-    def set(self, attribute: str, value: object) -> None:
-        """Set an attribute of this rank's tensor of the subclass, for the next gathers."""
+    def set(self, attribute: str, value: object, shard: nn.Parameter) -> None:
+        """Set an attribute of this rank's tensor of the subclass, for gathers until ``shard``, the parameter, changes.
+
+        After that it is None: a scale of other values, such as those before weights were loaded, would clamp these.
+        """
         setattr(self._local, attribute, value)
+        with plain_functions():  # a guarded shard need not be asked
+            self._ahead = attribute, weakref.ref(shard), shard._version
+
+    def _forget_if_changed(self) -> None:
+        if self._ahead is not None:
+            attribute, shard, version = self._ahead
+            with plain_functions():
+                kept = shard()
+                changed = kept is None or kept._version != version
+            if changed:
+                self._ahead = None
+                setattr(self._local, attribute, None)
 
     def get(self, attribute: str) -> Any:
         """Return an attribute of this rank's tensor of the subclass."""
@@ -124,6 +141,7 @@ class Extension:
     def before_gather(self, rows: torch.Tensor, comm: Comm) -> tuple[Sequence[torch.Tensor], Any]:
         """Return what is sent of ``rows``, this rank's, and what is kept for :meth:`after_gather`."""
         local: Any = self.local(rows)
+        self._forget_if_changed()
         arguments: tuple[Any, ...] = (torch_mesh(comm, rows.device),)
         if not self.takes_mesh_only:
             stride = torch.empty(self.full_shape, device="meta").stride()

@@ -22,8 +22,9 @@ def precompute_float8_scales(model: nn.Module) -> None:
     """Compute the scales of all of torchao's float8 weights of a sharded model, in one collective for each group.
 
     Call it on every rank after each step of the optimizer, as torchao's ``precompute_float8_dynamic_scale_for_fsdp``,
-    whose place it takes and whose bits it gives. Without it, each weight's scale costs an all-reduce in each gather. A
-    model without such weights is left alone.
+    whose place it takes and whose bits it gives. Without it, each weight's scale costs an all-reduce in each gather, as
+    it does once a weight has changed, such as by loading, until the next call; optimizers that change weights without
+    raising their version, as fused ones do, are not noticed. A model without such weights is left alone.
 
     Args:
         model: Sharded, with weights of torchao's ``Float8LinearConfig(enable_fsdp_float8_all_gather=True)``.
@@ -44,4 +45,4 @@ def precompute_float8_scales(model: nn.Module) -> None:
         if dtype == torch.float16:
             scales = scales.clamp(max=torch.finfo(torch.float16).max)
         for (param, _), scale in zip(members, scales.float().unbind(), strict=True):
-            param.lane.extension.set(SCALE, scale)
+            param.lane.extension.set(SCALE, scale, param.sharded)
