@@ -9,19 +9,8 @@ from safetensors.torch import load_file
 from fullshard import save
 from fullshard.errors import ConfigError, ModelError
 from fullshard.program.config import RunConfig
-from fullshard.program.models import train_tokenizer
 from fullshard.program.train.setup.model import UnreadWeights, outline_model, prepare_model
-from support.adapter_steps import (
-    GPT2,
-    T5,
-    assert_loads_as,
-    batch_of,
-    config_of,
-    train_plain,
-    train_sharded,
-    weights_of,
-    write_base,
-)
+from support.adapter_steps import T5, assert_loads_as, batch_of, config_of, train_plain, train_sharded, weights_of
 
 pytestmark = [
     # peft's own, where the tests use it by itself
@@ -31,20 +20,6 @@ pytestmark = [
 ]
 
 KINDS = ("lora", "dora", "ia3", "prompt", "prefix")
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return train_tokenizer(["where is my card", "i lost it again", "what is the rate"] * 2, 60)
-
-
-@pytest.fixture(scope="module")
-def bases(tokenizer, tmp_path_factory):
-    """Directories of a T5 and a GPT-2."""
-    found = {name: tmp_path_factory.mktemp(name) for name in ("t5", "gpt2")}
-    for name, config in (("t5", T5), ("gpt2", GPT2)):
-        write_base(found[name], config, tokenizer)
-    return found
 
 
 @pytest.mark.parity

@@ -9,24 +9,10 @@ from safetensors.torch import load_file
 from fullshard import save
 from fullshard.errors import ConfigError
 from fullshard.program.config import RunConfig
-from fullshard.program.models import train_tokenizer
 from fullshard.program.train.dry_run import lay_out
 from fullshard.program.train.setup.model import outline_model, prepare_model
 from fullshard.program.train.setup.optimizers import expected_state_bytes
-from support.adapter_steps import GPT2, T5, config_of, load_base, steps_alone, train_sharded, weights_of, write_base
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return train_tokenizer(["where is my card", "i lost it again", "what is the rate"] * 2, 60)
-
-
-@pytest.fixture(scope="module")
-def bases(tokenizer, tmp_path_factory):
-    found = {name: tmp_path_factory.mktemp(name) for name in ("t5", "gpt2")}
-    for name, config in (("t5", T5), ("gpt2", GPT2)):
-        write_base(found[name], config, tokenizer)
-    return found
+from support.adapter_steps import config_of, load_base, steps_alone, train_sharded, weights_of
 
 
 def config_with(base, model, **more):

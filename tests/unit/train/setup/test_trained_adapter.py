@@ -10,13 +10,10 @@ from safetensors.torch import load_file, save_file
 from fullshard import save
 from fullshard.errors import ModelError
 from fullshard.program.config import RunConfig
-from fullshard.program.models import train_tokenizer
 from fullshard.program.train.reporting.card import CardSink
 from fullshard.program.train.setup.model import outline_model, prepare_model
 from fullshard.state.saving.export import ExportOptions, choose_checkpoint, export
 from support.adapter_steps import (
-    GPT2,
-    T5,
     assert_loads_as,
     batch_of,
     config_of,
@@ -25,7 +22,6 @@ from support.adapter_steps import (
     train_plain,
     train_sharded,
     weights_of,
-    write_base,
 )
 from support.interrupted_run import run
 
@@ -34,19 +30,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True` and a tied layer"),
     pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers` to `True`"),
 ]
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return train_tokenizer(["where is my card", "i lost it again", "what is the rate"] * 2, 60)
-
-
-@pytest.fixture(scope="module")
-def bases(tokenizer, tmp_path_factory):
-    found = {name: tmp_path_factory.mktemp(name) for name in ("t5", "gpt2")}
-    for name, config in (("t5", T5), ("gpt2", GPT2)):
-        write_base(found[name], config, tokenizer)
-    return found
 
 
 def trained(base, kind, causal, directory, options=None):
