@@ -1,14 +1,18 @@
 """A network that moves nothing but takes its time: this process is rank 0 of many, and the other ranks are not there.
 
 A collective occupies a stream of its own for the bytes that it would move, divided by the link's bandwidth, and a
-latency; two collectives of a group run one after the other, as NCCL's do. Results are whatever the buffers held, so
-losses mean nothing. NCCL's kernels also take some multiprocessors and memory bandwidth, which this does not.
+latency; two collectives of a group run one after the other, as NCCL's do. The other ranks are assumed to hold this
+rank's values, so that products meet ordinary numbers, which take a GPU more time than zeros and NaN; losses mean
+nothing. NCCL's kernels also take some multiprocessors, which this does not.
 
 :class:`TimedComm` is the network for fullshard, :class:`TimedGroup` for torch's engines, over one :class:`Wire`. On a
 CPU the seconds are only added up.
 """
 
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -65,28 +69,48 @@ class Wire:
         self._stream.synchronize()
         return sum(start.elapsed_time(end) for start, end in self._times) / 1e3
 
-    def send(self, nbytes: int, rounds: int = 1) -> torch.cuda.Event | None:
-        """Start a collective on ``nbytes``, of which all but this rank's part cross the link, ``rounds`` times."""
-        if self.link is None:
-            return None
-        seconds = rounds * nbytes * (self.size - 1) / self.size / self.link.bytes_per_s + self.link.latency_s
-        self.asked_s += seconds
-        self.calls += 1
+    def send(self, nbytes: int, rounds: int = 1, fill: Callable[[], object] | None = None) -> torch.cuda.Event | None:
+        """Start a collective on ``nbytes``, of which all but this rank's part cross the link, ``rounds`` times.
+
+        Args:
+            fill: Writes what arrives.
+        """
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self._stream) if self._stream is not None else nullcontext():
+            return self._occupy(nbytes, rounds, fill or (lambda: None))
+
+    def _occupy(self, nbytes: int, rounds: int, fill: Callable[[], object]) -> torch.cuda.Event | None:
+        seconds = 0.0
+        if self.link is not None:
+            seconds = rounds * nbytes * (self.size - 1) / self.size / self.link.bytes_per_s + self.link.latency_s
+            self.asked_s += seconds
+            self.calls += 1
         if self._stream is None:
+            fill()
             return None
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        self._stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(self._stream):
-            start.record()
+        start.record()
+        fill()
+        if seconds:
             torch.cuda._sleep(int(seconds * self.cycles_per_s))
-            end.record()
-        self._times.append((start, end))
+        end.record()
+        if seconds:
+            self._times.append((start, end))
         return end
 
     def arrived(self, end: torch.cuda.Event | None) -> None:
         """Make the current stream wait for a collective."""
         if end is not None:
             torch.cuda.current_stream(self.device).wait_event(end)
+
+
+def _repeat(full: torch.Tensor, shard: torch.Tensor) -> None:
+    """Write a shard as every rank's slice of ``full``; the first may be the shard itself."""
+    first, others = full[: shard.numel()], full[shard.numel() :].view(-1, shard.numel())
+    if first.data_ptr() != shard.data_ptr():
+        first.copy_(shard)
+    others.copy_(shard.expand_as(others))
 
 
 class _TimedWork:
@@ -109,9 +133,9 @@ class TimedComm(SoloComm):
         self.wire, self.size = wire, wire.size
 
     def all_gather(self, full: torch.Tensor, shard: torch.Tensor) -> Work:
-        """Take the time of an all-gather; ``full`` keeps what it held, but for this rank's slice."""
+        """Take the time of an all-gather."""
         super().all_gather(full[: shard.numel()], shard)
-        return _TimedWork(self.wire, self.wire.send(full.nbytes))
+        return _TimedWork(self.wire, self.wire.send(full.nbytes, fill=partial(_repeat, full, shard)))
 
     def reduce_scatter(self, shard: torch.Tensor, full: torch.Tensor) -> Work:
         """Take the time of a reduce-scatter."""
@@ -167,7 +191,7 @@ class TimedGroup(dist.ProcessGroup):
         return BACKEND
 
     def _allgather_base(self, output: torch.Tensor, given: torch.Tensor, options: Any = None) -> Any:
-        return _GroupWork(self.wire, self.wire.send(output.nbytes))
+        return _GroupWork(self.wire, self.wire.send(output.nbytes, fill=partial(_repeat, output, given)))
 
     def _reduce_scatter_base(self, output: torch.Tensor, given: torch.Tensor, options: Any = None) -> Any:
         mine = given[: output.numel()]

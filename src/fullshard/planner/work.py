@@ -127,12 +127,17 @@ def _flops(func: Any, args: Any, kwargs: Any, result: Any) -> int:
 
 def _attention(*args: Any, out_val: Any, **kwargs: Any) -> int:
     query, key, value = args[:3]
-    return sdpa_flop_count(query.shape, key.shape, value.shape)
+    return sdpa_flop_count(query.shape, *_repeated(query, key, value))
 
 
 def _attention_backward(*args: Any, out_val: Any, **kwargs: Any) -> int:
     grad, query, key, value = args[:4]
-    return sdpa_backward_flop_count(grad.shape, query.shape, key.shape, value.shape)
+    return sdpa_backward_flop_count(grad.shape, query.shape, *_repeated(query, key, value))
+
+
+def _repeated(query: torch.Tensor, *shared: torch.Tensor) -> list[tuple[int, ...]]:
+    """Return the shapes of keys and values with the query's heads: torch 2.11's formulas refuse fewer."""
+    return [(*query.shape[:2], *tensor.shape[2:]) for tensor in shared]
 
 
 _CPU_ATTENTION: dict[str, Callable[..., int]] = {

@@ -232,7 +232,8 @@ class _Leaf(torch.autograd.Function):
 @torch.enable_grad()
 def _accumulator(full: torch.Tensor) -> Node:
     """Return the autograd node that accumulates the gradient of ``full``."""
-    return _Leaf.apply(full).grad_fn.next_functions[0][0]
+    output = _Leaf.apply(full)  # torch 2.11 forgets a function's inputs when its output is freed
+    return output.grad_fn.next_functions[0][0]
 
 
 class _Arrival:
