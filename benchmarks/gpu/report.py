@@ -119,7 +119,7 @@ def _tests(cases: dict[str, Any]) -> list[str]:
         told = ", ".join(f"{count} {outcome}" for outcome, count in sorted(counts.items())) or "**not yet run**"
         lines.append(f"| `{file}` | {len(gpu_tests(file))} | {told} |")
     failed = [
-        f"- `{name}` failed: {' '.join(test.get('message', '').split())[:SHOWN]}"
+        f"- `{name}` failed: {' '.join(test.get('message', '').split())[-SHOWN // 2 :]}"
         for case in cases.values()
         for name, test in case["figures"].get("tests", {}).items()
         if test["outcome"] == "failed"
@@ -212,8 +212,8 @@ def _overlap(figures: dict[str, Any]) -> list[str]:
 
 
 def _aims(cases: dict[str, Any]) -> list[str]:
-    """Return what is aimed at on one H100, and the best that stage ``speed`` measured, with its ways."""
-    lines = ["With the best [ways](../guides/faster.md), on one H100:", ""]
+    """Return what is aimed at on one H100 or H200, and the best that stage ``speed`` measured, with its ways."""
+    lines = ["With the best [ways](../guides/faster.md), on one H100 or H200:", ""]
     lines += ["| | aim | measured | ways |", "|---|---|---|---|"]
     for model, what, aim in AIMS:
         ours = {

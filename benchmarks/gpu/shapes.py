@@ -56,7 +56,8 @@ class Shape:
         torch.manual_seed(0)
         with torch.device(device):
             if self.target:
-                return T5ForConditionalGeneration(T5Config(**self.config, use_cache=False))
+                model: Any = T5ForConditionalGeneration  # a run's own choice on GPUs
+                return model._from_config(T5Config(**self.config, use_cache=False), attn_implementation="eager")
             return LlamaForCausalLM(LlamaConfig(**self.config, use_cache=False))
 
     def inputs(self, rank: int, device: torch.device) -> dict[str, torch.Tensor]:

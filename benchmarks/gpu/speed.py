@@ -4,6 +4,7 @@ A case is one model with one list of ways, alone in new processes, so that an er
 only. The sharded model of eight ranks is that of rank 0, over a simulated link; see ``wire.py``.
 """
 
+import math
 import statistics
 import time
 from collections.abc import Sequence
@@ -27,17 +28,8 @@ from fullshard.program.speed import WAYS, Facts, apply_ways
 ENGINES = ("fullshard", "fsdp2")
 WARM, TIMED = 2, 3
 LIMIT_S, COMPILE_LIMIT_S = 120.0, 240.0
-T5_WAYS = (
-    "bias_sdpa+liger+compile",
-    "",
-    "bias_sdpa",
-    "flex+liger+compile",
-    "bias_sdpa+compile",
-    "compile",
-    "liger",
-    "flex",
-)
-LLAMA_WAYS = ("liger+compile", "", "flash+liger+compile", "compile", "liger", "flash", "flex+liger+compile")
+T5_WAYS = ("compile", "", "bias_sdpa+compile", "bias_sdpa", "flex+compile", "liger", "flex")
+LLAMA_WAYS = ("compile", "", "flash+compile", "liger", "flash", "flex+compile")
 """Lists of ways, what tells most first."""
 BESIDE = 2
 """How many of a model's lists FSDP2 is measured with too."""
@@ -155,6 +147,9 @@ def _on_rank(
         losses.append(racer.step())
         settled(comm)
         seconds.append(time.perf_counter() - began)
+    values = [float(loss) for loss in losses]
+    if not all(math.isfinite(value) for value in values):
+        raise RuntimeError(f"losses are {values}: such a step's time says nothing")
     step_s = statistics.median(seconds[WARM:])
     cuda = device.type == "cuda"
     return {
@@ -163,6 +158,6 @@ def _on_rank(
         "least_s": round(min(seconds[WARM:]), 6),
         "compile_s": round(max(sum(seconds[:WARM]) - WARM * step_s, 0.0), 1),
         "reserved_bytes": torch.cuda.max_memory_reserved(device) if cuda else 0,
-        "losses": [round(float(loss), 5) for loss in losses],
+        "losses": [round(value, 5) for value in values],
         **rates(contest, step_s, flops),
     }

@@ -88,7 +88,7 @@ def test_offloaded_activations_leave_the_device_and_change_no_bit(ranks):
 
 
 def test_a_parameter_that_is_never_used_does_not_make_steps_wait(ranks):
-    """Not run on a GPU yet. The first steps find it and make the ranks' group in host memory."""
+    """The first steps find it and make the ranks' group in host memory."""
     for rank in ranks:
         assert rank["unused"] == {"kept": True}
 

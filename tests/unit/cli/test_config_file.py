@@ -66,6 +66,14 @@ def test_a_dry_run_prints_what_was_chosen_and_why(tmp_path, on, precision, table
     assert ("without effect" in found["training.tf32"]) is (not on)
     assert found["training.fused_cross_entropy"].startswith("false (logits of up to 7.5 KiB, within 5 % of ")
     assert found["sharding.tables"].startswith(f"{tables} (")
+    assert found.get("model.attn_implementation", "").startswith("eager (") is bool(on)
+
+
+@pytest.mark.parametrize("own", ["model.attn_implementation=sdpa", "speed.ways=[bias_sdpa]"])
+def test_an_attention_of_the_run_file_is_kept(tmp_path, own, done):
+    run = str(write_run_file(tmp_path))
+    said = done("config", "check", run, own, "--dry-run", "--world-size", "1", "--gpu", "h100")
+    assert "model.attn_implementation: eager" not in said
 
 
 @pytest.mark.parametrize("more", [(), ("--dry-run",)])

@@ -143,6 +143,12 @@ def test_rounded_messages_need_messages(run_file):
         load_run(run_file, ["training.messages=bf16", "sharding.strategy=no_shard"])
 
 
+@pytest.mark.parametrize("given", ["speed.ways=[liger,compile]", "training.torch_compile=true"])
+def test_ligers_kernels_are_refused_in_compiled_blocks(run_file, given):
+    with pytest.raises(ConfigError, match="liger and compile"):
+        load_run(run_file, ["speed.ways=[liger]", given])
+
+
 def test_what_a_run_file_does_not_name_has_not_changed(tmp_path):
     """Independent of the schema: the run file's own keys."""
     values = settings(tmp_path, model={"path": "my-t5", "adapter": {"type": "lora", "r": 4}})

@@ -40,6 +40,12 @@ def test_ways_of_different_parts_combine_and_the_plain_ones_come_first(run_file)
     assert {one.ways for one in candidates(config, ["flex"])} == {(), ("flex",)}
 
 
+def test_liger_and_compiled_blocks_are_never_tried_together(run_file, monkeypatch):
+    monkeypatch.setitem(WAYS, "compile", FakeWay("compile", part="blocks"))
+    config = load_run(run_file, [])
+    assert {one.ways for one in candidates(config, ["liger", "compile"])} == {(), ("liger",), ("compile",)}
+
+
 @pytest.mark.parametrize(
     ("override", "axis", "values"),
     [

@@ -12,6 +12,7 @@ from fullshard.core.comm.memory import (
     free_memory as free_memory,
     lacking as lacking,
     logits_at_once as logits_at_once,
+    on_gpu as on_gpu,
     planned_memory as planned_memory,
     whole_memory_bytes as whole_memory_bytes,
 )

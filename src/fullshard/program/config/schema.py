@@ -209,6 +209,12 @@ class RunConfig(ConfigSection):
                 f"training.precision: fp8 computes the linear layers under the adapter in fp8, and model.quantization: "
                 f"{self.model.quantization.type} keeps the same layers in its own format. Leave one of them out"
             )
+        if {"liger", "compile"} <= {*self.ways}:
+            raise ValueError(
+                "speed.ways: liger and compile: with both, losses became NaN after two steps on a GPU (torch 2.11, "
+                "liger-kernel 0.8.5), because Liger's norms write over gradients that compiled blocks still read. "
+                "Leave liger out: compiled blocks fuse norms and gated layers themselves"
+            )
         if self.card.benchmark_task is not None and self.data.dataset_name is None:
             raise ValueError("card.benchmark_task names a task of the benchmark data.dataset_name, which is not set")
         return self

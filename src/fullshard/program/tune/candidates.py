@@ -75,6 +75,7 @@ def candidates(config: RunConfig, fitting: Sequence[str]) -> list[Candidate]:
     found = [
         Candidate(**dict(zip(parts, ways, strict=True)), recompute=blocks, rows=rows, times=times)
         for ways in product(*parts.values())
+        if not {"liger", "compile"} <= {*ways}  # refused in a run file
         for rows, times in _micro_batches(config)
         for blocks in recompute
     ]

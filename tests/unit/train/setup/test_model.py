@@ -1,5 +1,6 @@
 """The model of a run: read shard by shard where that can be, else loaded in full; and sharded as the settings say."""
 
+import json
 import re
 from types import SimpleNamespace
 
@@ -22,6 +23,8 @@ from fullshard.program.train.run.assemble import assemble
 from fullshard.program.train.setup import model as modelling
 from fullshard.program.train.setup.model import make_model, prepare_model, shard_model
 from fullshard.program.train.setup.prepare import prepare_tokenizer
+from fullshard.state.saving import Pretrained
+from support.alone import alone
 from support.mixtures import mixture
 from support.tiny_run import MODEL, Memory, settings
 
@@ -35,6 +38,20 @@ def saved(tmp_path):
     make_model(made, tokenizer).save_pretrained(tmp_path / "model")
     tokenizer.save_pretrained(tmp_path / "model")
     return RunConfig.model_validate(values | {"model": {"path": str(tmp_path / "model")}}), tmp_path / "model"
+
+
+def test_a_t5_attends_eagerly_on_a_gpu_or_in_its_plan_and_is_saved_as_before(saved, tmp_path):
+    config, directory = saved
+    comm, tokenizer = alone(), load_tokenizer(directory)
+    for memory, attention in ((None, "sdpa"), (1 << 34, "eager")):
+        with planned_memory(memory):
+            model = prepare_model(config, tokenizer).model
+            shard_model(model, config, comm, weights=Pretrained(directory))
+        assert {part.config._attn_implementation for part in (model.encoder, model.decoder)} == {attention}
+    before = json.loads((directory / "config.json").read_text())
+    assert json.loads(model.config.to_json_string(use_diff=False)).get("attn_implementation") is None
+    model.config.save_pretrained(tmp_path / "again")
+    assert json.loads((tmp_path / "again/config.json").read_text()) == before
 
 
 def rewrite(directory, change):

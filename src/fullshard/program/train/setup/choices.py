@@ -13,7 +13,7 @@ from fullshard.program.config.training import NEW_MODEL_LEARNING_RATE
 from fullshard.program.data import BatchPlan, TokenizedSet
 from fullshard.program.metrics import needs_text
 from fullshard.program.train.setup.devices import Choice, Devices, precision_choice
-from fullshard.program.train.setup.model import loss_choice
+from fullshard.program.train.setup.model import attention_choice, loss_choice
 from fullshard.program.train.setup.prepare import Prepared
 from fullshard.program.train.setup.steps import BatchPartition
 
@@ -36,6 +36,7 @@ def choices(
         *before,
         precision_choice(config, devices),
         Choice("training.tf32", str(config.training.tf32).lower(), tf32),
+        attention_choice(model, config, gpu=devices.gpu),
         loss_choice(model, config, memory_bytes),
         _searched(config),
         _frozen(config, model),
