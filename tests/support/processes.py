@@ -144,6 +144,19 @@ def run_processes(size, script, *args, timeout_s=240, gpus=""):
     return json.loads(line.removeprefix("RESULT "), object_hook=Cases)
 
 
+def selected(request, key="name", **others):
+    """The values of a parameter in the tests of a module that this session runs; those whose other parameters match.
+
+    A module's tests share processes, which then run no case that nobody reads. Takes the request of a fixture.
+    """
+    each = [
+        item.callspec.params
+        for item in request.session.items
+        if item.path == request.path and hasattr(item, "callspec")
+    ]
+    return list(dict.fromkeys(one[key] for one in each if key in one and others.items() <= one.items()))
+
+
 class Cases(dict):
     """Results by case; one that raised on its rank (``rank_script.found``) fails the test that looks at it."""
 

@@ -11,9 +11,12 @@ from fullshard.program.config import load_run
 from fullshard.program.train.run_plan import plan_prepared
 from fullshard.program.train.setup.prepare import prepare
 from support.planned import OPTIONS, RUNS, batch, build, make_model, plan_run
-from support.processes import run_processes
+from support.processes import run_processes, selected
 
 pytestmark = pytest.mark.dist
+
+SLOW = {"accumulating", "directory", "int8", "bias", "packed_bias"}
+EACH_RUN = [pytest.param(case, marks=pytest.mark.slow if case in SLOW else ()) for case in RUNS]
 
 
 @pytest.fixture(scope="module")
@@ -26,8 +29,9 @@ def directory(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def ranks(directory):
-    return run_processes(2, Path(__file__).with_name("plan_main.py"), "--directory", str(directory))
+def ranks(request, directory):
+    only = ",".join(selected(request, "case"))
+    return run_processes(2, Path(__file__).with_name("plan_main.py"), "--only", only, "--directory", str(directory))
 
 
 def assert_equal(plan, ranks, case):
@@ -55,7 +59,7 @@ def test_where_messages_travel_a_reduce_is_under_way_while_the_next_unit_compute
     assert found.account["gradients"] > on_one_machine.account["gradients"]
 
 
-@pytest.mark.parametrize("case", RUNS)
+@pytest.mark.parametrize("case", EACH_RUN)
 def test_a_run_files_plan_is_what_its_step_holds_and_sends(case, ranks, directory):
     assert_equal(plan_run(load_run(directory / case / "run.yaml", []), 2), ranks, case)
 
@@ -78,13 +82,13 @@ PAGE = 4096
 """What kernels of such small models allocate for themselves may be more than 2 % of a phase."""
 
 
-@pytest.mark.parametrize("case", RUNS)
+@pytest.mark.parametrize("case", EACH_RUN)
 def test_building_takes_what_is_planned(case, ranks, plans):
     for plan, rank in zip(plans(case), ranks, strict=True):
         assert plan.phase_peaks["before_first_step"] == pytest.approx(rank[case]["built_bytes"], abs=PAGE // 2)
 
 
-@pytest.mark.parametrize("case", RUNS)
+@pytest.mark.parametrize("case", EACH_RUN)
 def test_an_evaluation_takes_what_is_planned(case, ranks, plans):
     """Every rank is planned with the largest batch of all; also where units are gathered once."""
     for plan in plans(case):
@@ -96,7 +100,7 @@ def test_an_evaluation_takes_what_is_planned(case, ranks, plans):
                 assert max(phases) == pytest.approx(max(found), rel=0.02, abs=PAGE)
 
 
-@pytest.mark.parametrize("case", RUNS)
+@pytest.mark.parametrize("case", EACH_RUN)
 def test_saving_and_resuming_take_what_is_planned(case, ranks, plans):
     for plan, rank in zip(plans(case), ranks, strict=True):
         found = rank[case]["around"]
@@ -106,7 +110,7 @@ def test_saving_and_resuming_take_what_is_planned(case, ranks, plans):
         assert least <= plan.phase_peaks["resuming"] <= most
 
 
-@pytest.mark.parametrize("case", RUNS)
+@pytest.mark.parametrize("case", EACH_RUN)
 def test_host_memory_has_the_copies_of_a_save_and_the_snapshots_for_restarts(case, ranks, plans):
     for plan, rank in zip(plans(case), ranks, strict=True):
         found = rank[case]["around"]

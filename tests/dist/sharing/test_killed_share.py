@@ -207,6 +207,7 @@ def test_killed_at_fifty_points(run, place):
     kill_at(run, place, POINTS)
 
 
+@pytest.mark.slow
 def test_a_cut_upload_is_not_sent_from_the_start(run, place):
     """Killed in the fourth of four files: the second command sends no more than what is missing."""
     hub, sharer = place

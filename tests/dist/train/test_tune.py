@@ -63,6 +63,7 @@ def test_a_tuning_leaves_out_what_is_wrong_or_too_large_and_writes_the_fastest(m
     assert not list((tmp_path / "cache").glob("tuning-*"))
 
 
+@pytest.mark.slow
 def test_with_json_nothing_is_written_and_the_next_run_takes_the_choice(fakes, tmp_path, monkeypatch):
     """Under another launcher, on one rank."""
     monkeypatch.setenv("FAKE_WAYS", "flash flex bias_sdpa")

@@ -178,6 +178,7 @@ def test_without_auto_nothing_is_said(run_file, data):
     assert choose(run_file, data, "training.speed=null")[1] == []
 
 
+@pytest.mark.slow
 def test_a_search_takes_measured_steps_in_place_of_predicted_ones(run_file, data):
     """Of a run on the GPU of a data sheet, which is the name that tuning keeps."""
     fixed = ["training.precision=bf16", "training.fused_cross_entropy=false", "sharding.strategy=full_shard"]
