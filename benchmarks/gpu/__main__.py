@@ -22,13 +22,11 @@ from benchmarks.gpu.record import Case, Record, run_cases
 
 STAGES = ("doctor", "kernels", "step", "memory", "tests", "headlines", "overlap", "speed", "fp8", "plan")
 FIRST = "first"
-_MODELS = ("t5-large, full, 1", "t5-3b, full, checkpointed, 1", "llama-3-8b, LoRA, checkpointed, 1")
 FIRST_CASES = (
+    ("speed", (": compile", ": bias_sdpa+compile", ": plain")),
+    # What has run least, or failed last: attention's kernels, ranks that share a GPU, the program.
+    ("tests", ("test_speed_gpu", "test_staged_gpu", "test_train_gpu", "")),
     ("kernels", ("",)),
-    ("step", _MODELS),
-    ("memory", _MODELS),
-    # What has run least: quantised layers and the program, tables at home.
-    ("tests", ("test_train_gpu", "test_staged_gpu", "")),
 )
 """Stages of ``first`` in their order, and parts of names of cases: those with the first part, then the second, …"""
 BUDGET_S = 450.0
