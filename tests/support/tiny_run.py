@@ -80,7 +80,10 @@ class Memory:
     def __init__(self):
         self.steps, self.evaluations, self.checkpoints = [], [], []
         self.progress, self.begun, self.ended, self.closed, self.traces = [], [], [], 0, []
-        self.estimates = []
+        self.estimates, self.referred = [], []
+
+    def referring(self, done, total):
+        self.referred.append((done, total))
 
     def start(self, run):
         self.begun.append(run)

@@ -189,6 +189,7 @@ class Metric:
     of_text: Callable[[Sequence[str], Sequence[str], References], Scored] | None = None
     of_loss: Callable[[float], float] | None = None  # the metric of a mean loss per target token
     higher_is_better: bool = True
+    of_pairs: bool = False  # whether it is of the rewards of preferences, which an evaluation of them measures
     package: str | None = None  # pip's name of the package that it needs
     module: str | None = None  # a module of that package
     of_labels: bool = False  # whether a prediction is right or wrong; its baseline is the most frequent training target
@@ -257,8 +258,18 @@ METRICS: Mapping[str, Metric] = {
             higher_is_better=False,
             shown="{:,.3f}",
         ),
+        Metric("rewards/accuracies", "share of pairs whose chosen completion has the greater reward", of_pairs=True),
+        Metric(
+            "rewards/margins",
+            "mean of the chosen completions' rewards less the rejected ones'; rewards are beta times log-probabilities",
+            of_pairs=True,
+            shown="{:,.4f}",
+        ),
     )
 }
+
+REWARDS = tuple(name for name, one in METRICS.items() if one.of_pairs)
+"""The metrics of preferences, by TRL's names."""
 
 
 def metric_of(name: str) -> Metric:

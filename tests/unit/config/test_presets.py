@@ -1,6 +1,5 @@
 """The run files in examples/ hold valid settings and read the data they speak of, in the form it is shipped in."""
 
-import dataclasses
 import json
 import shutil
 from pathlib import Path
@@ -9,7 +8,8 @@ import pytest
 
 from fullshard.errors import ConfigError
 from fullshard.program.config import load_run
-from fullshard.program.data import SourceSpec, read_split
+from fullshard.program.data import read_split
+from fullshard.program.train.setup.prepare import source_spec
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 PRESETS = ("banking77_tiny", "causal_sft", "phrasebank_lora", "scitldr_t5", "t5_3b_qlora", "wikihow_t5")
@@ -55,7 +55,7 @@ def test_a_preset_reads_its_data(tmp_path, monkeypatch, name):
         (tmp_path / "data" / place).write_text(content)
     data = load_run(tmp_path / f"{name}.yaml").data
     assert data.holds_out
-    spec = SourceSpec(**{field.name: getattr(data, field.name) for field in dataclasses.fields(SourceSpec)})
+    spec = source_spec(data)
     source, references = SOURCES[name]
     for split in ("train", "validation"):
         example = read_split(spec, split).examples[0]

@@ -16,6 +16,7 @@ from fullshard.core.policy import ShardingStrategy
 from fullshard.errors import ConfigError
 from fullshard.program.config.data import DataConfig
 from fullshard.program.config.model import ModelConfig
+from fullshard.program.config.preferences import require_metrics, require_objective
 from fullshard.program.config.section import (
     ASKED,
     FREE,
@@ -66,7 +67,8 @@ class ShardingConfig(ConfigSection):
 
     tables: Annotated[Literal["auto", "gather", "home"], FREE] = "auto"
     """How large embeddings and output layers are used. gather: gathered like the rest; home: tokens travel to the ranks
-    that have their rows; auto: on CPU ranks home where that sends fewer bytes, otherwise gather; on GPUs gather."""
+    that have their rows; auto: on CPU ranks home where that sends fewer bytes, otherwise gather; on GPUs, and for
+    preferences, gather."""
 
     @field_validator("wrap", mode="plain")
     @classmethod
@@ -97,7 +99,8 @@ class EvaluationConfig(ConfigSection):
     """Metrics on the held-out rows, and text generation."""
 
     metric: Annotated[MetricName, Option("evaluation", travels=True, also=("metric_for_best_model",))] = "exact_match"
-    """Metric that selects the best model, one of the [metrics](#metrics) below."""
+    """Metric that selects the best model, one of the [metrics](#metrics) below; with preferences
+    (training.objective) rewards/accuracies unless it is set."""
     metrics: Annotated[tuple[MetricName, ...], ASKED] = ()
     """Additional metrics to report."""
     lead_sentences: Annotated[PositiveInt, ASKED] = 1
@@ -172,6 +175,24 @@ class RunConfig(ConfigSection):
     evaluation: Annotated[EvaluationConfig, SAME] = EvaluationConfig()
     card: Annotated[CardConfig, SAME] = CardConfig()
 
+    @model_validator(mode="before")
+    @classmethod
+    def _choices_of_preferences(cls, values: Any) -> Any:
+        """Choose the metric of preferences if there is none, and that output layers are gathered."""
+        if not isinstance(values, Mapping):
+            return values
+        training, evaluation = values.get("training"), values.get("evaluation") or {}
+        objective = training.get("objective", "sft") if isinstance(training, Mapping) else "sft"
+        if objective == "sft":
+            return values
+        sharding = values.get("sharding") or {}
+        sharding = {"auto": True} if sharding == "auto" else sharding
+        if isinstance(sharding, Mapping) and sharding.get("tables", "auto") == "auto":
+            values = {**values, "sharding": {**sharding, "tables": "gather"}}
+        if isinstance(evaluation, Mapping) and evaluation.get("metric") is None:
+            values = {**values, "evaluation": {**evaluation, "metric": "rewards/accuracies"}}
+        return values
+
     @field_validator("sharding", mode="before")
     @classmethod
     def _auto(cls, value: object) -> object:
@@ -194,6 +215,10 @@ class RunConfig(ConfigSection):
                 f"training.eval_strategy: {self.training.eval_strategy} needs held-out rows: give "
                 "data.validation_file or data.validation_fraction, or set training.eval_strategy: no"
             )
+        require_objective(self.training, self.data, self.model, self.sharding.tables)
+        if "compile" in self.speed.ways and self.training.objective != "sft":
+            raise ValueError("speed.ways: compile has not been tried with preferences (training.objective)")
+        require_metrics(self.training, self.evaluation.every_metric)
         if self.data.weights and self.training.per_device_train_batch_tokens is not None:
             raise ValueError(
                 "training.per_device_train_batch_tokens makes steps of the same rows in every epoch, and a set with a "

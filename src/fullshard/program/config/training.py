@@ -35,6 +35,7 @@ from fullshard.program.config.section import (
 )
 
 Tracker = Literal["tensorboard", "wandb", "mlflow", "trackio"]
+ObjectiveName = Literal["sft", "dpo", "ipo", "simpo", "orpo"]
 OptimizerName = Literal["adamw", "adafactor", "muon", "adamw_8bit", "adamw_bf16"]
 
 ScheduleName = Literal[
@@ -112,6 +113,15 @@ class PushConfig(ConfigSection):
 class TrainingConfig(ConfigSection):
     """The training loop and its optimizer."""
 
+    objective: Annotated[ObjectiveName, Option("same", travels=True, before="sft")] = "sft"
+    """What is trained. sft: the target; the others: that a chosen completion is preferred to a rejected one, by the
+    loss of that name. dpo and ipo compare with the model at the start of training, simpo and orpo need no reference.
+    Micro-batches then count pairs. See docs/guides/preferences.md."""
+    beta: Annotated[PositiveFloat, Option("same", before=0.1)] = 0.1
+    """Preferences: how strongly the model is held to the reference; of simpo the factor of the reward, of orpo the
+    weight of the odds. As in TRL; simpo's paper takes 2 or more."""
+    simpo_gamma: Annotated[NonNegativeFloat, Option("same", before=0.5)] = 0.5
+    """simpo: margin by which the chosen completion's reward is to be greater; as in TRL."""
     per_device_train_batch_size: Annotated[
         PositiveInt, Option("free", also=("batch_size", "per_gpu_train_batch_size", "train_batch_size"))
     ] = 8
@@ -264,6 +274,11 @@ class TrainingConfig(ConfigSection):
     word: none."""
     run_name: Annotated[str | None, REPORTED] = None
     """Name of the run in trackers; null: the last component of output_dir."""
+
+    @property
+    def preference_has_reference(self) -> bool:
+        """True if the loss compares with the model at the start of training."""
+        return self.objective in ("dpo", "ipo")
 
     @field_validator("checkpoints_to")
     @classmethod

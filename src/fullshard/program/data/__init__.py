@@ -6,6 +6,7 @@ from fullshard.program.data.batching.collate import (
     Batch as Batch,
     CollateSpec as CollateSpec,
     Packing as Packing,
+    Pairs as Pairs,
     RowRef as RowRef,
     collate as collate,
 )
@@ -34,6 +35,7 @@ from fullshard.program.data.examples import (
     Table as Table,
     Turn as Turn,
     asked as asked,
+    in_pairs as in_pairs,
 )
 from fullshard.program.data.reading.cells import cell_json as cell_json
 from fullshard.program.data.reading.conversations import (

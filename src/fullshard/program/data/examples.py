@@ -89,6 +89,7 @@ class Example:
     # the row's turns, if it is a conversation: source and reference are then its history and its last answer as text
     conversation: Conversation | None = None
     weight: float = 1.0  # factor on the loss of its tokens, positive
+    rejected: str | None = None  # the completion that the target is preferred to; None: there is none
 
     @property
     def target(self) -> str:
@@ -106,6 +107,12 @@ class Example:
             return self
         conversation = asked(self.source, system_turns, self.target)
         return replace(self, source=conversation.history_text, conversation=conversation)
+
+
+def in_pairs(rows: Sequence[Example]) -> list[Example]:
+    """Return two rows for each preference: the prompt with the chosen completion, and with the rejected one."""
+    both = ((row, text) for row in rows for text in (row.target, row.rejected or ""))
+    return [replace(row, references=(text,), rejected=None) for row, text in both]
 
 
 @dataclass(frozen=True)
@@ -167,6 +174,8 @@ class SourceSpec:
     max_bad_rows: int = 0
     train_on: Literal["assistant", "last"] = "assistant"
     weight_column: str | None = None
+    rejected_column: str | None = None
+    preferences: bool = False  # whether rows are a prompt, a chosen and a rejected completion
 
 
 @dataclass(frozen=True)

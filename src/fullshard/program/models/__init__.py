@@ -41,6 +41,7 @@ from fullshard.program.models.loss import (
     fuse_head as fuse_head,
     fused_head_of as fused_head_of,
     model_loss as model_loss,
+    row_loss as row_loss,
     summed_loss as summed_loss,
 )
 from fullshard.program.models.model_types import (
@@ -54,3 +55,4 @@ from fullshard.program.models.model_types import (
 )
 from fullshard.program.models.noise import add_embedding_noise as add_embedding_noise
 from fullshard.program.models.packing import decoder_inputs as decoder_inputs
+from fullshard.program.models.preferences import PairLosses as PairLosses, Preference as Preference

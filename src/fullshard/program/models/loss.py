@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from fullshard.core.engine.tables.loss import (
     IGNORED,
@@ -19,6 +20,7 @@ from fullshard.core.engine.tables.loss import (
     Objective as Objective,
     Terms,
     linear_loss,
+    linear_losses,
     summed_loss as summed_loss,
 )
 from fullshard.core.shards import table_of
@@ -105,7 +107,33 @@ def model_loss(
         return summed_loss(forward()[:, -labels_BT.shape[1] :], labels_BT, objective, weights_BT)
     fused.choose(labels_BT.numel())
     with fused.loss_context(labels_BT, objective, expected_gradient, weights_BT, targets):
-        returned = forward()
+        return _returned(model, fused, forward())
+
+
+def row_loss(
+    model: Any, forward: Callable[[], Tensor], labels_BT: Tensor, of_rows: OfRows, *, targets: int | None = None
+) -> Tensor:
+    """Return a function of the log-probabilities of the rows of one forward, computed by the head if it is fused.
+
+    ``of_rows`` gets each row's log-probability, summed over its targets, (B,), float32 or wider, and returns the loss.
+    The other arguments, and the errors, are those of :func:`model_loss`.
+    """
+    fused = fused_head_of(model)
+    if fused is not None and fused.fuses:
+        with fused.row_context(labels_BT, of_rows, targets):
+            return _returned(model, fused, forward())
+    logits = forward()[:, -labels_BT.shape[1] :]
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    losses = functional.cross_entropy(wide.transpose(1, 2), labels_BT, ignore_index=IGNORED, reduction="none")
+    return of_rows(-losses.sum(1))
+
+
+def _returned(model: Any, fused: FusedHead, returned: Tensor) -> Tensor:
+    """Return the loss that a model returned in place of logits.
+
+    Raises:
+        ModelError: The model adds a bias to it that is not zero.
+    """
     bias = _logits_bias(base_of(model))
     if bias is not None and not fused.bias_is_zero:
         if bias.any():
@@ -118,15 +146,20 @@ def model_loss(
     return returned.flatten()[0] if returned.dim() else returned
 
 
+OfRows = Callable[[Tensor], Tensor]
+"""Returns a loss, 0-d, of the log-probabilities of a forward's rows, (B,)."""
+
+
 @dataclass(frozen=True)
 class _LossSpec:
-    """The loss that a head computes in place of logits; see :func:`model_loss`."""
+    """The loss that a head computes in place of logits; see :func:`model_loss` and :func:`row_loss`."""
 
     labels_BT: Tensor
-    objective: Objective
-    expected_gradient: float | Tensor
-    weights_BT: Tensor | None
-    targets: int | None
+    objective: Objective = PLAIN
+    expected_gradient: float | Tensor = 1.0
+    weights_BT: Tensor | None = None
+    targets: int | None = None
+    of_rows: OfRows | None = None
 
 
 class FusedHead:
@@ -160,7 +193,21 @@ class FusedHead:
 
         The arguments are those of :func:`model_loss`.
         """
-        self._spec = _LossSpec(labels_BT, objective, expected_gradient, weights_BT, targets)
+        with self._computing(_LossSpec(labels_BT, objective, expected_gradient, weights_BT, targets)):
+            yield
+
+    @contextmanager
+    def row_context(self, labels_BT: Tensor, of_rows: OfRows, targets: int | None = None) -> Iterator[None]:
+        """Return a function of the rows' log-probabilities in place of logits inside the context.
+
+        The arguments are those of :func:`row_loss`. The weight must be gathered.
+        """
+        with self._computing(_LossSpec(labels_BT, targets=targets, of_rows=of_rows)):
+            yield
+
+    @contextmanager
+    def _computing(self, spec: _LossSpec) -> Iterator[None]:
+        self._spec = spec
         try:
             yield
         finally:
@@ -171,6 +218,8 @@ class FusedHead:
         if self._spec is None:
             return nn.Linear.forward(self._head, input)
         spec, weight, bias = self._spec, self._head.weight, self._head.bias
+        if spec.of_rows is not None:
+            return spec.of_rows(self._row_logps(input, spec))
         table = table_of(weight)
         if table is not None and table.is_home and bias is not None:
             table.gather()
@@ -188,15 +237,27 @@ class FusedHead:
         if table is not None and self._head.bias is None:
             table.choose(tokens)
 
+    def _row_logps(self, input: Tensor, spec: _LossSpec) -> Tensor:
+        """Return the log-probability of each row's targets, (B,)."""
+        weight, bias, (batch, length) = self._head.weight, self._head.bias, spec.labels_BT.shape
+        rows, labels, counted = self._at_targets(input, spec)
+        losses = linear_losses(rows, weight, bias, labels)
+        return losses.new_zeros(batch).index_add(0, counted // length, -losses)
+
     def _counted(self, input: Tensor, spec: _LossSpec) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return hidden states, (T, d), labels and weights, (T,), of the positions that have a target."""
+        rows, labels, counted = self._at_targets(input, spec)
+        return rows, labels, None if spec.weights_BT is None else spec.weights_BT.flatten()[counted]
+
+    def _at_targets(self, input: Tensor, spec: _LossSpec) -> tuple[Tensor, Tensor, Tensor]:
+        """Return hidden states, (T, d), labels and places, (T,), of the positions that have a target."""
         labels = spec.labels_BT.flatten()
         ignored = labels == IGNORED
         count = int((~ignored).sum()) if spec.targets is None else spec.targets
         # A stable sort keeps the order, and unlike nonzero it does not wait for the device to know the number.
         counted = ignored.to(torch.uint8).argsort(stable=True)[:count]
         rows = input[:, -spec.labels_BT.shape[1] :].flatten(0, 1).index_select(0, counted)
-        return rows, labels[counted], None if spec.weights_BT is None else spec.weights_BT.flatten()[counted]
+        return rows, labels[counted], counted
 
 
 class _LogitsMarker(torch.Tensor):

@@ -205,7 +205,7 @@ def _dry_run(
     root, *blocks = table.rows
     largest = sorted((row.gathered_bytes for row in blocks), reverse=True)[:2]
     return DryRun(
-        train_rows=len(data.train_set),
+        train_rows=data.train_set.examples,
         validation_rows=len(data.held_out),
         steps_per_epoch=plan.num_steps,
         total_steps=schedule.total_steps,

@@ -57,7 +57,14 @@ from fullshard.program.train.setup.activation_offload import ActivationOffload
 from fullshard.program.train.setup.choices import choices
 from fullshard.program.train.setup.devices import Choice, Devices, for_devices, may_accumulate_unsharded, with_unsharded
 from fullshard.program.train.setup.float8 import use_float8
-from fullshard.program.train.setup.model import UnreadWeights, outline_model, own_loss, prepare_model, shard_model
+from fullshard.program.train.setup.model import (
+    UnreadWeights,
+    outline_model,
+    own_loss,
+    preference_of,
+    prepare_model,
+    shard_model,
+)
 from fullshard.program.train.setup.optimizers import make_optimizer, moving_average
 from fullshard.program.train.setup.prepare import Prepared, collate_spec
 from fullshard.program.train.setup.quantization import describe_quantization
@@ -116,11 +123,13 @@ def _set_of(config: RunConfig, lengths: tuple[int, int], token: int, world_size:
     if training.per_device_train_batch_tokens is not None:
         each = max(training.per_device_train_batch_tokens // sum(lengths), 1)
     count = max(_STEPS * world_size * training.gradient_accumulation_steps * each, training.per_device_eval_batch_size)
+    together = 1 if training.objective == "sft" else 2
+    count *= together
     sources, targets = (
         Ragged(np.broadcast_to(np.int32(token), count * length), np.arange(count + 1) * length) for length in lengths
     )
     source, target = (LengthStats(length, length, 0, length) for length in lengths)
-    return TokenizedSet(sources, targets, source, target)
+    return TokenizedSet(sources, targets, source, target, together=together)
 
 
 def _blank_tokenizer(config: RunConfig) -> PreTrainedTokenizerBase:
@@ -366,7 +375,9 @@ def try_step(config: RunConfig, data: Prepared, world_size: int) -> None:
     """
     shortest = int(np.argmin(np.asarray(data.train_set.lengths)))
     spec = replace(collate_spec(data.tokenizer, causal=data.causal), packed=config.training.packing)
-    batch = collate([RowRef(shortest)], data.train_set, spec)
+    each = data.train_set.together
+    first = shortest // each * each
+    batch = collate([RowRef(row) for row in range(first, first + each)], data.train_set, spec)
     build = partial(_build, config, data, [[batch]], None, _Told(lambda done, total: None, 0), first=0)
     simulate_on(build, 0, world_size, None, timed=False)
 
@@ -574,7 +585,7 @@ def _largest_held_out(config: RunConfig, data: Prepared, world_size: int) -> Hel
     if rows is None:
         return None
     size = config.training.per_device_eval_batch_size
-    plan = EpochPlan(len(rows), world_size, size, training=False, lengths=rows.lengths)
+    plan = EpochPlan(len(rows), world_size, size, training=False, lengths=rows.lengths, together=rows.together)
     spec = collate_spec(data.tokenizer, causal=data.causal)
 
     def largest(tokens: Callable[[Shape], int], *, causal: bool) -> Batch:
@@ -622,12 +633,15 @@ def _with_padding(batch: Batch) -> Batch:
 def longest_rows(rows: TokenizedSet, count: int, *, causal: bool) -> Sequence[int]:
     """Return the indices of ``count`` rows that need most: the longest source and target, then the longest rows.
 
-    A set with fewer rows gives all of them.
+    A set with fewer rows gives all of them. Of rows that are together, ``count`` is the number of such runs.
     """
-    sources, targets = np.asarray(rows.source_ids.lengths), np.asarray(rows.target_ids.lengths)
-    by_length = np.argsort(-(sources + targets), kind="stable")[: count + 2].tolist()
-    first = [] if causal or count < 2 else [int(sources.argmax()), int(targets.argmax())]
-    return list(dict.fromkeys([*first, *by_length]))[:count]
+    each = rows.together
+    sources, targets = (np.asarray(ids.lengths).reshape(-1, each) for ids in (rows.source_ids, rows.target_ids))
+    both = (sources + targets).max(1) if causal else sources.max(1) + targets.max(1)
+    by_length = np.argsort(-both, kind="stable")[: count + 2].tolist()
+    first = [] if causal or count < 2 else [int(sources.max(1).argmax()), int(targets.max(1).argmax())]
+    chosen = list(dict.fromkeys([*first, *by_length]))[:count]
+    return [run * each + row for run in chosen for row in range(each)]
 
 
 _GPU_KERNELS = ("flex", "varlen", "flash")
@@ -657,6 +671,7 @@ def step_spec(model: Any, config: RunConfig, data: Prepared) -> StepSpec:
         max_grad_norm=settings.max_grad_norm,
         causal=data.causal,
         objective=Objective(settings.label_smoothing_factor, settings.z_loss),
+        preference=preference_of(config),
         router_loss=own_loss(model, config)[0],
         precision=settings.precision,
         unsharded=settings.accumulate == "unsharded",

@@ -225,9 +225,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         of_rows = torch.empty_like(rows) if wants_rows else None
         of_weight = torch.zeros_like(weight, dtype=wide) if wants_weight else None
         of_bias = torch.zeros_like(bias, dtype=wide) if bias is not None and wants_bias else None
-        step = max(64, logits_at_once(weight.device) // weight.shape[0])
-        for start in range(0, rows.shape[0], step):
-            part = slice(start, start + step)
+        for part in _parts_of(rows, weight):
             weights = None if terms.weights is None else terms.weights[part]
             losses, slopes = _of_complete_logits(
                 F.linear(rows[part], weight, bias).to(wide), labels[part], terms.objective, weights
@@ -250,6 +248,59 @@ class _LinearCrossEntropy(torch.autograd.Function):
         gradients, left = _gradients_once(ctx, gradient)
         one = left.device.type == "cpu" and left.item() == 1
         return (*(g if g is None or one else g.mul_(left) for g in gradients), None, None, None)
+
+
+def linear_losses(
+    rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, labels: torch.Tensor
+) -> torch.Tensor:
+    """Return each row's plain loss, (T,), of which any function may be differentiated; a few hundred rows at a time.
+
+    Arguments are those of :func:`linear_loss`. What backward multiplies the losses by is not known before, so that it
+    computes the logits again.
+    """
+    with plain_functions():
+        return _LinearLosses.apply(rows, weight, bias, labels)  # type: ignore[return-value]
+
+
+class _LinearLosses(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, labels: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.save_for_backward(rows, weight, bias, labels)
+        wide = torch.promote_types(rows.dtype, torch.float32)
+        losses = rows.new_empty(rows.shape[0], dtype=wide)
+        for part in _parts_of(rows, weight):
+            logits = F.linear(rows[part], weight, bias).to(wide)
+            losses[part] = F.cross_entropy(logits, labels[part], reduction="none")
+        return losses
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
+        rows, weight, bias, labels = ctx.saved_tensors
+        wants_rows, wants_weight, wants_bias = ctx.needs_input_grad[:3]
+        wide = gradient.dtype
+        of_rows = torch.empty_like(rows) if wants_rows else None
+        of_weight = torch.zeros_like(weight, dtype=wide) if wants_weight else None
+        of_bias = torch.zeros_like(bias, dtype=wide) if wants_bias else None
+        for part in _parts_of(rows, weight):
+            slopes = torch.softmax(F.linear(rows[part], weight, bias).to(wide), 1)
+            slopes = PLAIN.slopes(slopes, gradient[part], labels[part, None], weight.shape[0])
+            slopes = slopes.mul_(gradient[part, None]).to(rows.dtype)
+            if of_rows is not None:
+                torch.mm(slopes, weight, out=of_rows[part])
+            if of_weight is not None:
+                _add_product(of_weight, slopes, rows[part])
+            if of_bias is not None:
+                of_bias += slopes.sum(0, dtype=wide)
+        of_weight, of_bias = (None if one is None else one.to(weight.dtype) for one in (of_weight, of_bias))
+        return of_rows, of_weight, of_bias, None
+
+
+def _parts_of(rows: torch.Tensor, weight: torch.Tensor) -> list[slice]:
+    """Return runs of rows whose logits are computed at once."""
+    step = max(64, logits_at_once(weight.device) // weight.shape[0])
+    return [slice(start, start + step) for start in range(0, rows.shape[0], step)]
 
 
 def _of_complete_logits(

@@ -60,6 +60,14 @@ class Packing:
 
 
 @dataclass(frozen=True)
+class Pairs:
+    """What a batch of P pairs of preferences has besides its B = 2 P rows: chosen, rejected, chosen, ..."""
+
+    counts_P: Tensor  # float32, 1 for each pair that counts, 0 for fillers
+    reference_B: Tensor  # float32, log-probability of each row's target under the reference; 0 without one
+
+
+@dataclass(frozen=True)
 class Batch:
     """One micro-batch of one rank. Sizes: B rows, S source tokens, T label tokens, P prompt tokens.
 
@@ -82,7 +90,9 @@ class Batch:
     prompt_mask_BP: Tensor | None = None  # int64 mask of ``prompt_ids_BP``
     packing: Packing | None = None  # the row of each position; None if each row is a separate sequence
     weights_BT: Tensor | None = None  # float32, the weight of each label's row; None: all are 1
-    target_weight: float = 0.0  # sum of the weights of the tokens that count; ``target_tokens`` without weights
+    # sum of the weights of the tokens that count; ``target_tokens`` without weights; of pairs, their number
+    target_weight: float = 0.0
+    pairs: Pairs | None = None  # None: each row counts by itself
 
     def to(self, device: torch.device | str) -> Batch:
         """Return the batch with its tensors on a device, this one if they are there; shared tensors stay shared."""
@@ -99,18 +109,18 @@ class Batch:
         return lambda: _with(self, dict(zip(mine, arrived(), strict=True)))
 
 
-def _tensors_of(holder: Batch | Packing) -> dict[int, Tensor]:
+def _tensors_of(holder: Batch | Packing | Pairs) -> dict[int, Tensor]:
     """Return the tensors of a batch by their ids: those of several fields once."""
     found: dict[int, Tensor] = {}
     for value in (getattr(holder, one.name) for one in fields(holder)):
         if isinstance(value, Tensor):
             found[id(value)] = value
-        elif isinstance(value, Packing):
+        elif isinstance(value, Packing | Pairs):
             found |= _tensors_of(value)
     return found
 
 
-H = TypeVar("H", Batch, Packing)
+H = TypeVar("H", Batch, Packing, Pairs)
 
 
 def _with(holder: H, moved: dict[int, Tensor]) -> H:
@@ -118,6 +128,7 @@ def _with(holder: H, moved: dict[int, Tensor]) -> H:
     values = {one.name: getattr(holder, one.name) for one in fields(holder)}
     changed: dict[str, Any] = {name: moved[id(value)] for name, value in values.items() if isinstance(value, Tensor)}
     changed |= {name: _with(value, moved) for name, value in values.items() if isinstance(value, Packing)}
+    changed |= {name: _with(value, moved) for name, value in values.items() if isinstance(value, Pairs)}
     return replace(holder, **changed)
 
 
@@ -172,15 +183,25 @@ def collate(rows: Sequence[RowRef], tokenized: TokenizedSet, spec: CollateSpec) 
     target_weight = (
         target_tokens if by_position is None else by_position[:, -counted.shape[1] :][counted].double().sum()
     )
+    pairs = None if tokenized.together == 1 else _pairs(rows, tokenized)
     real = [len(s) + len(t) for row, s, t in zip(rows, sources, targets, strict=True) if not row.filler]
     return Batch(
         **fields,
         target_tokens=target_tokens,
-        target_weight=float(target_weight),
+        target_weight=float(target_weight if pairs is None else pairs.counts_P.sum()),
+        pairs=pairs,
         tokens=sum(real),
         indices=tuple(row.index for row in rows),
         fillers=tuple(row.filler for row in rows),
     )
+
+
+def _pairs(rows: Sequence[RowRef], tokenized: TokenizedSet) -> Pairs:
+    counts = torch.tensor([float(not row.filler) for row in rows[:: tokenized.together]])
+    if tokenized.reference is None:
+        return Pairs(counts, torch.zeros(len(rows)))
+    reference = tokenized.reference[[row.index for row in rows]]
+    return Pairs(counts, torch.from_numpy(reference).float())
 
 
 T = TypeVar("T", bound=np.generic)

@@ -64,7 +64,7 @@ def fixed_shapes(plan: BatchPlan, tokenized: TokenizedSet, spec: CollateSpec) ->
         bounds = {shape: count * (0.01 if spec.packed else 1) for shape, count in plan.largest_shapes().items()}
     else:
         assert isinstance(plan, EpochPlan), "there are two kinds of plans"
-        most = min(plan.batch_size, plan.rows_per_rank)
+        most = min(plan.batch_size, plan.rows_per_rank) * plan.together
         bounds, fewest = {(most, *longest): 0.0}, 0 if spec.packed else most  # fillers make all batches equally large
     if spec.packed or not isinstance(plan, TokenPlan):
         shape = _shapes(tokenized, replace(spec, shapes=()))

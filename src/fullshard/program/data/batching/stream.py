@@ -94,6 +94,8 @@ class EpochPlan:
     group_rows: int | None = None
     accumulation: int = 1  # micro-batches per step; the last step of an epoch may have fewer
     mixture: Mixture | None = None  # in training, the mixture that rows are drawn from; None: each row once
+    # rows next to each other that share every micro-batch; batch sizes and groups count such runs of rows
+    together: int = 1
 
     def __post_init__(self) -> None:
         """Check the sizes.
@@ -107,11 +109,12 @@ class EpochPlan:
                 raise DataError(f"An epoch needs {name} of at least 1; got {size}.")
         if self.lengths is not None and len(self.lengths) != self.num_rows:
             raise DataError(f"An epoch of {self.num_rows} rows needs {self.num_rows} lengths; got {len(self.lengths)}.")
+        assert self.num_rows % self.together == 0, "a set of pairs has two rows of each"
 
     @property
     def rows_per_rank(self) -> int:
-        """Rows of one rank, fillers included."""
-        return ceil(self.num_rows / self.world_size)
+        """Rows of one rank, or runs of rows that are together, fillers included."""
+        return ceil(self.num_rows / self.together / self.world_size)
 
     @property
     def num_batches(self) -> int:
@@ -132,7 +135,10 @@ class EpochPlan:
         size = self.batch_size * self.world_size
         mine = slice(number * size + rank, (number + 1) * size, self.world_size)
         indices, fillers = self._places
-        return indices[mine], fillers[mine]
+        if self.together == 1:
+            return indices[mine], fillers[mine]
+        rows = indices[mine, None] * self.together + np.arange(self.together)
+        return rows.reshape(-1), np.repeat(fillers[mine], self.together)
 
     def step_places(self, step: int, rank: int) -> list[Places]:
         """See :class:`BatchPlan`."""
@@ -142,19 +148,19 @@ class EpochPlan:
 
     @cached_property
     def _places(self) -> Places:
-        """The rows of all ranks and which are fillers; rank r has every ``world_size``-th, starting at r."""
-        generator = torch.Generator().manual_seed(self.seed + self.epoch)
-        order = torch.randperm(self.num_rows, generator=generator).numpy() if self.training else None
+        """The rows (or runs of rows) of all ranks, and which are fillers; rank r has each ``world_size``-th, from r."""
+        generator, count = torch.Generator().manual_seed(self.seed + self.epoch), self.num_rows // self.together
+        order = torch.randperm(count, generator=generator).numpy() if self.training else None
         if order is not None and self.mixture is not None:
             order = self.mixture.epoch_rows(self.epoch)[order]
-        order = np.arange(self.num_rows) if order is None else order
-        places = np.arange(self.num_rows, self.rows_per_rank * self.world_size)
-        fillers = np.zeros(self.num_rows + len(places), np.bool_)
-        fillers[self.num_rows :] = True
-        repeated = order[places % self.num_rows]
+        order = np.arange(count) if order is None else order
+        places = np.arange(count, self.rows_per_rank * self.world_size)
+        fillers = np.zeros(count + len(places), np.bool_)
+        fillers[count:] = True
+        repeated = order[places % count]
         if self.lengths is None:
             return np.concatenate([order, repeated]), fillers
-        lengths = np.asarray(self.lengths)
+        lengths = np.asarray(self.lengths).reshape(count, -1).sum(1)
         if self.training:
             # Fillers stay at the end; otherwise the order would depend on their number, and so on the world size.
             return np.concatenate([self._grouped(order, lengths, generator), repeated]), fillers

@@ -26,6 +26,7 @@ from fullshard.program.data.reading.csv_file import CsvFile
 from fullshard.program.data.reading.json_file import JsonFile, JsonLinesFile
 from fullshard.program.data.reading.kind import kind_of
 from fullshard.program.data.reading.phrasebank import open_phrasebank
+from fullshard.program.data.reading.preferences import PreferenceRecipe, choose_preferences
 from fullshard.program.data.reading.row import BadRows, Row, RowReader, UnusableRowError, distinct
 from fullshard.program.data.reading.sample import Sides
 from fullshard.program.data.reading.text_file import empty, encoding_problem, open_lines, unreadable
@@ -165,8 +166,11 @@ def open_rows(spec: SourceSpec, split: Split, columns: list[str] | None = None) 
     return OpenedRows(reader, spec, spec.weight_column if split == "train" else None, columns)
 
 
-def _recipe(reader: RowReader, columns: list[str], spec: SourceSpec) -> Recipe | ConversationRecipe:
+def _recipe(reader: RowReader, columns: list[str], spec: SourceSpec) -> Recipe | ConversationRecipe | PreferenceRecipe:
     """Choose how rows with targets become examples."""
+    if spec.preferences:
+        with with_inner_names(reader, columns):
+            return choose_preferences(spec, columns, reader.where)
     found = find_conversations(reader, columns, spec, completed=True)
     if found is not None:
         return found
@@ -289,6 +293,7 @@ def fingerprint(spec: SourceSpec, split: Split) -> str:
     options += [[split, spec.validation_fraction] if _split_by_hash(spec) else None]
     # Hashed only if it is not the default, so that runs of versions without the option still resume.
     options += [spec.train_on] if spec.train_on != "assistant" else []
+    options += [["preferences", spec.rejected_column]] if spec.preferences else []
     options += [["weights", spec.weight_column]] if spec.weight_column is not None and split == "train" else []
     if _of_dataset(spec, split):
         dataset = _open_dataset(spec, split)
@@ -316,6 +321,8 @@ def fingerprint(spec: SourceSpec, split: Split) -> str:
 
 def _mark_of_turns(reader: RowReader, spec: SourceSpec) -> list[object]:
     """Return what marks JSON text that is read as turns, which earlier versions read as text; nothing of other rows."""
+    if spec.preferences:
+        return []
     if isinstance(reader, JsonLinesFile):
         # Its columns take a pass over the file, and the first rows decide.
         columns = list(dict.fromkeys(name for row in islice(reader.rows(()), LOOKED_AT) for name in row.cells))

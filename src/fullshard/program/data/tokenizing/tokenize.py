@@ -77,6 +77,10 @@ class TokenizedSet:
     # makes the ids on demand; None: the set holds them
     source: RowSource | None = None
     estimated: bool = False  # whether the lengths of rows are estimates, and their statistics those of a sample
+    # rows next to each other that share every micro-batch: 2 of a pair of preferences, chosen and rejected
+    together: int = 1
+    # log-probability of each row's target under the reference of preferences; None: there is none
+    reference: NDArray[np.float64] | None = None
 
     def __post_init__(self) -> None:
         """Copy lists of rows into arrays."""
@@ -88,6 +92,11 @@ class TokenizedSet:
     def __len__(self) -> int:
         """Return the number of rows."""
         return len(self.source_ids)
+
+    @property
+    def examples(self) -> int:
+        """Number of rows of the data: pairs of preferences are one each."""
+        return len(self) // self.together
 
     @property
     def lengths(self) -> NDArray[np.int64]:

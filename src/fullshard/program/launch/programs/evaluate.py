@@ -49,6 +49,11 @@ def _evaluate(options: argparse.Namespace, *, is_first: bool) -> None:
     at_hub = is_hub_id(str(options.run))
     path = resolve_model(str(options.run)) if at_hub else options.run
     run = read_evaluated(path, options.data, options.overrides)
+    if run.training.objective != "sft":
+        raise ConfigError(
+            f"The model was trained with training.objective: {run.training.objective}, whose metrics compare with the "
+            "model at the start of its run: the run's own evaluations are in its report. For texts: fullshard predict."
+        )
     if options.set is not None or options.data is not None:
         run = run.of_set(options.set)
     if at_hub and options.output is None:

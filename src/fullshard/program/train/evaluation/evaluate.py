@@ -20,6 +20,7 @@ from fullshard.program.data import CollateSpec, EpochPlan, TokenizedSet, batches
 from fullshard.program.data.examples import Example
 from fullshard.program.metrics import (
     METRICS,
+    REWARDS,
     Baseline,
     Scores,
     baselines,
@@ -28,10 +29,10 @@ from fullshard.program.metrics import (
     require_packages,
     score,
 )
-from fullshard.program.models import uncompiled
+from fullshard.program.models import Preference, uncompiled
 from fullshard.program.train.evaluation.generation import GenerationSpec, generate, require_right_text
 from fullshard.program.train.reporting.reports import EvaluationReport, Prediction
-from fullshard.program.train.setup.model import loss_sum
+from fullshard.program.train.setup.model import loss_sum, pair_loss, preference_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -62,6 +63,7 @@ class EvaluationSpec:
     rows: HeldOut  # the held-out rows
     batch_size: int  # rows of one rank's batch
     generation: GenerationSpec  # settings of text generation
+    preference: Preference | None  # the loss to measure, of pairs of completions; None: that of target tokens
     metrics: tuple[str, ...]  # names of the metrics; the first decides which model is the best
     baselines: Mapping[str, Baseline]  # baseline of each metric that has one
     # how words of text beyond ASCII are counted, by metric; empty: as by the metrics' packages
@@ -106,6 +108,7 @@ def _spec_of(config: RunConfig, rows: HeldOut, metrics: tuple[str, ...]) -> Eval
         rows=rows,
         batch_size=config.training.per_device_eval_batch_size,
         generation=GenerationSpec.of(config),
+        preference=preference_of(config),
         metrics=metrics,
         baselines=baselines(
             metrics,
@@ -155,19 +158,21 @@ def evaluate(  # noqa: PLR0913 (of the run, and of this evaluation)
     with evaluation_mode(model):
         found = _run(model, tokenizer, spec, comm, progress, at_once=at_once and needs_text(spec.metrics))
     # of all sets together
-    loss = sum(one.loss for one in found) / sum(one.target_tokens for one in found)
+    loss = sum(one.loss for one in found) / sum(one.counted for one in found)
     texts = [text for one in found for text in one.texts]
     scores = _score(spec, loss, texts)
+    rewards = found[0].rewards
+    values = {name: rewards[name] if name in rewards else scores.values[name] for name in spec.metrics}
     rows = zip(spec.rows.examples, texts, strict=bool(texts))
     return EvaluationReport(
         step=step,
         epoch=epoch,
         loss=loss,
         metric=spec.metric,
-        value=scores.values[spec.metric],
+        value=values[spec.metric],
         baseline=spec.baseline.value if spec.baseline else None,
         baseline_name=spec.baseline.name if spec.baseline else None,
-        metrics=scores.values,
+        metrics=values,
         baselines={name: one.value for name, one in spec.baselines.items()},
         confusion=scores.confusion,
         predictions=tuple(Prediction(row.source, text, row.references) for row, text in rows),
@@ -179,10 +184,10 @@ def evaluate(  # noqa: PLR0913 (of the run, and of this evaluation)
 
 def _set_values(spec: EvaluationSpec, found: _Measured) -> dict[str, Any]:
     """Return the scores of one set, as JSON values."""
-    loss = found.loss / found.target_tokens
+    loss = found.loss / found.counted
     scores = _score(spec, loss, found.texts)
     return {
-        "rows": len(spec.rows.tokenized),
+        "rows": spec.rows.tokenized.examples,
         "loss": loss,
         "metrics": dict(scores.values),
         "baselines": {name: one.value for name, one in spec.baselines.items()},
@@ -223,8 +228,8 @@ def _run(
     for one in spec.sets.values() or [spec]:
         # The order of rows does not change the result, so rows of similar length are batched together.
         tokenized = one.rows.tokenized
-        lengths = tokenized.lengths
-        plan = EpochPlan(len(tokenized), comm.size, spec.batch_size, training=False, lengths=lengths)
+        of_rows = {"lengths": tokenized.lengths, "together": tokenized.together}
+        plan = EpochPlan(len(tokenized), comm.size, spec.batch_size, training=False, **of_rows)
         plans.append((one, plan))
     writes = needs_text(spec.metrics)
     done, total = count(1), sum(plan.num_batches for _, plan in plans) * (2 if writes else 1)
@@ -251,24 +256,39 @@ def _run(
 class _Measured:
     """Measurements on some rows."""
 
-    loss: float  # summed over target tokens
-    target_tokens: float
+    loss: float  # summed over what is counted
+    counted: float  # target tokens; of preferences the pairs
+    rewards: Mapping[str, float]  # metrics of preferences
     texts: list[str]  # generated text of each row; empty if no metric needs text
 
 
 def _losses(
     model: PreTrainedModel, spec: EvaluationSpec, comm: Comm, plan: EpochPlan, tell: Callable[[], None]
-) -> tuple[float, float]:
-    """Return the summed loss of the rows of one set, and their target tokens; the same on every rank."""
+) -> tuple[float, float, dict[str, float]]:
+    """Return the summed loss of the rows of one set, what they count, and the metrics of preferences.
+
+    They are the same on every rank.
+    """
+    causal = spec.rows.collate.causal
     # Sum and count in float64: the count is exact, and the sum does not depend on the number of batches.
-    totals = torch.zeros(2, dtype=torch.float64, device=comm.device)
+    totals = torch.zeros(4, dtype=torch.float64, device=comm.device)
     for batch in batches(spec.rows.tokenized, plan, comm.rank, spec.rows.collate):
-        totals[0] += loss_sum(model, batch.to(comm.device), causal=spec.rows.collate.causal)
-        totals[1] += batch.target_tokens
+        here = batch.to(comm.device)
+        if spec.preference is None:
+            totals[0] += loss_sum(model, here, causal=causal)
+        else:
+            assert here.pairs is not None, "batches of preferences are made of pairs"
+            loss, pairs = pair_loss(model, here, spec.preference, causal=causal)
+            margins_P, counts_P = pairs.chosen_P - pairs.rejected_P, here.pairs.counts_P
+            right, margin = torch.stack([(margins_P > 0).to(counts_P), margins_P]) @ counts_P
+            totals += torch.stack([loss, loss.new_zeros(()), right, margin])
+        totals[1] += batch.target_tokens if spec.preference is None else batch.target_weight
         tell()
     comm.all_reduce(totals).wait()
-    loss, target_tokens = totals.tolist()
-    return loss, target_tokens
+    loss, counted, *rewards = totals.tolist()
+    if spec.preference is None:
+        return loss, counted, {}
+    return loss, counted, {name: one / counted for name, one in zip(REWARDS, rewards, strict=True)}
 
 
 def write_texts(  # noqa: PLR0913 (of the model, of the rows, and the ranks)

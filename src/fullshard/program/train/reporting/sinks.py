@@ -51,6 +51,9 @@ PLAIN_SILENCE_S = 30.0
 class Sink:
     """Receiver of a run's reports, in order; on rank 0 only. Sinks override the methods that they need."""
 
+    def referring(self, done: int, total: int) -> None:
+        """Receive the progress of computing the reference of preferences, in batches, before the start."""
+
     def start(self, run: RunStart) -> None:
         """Receive the report of the start; called once, before the first step."""
 
@@ -279,6 +282,11 @@ class ConsoleSink(Sink):
         elif time.monotonic() - self._last_line >= PLAIN_SILENCE_S:
             self._last_line = time.monotonic()
             self._print(line)
+
+    def referring(self, done: int, total: int) -> None:
+        """Print that the reference is computed, at its begin and every tenth of it."""
+        if done == 1 or done * 10 // total > (done - 1) * 10 // total:
+            self._print(f"computing the reference's log-probabilities: batch {done:,}/{total:,}")
 
     def evaluating(self, done: int, total: int) -> None:
         """Show the progress of the evaluation next to the bar."""

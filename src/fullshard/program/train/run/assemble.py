@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -16,6 +16,7 @@ from fullshard.program.data import BatchPlan, CollateSpec, TokenizedSet, TokenPl
 from fullshard.program.metrics import describe_words
 from fullshard.program.models import RouterLoss
 from fullshard.program.train.evaluation.evaluate import EvaluationSpec, HeldOut, evaluation_spec
+from fullshard.program.train.evaluation.reference import with_reference
 from fullshard.program.train.reporting.flops import Flops, count_flops, peak_flops
 from fullshard.program.train.reporting.reports import SetFacts
 from fullshard.program.train.setup.choices import advice, choices
@@ -68,7 +69,7 @@ class Assembly:
     base: Base | None = None  # the quantised model under the adapter, named by checkpoints; None: they hold everything
 
 
-def assemble(
+def assemble(  # noqa: PLR0913 (of the run, and of where it starts)
     config: RunConfig,
     comm: Comm,
     prepared: Prepared | None = None,
@@ -77,12 +78,14 @@ def assemble(
     rules: Rules = THIS_VERSION,
     filled: bool = False,
     chosen: Sequence[Choice] = (),
+    progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Assembly:
     """Build every part of a run; every rank calls it, with the same settings.
 
     ``group`` and ``rules`` are those of the run's :class:`~fullshard.program.train.setup.resume.StartingPoint`; a
     snapshot fills a model later that is ``filled``, see ``prepare_model``. ``prepared`` and ``chosen`` are as for
-    :func:`~fullshard.program.train.run.loop.train`.
+    :func:`~fullshard.program.train.run.loop.train`. ``progress`` is called while the reference of preferences is
+    computed, with this rank's batches done and in total.
 
     Raises:
         UserError: Data, model or settings do not fit together; on every rank, with the same text.
@@ -99,6 +102,8 @@ def assemble(
     devices = Devices.of_ranks(comm)
     of_device = for_devices(config, devices)
     memory, directory = smallest_memory(comm), ready_data.model_directory
+    refers = config.training.preference_has_reference
+    filled = filled and not refers  # the reference is the model before any step
     ready = together(comm, lambda: prepare_model(of_device, tokenizer, directory, filled=filled, memory_bytes=memory))
     model = ready.model
     router, router_notes = together(comm, lambda: own_loss(model, config))
@@ -106,7 +111,13 @@ def assemble(
     source_flops, target_flops = count_flops(model)
     peak = peak_flops(comm.device, config.training.precision)
     shard_model(model, config, comm, weights=ready.weights)
-    collate = training_batches(config, collate_spec(tokenizer, causal=causal), plan, train_set)
+    plain = collate_spec(tokenizer, causal=causal)
+    reference_notes: tuple[str, ...] = ()
+    if refers:
+        ready_data, note = with_reference(model, config, ready_data, comm, plain, progress)
+        train_set, reference_notes = ready_data.train_set, (note,)
+        evaluation = make_evaluation(config, ready_data)
+    collate = training_batches(config, plain, plan, train_set)
     # What no forward reads is not made; the routers' own loss counts tokens by the mask, and would count fillers.
     collate = replace(collate, prompts=False, masked=not causal or router is not None, fills=router is None)
     share = padding_share(plan, train_set, collate)
@@ -136,6 +147,7 @@ def assemble(
             padding_note(plan, train_set, collate, share),
             *router_notes,
             *ready.notes,
+            *reference_notes,
             *schedule_notes(config, schedule),
             *advice(config, ready_data, plan, comm.size),
         ),

@@ -34,6 +34,7 @@ from fullshard.program.train.run.checkpoints import BestModel, PromptedTokenizer
 from fullshard.program.train.run.record import Planned, Record, describe_start, explain, is_out_of_memory, summarise
 from fullshard.program.train.run.step import IssuedStep, StepSpec, issue_step, traced_step
 from fullshard.program.train.setup.devices import Choice, Devices, precision_choice, with_precision
+from fullshard.program.train.setup.model import preference_of
 from fullshard.program.train.setup.prepare import Prepared
 from fullshard.program.train.setup.resume import (
     StartingPoint,
@@ -93,6 +94,11 @@ def train(
     if comm.device.type == "cuda":
         torch.set_float32_matmul_precision("high" if config.training.tf32 else "highest")
     parts: Assembly | None = None
+
+    def referring(done: int, total: int) -> None:
+        for sink in sinks:
+            sink.referring(done, total)
+
     with ExitStack() as closing:
         for sink in reversed(sinks):
             closing.callback(sink.close)
@@ -111,6 +117,7 @@ def train(
                     rules=start.rules,
                     filled=start.snapshot is not None,
                     chosen=chosen,
+                    progress=referring,
                 )
                 start = with_checkpoint(start, parts, checkpoints)
                 return TrainingRun(parts, start, checkpoints, sinks, stop or StopRequest(), planned).train()
@@ -316,6 +323,7 @@ class TrainingRun:
             causal=parts.collate.causal,
             stop=self._stop.requested,
             objective=Objective(settings.label_smoothing_factor, settings.z_loss),
+            preference=preference_of(parts.config),
             router_loss=parts.router_loss,
             on_nonfinite=settings.on_nonfinite,
             precision=settings.precision,

@@ -23,9 +23,9 @@ from fullshard.core.optim import ShardedGradScaler, clip_grad_norm_
 from fullshard.core.shards import rows_of
 from fullshard.errors import TrainingError
 from fullshard.program.data import Batch
-from fullshard.program.models import PLAIN, Objective, RouterLoss
+from fullshard.program.models import PLAIN, Objective, Preference, RouterLoss
 from fullshard.program.train.reporting.reports import MemoryTimeline, RankTrace, StepReport, StepTrace
-from fullshard.program.train.setup.model import losses
+from fullshard.program.train.setup.model import losses, pair_loss
 from fullshard.program.train.setup.optimizers import held_state_bytes
 
 if TYPE_CHECKING:
@@ -43,6 +43,7 @@ class StepSpec:
     causal: bool  # whether source and target are one sequence (decoder-only)
     stop: bool = False  # whether a stop was requested on this rank; the report says whether it was on any rank
     objective: Objective = PLAIN  # label smoothing and z-loss
+    preference: Preference | None = None  # the loss of pairs of completions, instead of the tokens'
     router_loss: RouterLoss | None = None  # the routers' own loss of a mixture of experts; None: it is not trained
     # if the loss or the gradient is not finite: ``stop`` ends the run, ``skip`` skips the step
     on_nonfinite: Literal["stop", "skip"] = "stop"
@@ -64,9 +65,9 @@ def issue_step(
 
     The loss is the sum over all target tokens of all ranks and micro-batches divided by their number, so world size and
     accumulation do not change it. If rows have weights, each token counts with its row's weight in both the sum and the
-    number. The routers' own loss is not a sum over tokens: each micro-batch's counts in proportion to its tokens. In
-    fp16, if the loss is finite but the gradient is not, the step is skipped and the loss scale is halved, as long as
-    it is at least 1.
+    number. The loss of preferences is summed over pairs, and divided by their number. The routers' own loss is not a
+    sum over tokens: each micro-batch's counts in proportion to its tokens. In fp16, if the loss is finite but the
+    gradient is not, the step is skipped and the loss scale is halved, as long as it is at least 1.
 
     ``micro_batches`` are on the CPU or on the device. ``late`` updates the weights before loss and norm are known, so
     that nothing waits for the device; allowed only if steps are never skipped. The returned step's report has the same
@@ -171,8 +172,9 @@ class IssuedStep:
 def _count(micro_batches: Sequence[Batch], comm: Comm, spec: StepSpec) -> Tensor:
     """Return over all ranks: weights of target tokens, tokens, requests to stop, target tokens, each rank's memory.
 
-    Tokens exclude padding; memory is the peak, then what is reserved. In float64, exact for counts, (4 + 2 ranks,), on
-    the device, where the loss is divided by them: reading them would wait for the previous step.
+    Of preferences the weights are the number of pairs. Tokens exclude padding; memory is the peak, then what is
+    reserved. In float64, exact for counts, (4 + 2 ranks,), on the device, where the loss is divided by them: reading
+    them would wait for the previous step.
     """
     target_tokens = sum(batch.target_tokens for batch in micro_batches)
     target_weight = sum(batch.target_weight for batch in micro_batches)
@@ -200,14 +202,7 @@ def _accumulate(
     expected_gradient = factor.float() * (1.0 if scaler is None else scaler.get_scale())
     held_back = no_sync if spec.unsharded else no_all_reduce
     for left, batch in zip(range(len(micro_batches))[::-1], micro_batches, strict=True):
-        loss, router = losses(
-            model,
-            batch.to(comm.device),
-            spec.router_loss,
-            causal=spec.causal,
-            objective=spec.objective,
-            expected_gradient=expected_gradient,
-        )
+        loss, router = _losses(model, batch.to(comm.device), spec, expected_gradient)
         scaled = loss * factor.to(loss.dtype)
         total[0] += loss.detach()
         if router is not None:
@@ -218,6 +213,22 @@ def _accumulate(
             (scaled if scaler is None else scaler.scale(scaled)).backward()
     comm.all_reduce(total).wait()
     return total[0], total[1]
+
+
+def _losses(
+    model: PreTrainedModel, batch: Batch, spec: StepSpec, expected_gradient: Tensor
+) -> tuple[Tensor, Tensor | None]:
+    """Return the loss of a micro-batch, summed, and the routers' own loss or None."""
+    if spec.preference is not None:
+        return pair_loss(model, batch, spec.preference, causal=spec.causal)[0], None
+    return losses(
+        model,
+        batch,
+        spec.router_loss,
+        causal=spec.causal,
+        objective=spec.objective,
+        expected_gradient=expected_gradient,
+    )
 
 
 def _update(

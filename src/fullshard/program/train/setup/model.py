@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -34,6 +35,8 @@ from fullshard.program.models import (
     AdapterSpec,
     AdapterWeights,
     Objective,
+    PairLosses,
+    Preference,
     RouterLoss,
     add_adapter,
     add_embedding_noise,
@@ -56,6 +59,7 @@ from fullshard.program.models import (
     resolve_adapter,
     resolve_model,
     router_loss,
+    row_loss,
     saved_adapter,
     set_attention_dropout,
 )
@@ -253,7 +257,8 @@ def _logits_bytes(model: PreTrainedModel, config: RunConfig) -> int:
     """Return the most bytes of a micro-batch's logits in float32."""
     words = model.config.get_text_config().vocab_size
     tokens = config.data.max_target_length + is_causal(model) * config.data.max_source_length
-    tokens = config.training.per_device_train_batch_tokens or config.training.per_device_train_batch_size * tokens
+    rows = config.training.per_device_train_batch_size * (1 if config.training.objective == "sft" else 2)
+    tokens = config.training.per_device_train_batch_tokens or rows * tokens
     return 4 * tokens * words
 
 
@@ -284,6 +289,11 @@ def own_loss(model: nn.Module, config: RunConfig) -> tuple[RouterLoss | None, tu
         raise ConfigError(
             "A prefix adapter is incompatible with the routers' own loss: transformers counts the prefix as tokens "
             "that the routers have seen. Set model.output_router_logits: false, or use another adapter."
+        )
+    if router is not None and config.training.objective != "sft":
+        raise ConfigError(
+            f"The routers' own loss has not been tried with training.objective: {config.training.objective}. Set "
+            "model.output_router_logits: false."
         )
     if router is not None and config.training.packing:
         raise ConfigError(
@@ -561,10 +571,8 @@ def losses(
     """Return the loss of :func:`loss_sum`, and of the same forward the routers' own loss, 0-d, or None."""
     inputs = model_inputs(model, batch, causal=causal, routed=router is not None)
     own: list[Tensor] = []
-    labels_BT, weights_BT = batch.labels_BT, batch.weights_BT
+    labels_BT, weights_BT = _predicted(batch, causal=causal), batch.weights_BT
     if causal:
-        # Position t predicts label t + 1; the last position predicts nothing.
-        labels_BT = functional.pad(labels_BT[:, 1:], (0, 1), value=IGNORED_LABEL)
         weights_BT = None if weights_BT is None else functional.pad(weights_BT[:, 1:], (0, 1), value=1.0)
 
     def forward() -> Tensor:
@@ -584,3 +592,59 @@ def losses(
         targets=batch.target_tokens,
     )
     return loss, own[0] if own else None
+
+
+def _predicted(batch: Batch, *, causal: bool) -> Tensor:
+    """Return the label that each position predicts."""
+    # Position t of a causal model predicts label t + 1; the last position predicts nothing.
+    return functional.pad(batch.labels_BT[:, 1:], (0, 1), value=IGNORED_LABEL) if causal else batch.labels_BT
+
+
+def preference_of(config: RunConfig) -> Preference | None:
+    """Return the loss of preferences that a run trains; None: it learns targets."""
+    settings = config.training
+    return None if settings.objective == "sft" else Preference(settings.objective, settings.beta, settings.simpo_gamma)
+
+
+def row_logps(model: PreTrainedModel, batch: Batch, *, causal: bool) -> Tensor:
+    """Return the log-probability of each row's targets, summed over them, (B,), without gradients; every rank calls it.
+
+    Runs one forward. Zero for fillers.
+    """
+    found: list[Tensor] = []
+
+    def note(logps_B: Tensor) -> Tensor:
+        found.append(logps_B)
+        return logps_B.sum()
+
+    with torch.no_grad():
+        _of_rows(model, batch, note, causal=causal)
+    return found[0]
+
+
+def pair_loss(
+    model: PreTrainedModel, batch: Batch, preference: Preference, *, causal: bool
+) -> tuple[Tensor, PairLosses]:
+    """Return the loss of preferences summed over the pairs of one batch, 0-d, and those of each pair.
+
+    Every rank calls it, as it runs a forward: of the chosen and the rejected completions together.
+    """
+    pairs, tokens_B = batch.pairs, (_predicted(batch, causal=causal) != IGNORED_LABEL).sum(1)
+    assert pairs is not None, "batches of preferences are made of pairs"
+    found: list[PairLosses] = []
+
+    def loss(logps_B: Tensor) -> Tensor:
+        found.append(preference.of_pairs(logps_B, tokens_B, pairs.reference_B.to(logps_B.dtype)))
+        return torch.dot(found[0].losses_P, pairs.counts_P.to(logps_B.dtype))
+
+    return _of_rows(model, batch, loss, causal=causal), found[0]
+
+
+def _of_rows(model: PreTrainedModel, batch: Batch, of_rows: Callable[[Tensor], Tensor], *, causal: bool) -> Tensor:
+    inputs = model_inputs(model, batch, causal=causal)
+
+    def forward() -> Tensor:
+        with rows_apart():
+            return model(**inputs).logits
+
+    return row_loss(model, forward, _predicted(batch, causal=causal), of_rows, targets=batch.target_tokens)

@@ -41,6 +41,7 @@ from fullshard.program.data import (
     default_directory,
     describe_separator,
     fingerprint,
+    in_pairs,
     index_to,
     lengths_to,
     open_stream,
@@ -87,9 +88,10 @@ def sets_of(
     ]
 
 
-def source_spec(data: DataConfig) -> SourceSpec:
-    """Return where the rows of one set come from; any process, alone."""
-    return SourceSpec(**{each.name: getattr(data, each.name) for each in fields(SourceSpec)})
+def source_spec(data: DataConfig, *, preferences: bool = False) -> SourceSpec:
+    """Return where the rows of one set come from, which may be ``preferences``; any process, alone."""
+    names = {each.name for each in fields(SourceSpec)} - {"preferences"}
+    return SourceSpec(**{name: getattr(data, name) for name in names}, preferences=preferences)
 
 
 @dataclass
@@ -107,7 +109,7 @@ class SetRows:
 
     def source(self, split: Split) -> SourceSpec:
         """Return where a split's rows come from."""
-        own = source_spec(self.config.data)
+        own = source_spec(self.config.data, preferences=self.config.training.objective != "sft")
         if split == "train" or self.rows_file is None:
             return own
         return with_rows_of(self.rows_file, own, self.rows_encoding or own.encoding)
@@ -228,6 +230,7 @@ def set_tokens(
 
     ``system_turns``: the beginning of the conversation that a row of plain text becomes; None: it stays plain.
     """
+    together = 1 if work.config.training.objective == "sft" else 2
     what = "training rows" if split == "train" else "held-out rows"
 
     def build(entry: Path) -> dict[str, Any]:
@@ -235,6 +238,7 @@ def set_tokens(
         about = _count_conversations(rows)
         if split == "train" and not spec.causal:
             rows = answers_as_rows(rows)
+        rows = in_pairs(rows) if together > 1 else rows
         if system_turns is not None and not about["conversations"]:
             notes = (*notes, asked_note(system_turns, "as the training rows are conversations"))
             rows = [row.after(system_turns) for row in rows]
@@ -243,14 +247,14 @@ def set_tokens(
         kept = {"stats": stats, "notes": notes, "skipped": skipped}
         if split == "train":
             return kept | _count_targets(rows) | about
-        texts = [(row.source, row.references, row.line) for row in rows]
+        texts = [(row.source, row.references, row.line) for row in rows[::together]]
         (entry / EXAMPLES_NAME).write_text(json.dumps(texts), encoding="utf-8")
         return kept
 
     key = work.key(split, "tokens", content, asdict(spec), system_turns)
     entry, kept = work.find(key, build, "tokens")
     kept["notes"] = [*kept["notes"], *work.listed(split, kept["skipped"])]
-    return open_tokens(entry, kept["stats"]), kept, entry
+    return replace(open_tokens(entry, kept["stats"]), together=together), kept, entry
 
 
 def streamed_tokens(
@@ -638,6 +642,8 @@ def _length_notes(name: str, tokenized: TokenizedSet) -> list[str]:
     """Return a line with a set's lengths, and one for each side with truncated rows."""
     sides = (("source", tokenized.source_stats), ("target", tokenized.target_stats))
     rows = f"{name}: {len(tokenized):,} rows"
+    if tokenized.together > 1:
+        rows = f"{name}: {tokenized.examples:,} pairs, in {len(tokenized):,} rows"
     if tokenized.source is not None:
         rows += ", tokenized when a step needs them"
     if tokenized.estimated:

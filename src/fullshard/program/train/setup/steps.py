@@ -121,6 +121,7 @@ def make_plan(
             group_rows=group,
             accumulation=settings.gradient_accumulation_steps,
             mixture=make_mixture(config, train_set),
+            together=train_set.together,
         )
     return TokenPlan(
         source_lengths=train_set.source_ids.lengths,

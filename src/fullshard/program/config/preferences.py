@@ -1,0 +1,74 @@
+"""Settings that training on preferences refuses, by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from fullshard.program.config.data import DataConfig
+from fullshard.program.config.model import ModelConfig
+from fullshard.program.config.training import TrainingConfig
+from fullshard.program.metrics import METRICS, REWARDS
+
+_OF_PAIRS: Mapping[str, tuple[str, Any, str]] = {
+    "packing": ("training", False, "a completion's log-probability is that of a padded row"),
+    "per_device_train_batch_tokens": (
+        "training",
+        None,
+        "batches are pairs: set training.per_device_train_batch_size to a number of them",
+    ),
+    "label_smoothing_factor": ("training", 0.0, "it changes the cross-entropy, of which this loss is none"),
+    "z_loss": ("training", 0.0, "it changes the cross-entropy, of which this loss is none"),
+    "torch_compile": ("training", False, "compiled blocks have not been tried with it"),
+    "streaming": ("data", False, "pairs are tokenized before training"),
+    "sets": ("data", {}, "pairs are read from one set"),
+    "weight_column": ("data", None, "each pair counts once"),
+    "target_lists": ("data", "references", "a pair has one chosen completion"),
+    "train_on": ("data", "assistant", "preferences are read as texts, not conversations"),
+}
+"""Options with the only value that preferences take, and why."""
+
+_OF_ONE: Mapping[str, tuple[str, ...]] = {"beta": ("dpo", "ipo", "simpo", "orpo"), "simpo_gamma": ("simpo",)}
+"""Options with the objectives that have them."""
+
+
+def require_objective(training: TrainingConfig, data: DataConfig, model: ModelConfig, tables: str) -> None:
+    """Raise ValueError if settings contradict ``training.objective``."""
+    objective = training.objective
+    for name, objectives in _OF_ONE.items():
+        if training.given(name) and objective not in objectives:
+            raise ValueError(f"training.{name} needs training.objective: {' or '.join(objectives)}; got {objective}")
+    if objective == "sft":
+        if data.rejected_column is not None:
+            raise ValueError("data.rejected_column is for preferences: set training.objective, such as dpo")
+        return
+    for name, (section, value, why) in _OF_PAIRS.items():
+        given = getattr(training if section == "training" else data, name)
+        if given != value:
+            raise ValueError(f"{section}.{name} cannot be used with training.objective: {objective}: {why}")
+    if data.format in ("wikihow", "phrasebank"):
+        raise ValueError(f"data.format: {data.format} has no preferences, which training.objective: {objective} needs")
+    if tables == "home":
+        raise ValueError(
+            f"sharding.tables: home sends tokens to the output layer's rows, which training.objective: {objective} "
+            "cannot use. Set sharding.tables: gather, or leave it out"
+        )
+    adapter = model.adapter
+    if adapter is not None and adapter.type in ("prompt", "prefix") and training.preference_has_reference:
+        raise ValueError(
+            f"model.adapter.type: {adapter.type} changes the model before it is trained, and the reference of "
+            f"training.objective: {objective} is the model at the start. Use lora, or objective simpo or orpo"
+        )
+
+
+def require_metrics(training: TrainingConfig, metrics: tuple[str, ...]) -> None:
+    """Raise ValueError if metrics are not those of ``training.objective``."""
+    pairs = training.objective != "sft"
+    wrong = [name for name in metrics if (name in REWARDS) != pairs]
+    if training.eval_strategy == "no" or not wrong:
+        return
+    fitting = [name for name in METRICS if (name in REWARDS) == pairs]
+    raise ValueError(
+        f"evaluation has {', '.join(wrong)}, which training.objective: {training.objective} cannot measure: its "
+        f"metrics are {', '.join(fitting)}"
+    )

@@ -1,0 +1,143 @@
+"""The reference of preferences: log-probabilities of all completions under the model at the start of a run.
+
+They are computed once, before the first step, and kept in the data cache; no second model is in memory.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Callable
+from dataclasses import replace
+from hashlib import blake2b
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from fullshard.core.comm import Comm, together
+from fullshard.errors import DataError
+from fullshard.program.config import RunConfig
+from fullshard.program.data import CollateSpec, EpochPlan, TokenizedSet, batches, default_directory
+from fullshard.program.models import resolve_adapter
+from fullshard.program.train.evaluation.evaluate import evaluation_mode
+from fullshard.program.train.setup.model import row_logps
+from fullshard.program.train.setup.prepare import Prepared
+from fullshard.program.train.setup.resume import deciding_settings
+from fullshard.state.storage import content_of
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+_DECIDING = ("seed", "training.precision", "training.fp8_scales", "training.tf32", "speed.ways")
+"""Settings that log-probabilities depend on, besides all of the model and the data."""
+
+
+def with_reference(
+    model: PreTrainedModel,
+    config: RunConfig,
+    data: Prepared,
+    comm: Comm,
+    collate: CollateSpec,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> tuple[Prepared, str]:
+    """Return a run's data with the reference's log-probabilities, and a note for the user; every rank calls it.
+
+    Those in the cache are taken if they are of the same model, data, precision and versions of libraries.
+
+    Args:
+        model: The sharded model with the weights that the run starts with.
+        config: The run's settings.
+        data: The run's data.
+        comm: The ranks.
+        collate: Padding and the kind of model, as in evaluations.
+        progress: Called with this rank's batches done and in total.
+
+    Raises:
+        DataError: The cache cannot be written; on every rank.
+    """
+    sets = [one for one in (data.train_set, data.held_out_set) if one is not None]
+    count = sum(map(len, sets))
+    file = together(comm, lambda: _file(config, data) if comm.rank == 0 else None)
+    found: NDArray[np.float64] | None = comm.all_gather_object(_read(file, count))[0]
+    what = "from the cache" if found is not None else "computed before the first step"
+    if found is None:
+        found = _computed(model, sets, comm, collate, config.training.per_device_eval_batch_size, progress)
+        values = found
+        together(comm, lambda: None if file is None else _write(file, values))
+    train, held_out = np.split(found, [len(data.train_set)])
+    held_out_set = None if data.held_out_set is None else replace(data.held_out_set, reference=held_out)
+    note = f"reference: {count:,} log-probabilities under the model at the start, {what}"
+    return replace(data, train_set=replace(data.train_set, reference=train), held_out_set=held_out_set), note
+
+
+def _computed(
+    model: PreTrainedModel,
+    sets: list[TokenizedSet],
+    comm: Comm,
+    collate: CollateSpec,
+    batch_size: int,
+    progress: Callable[[int, int], None],
+) -> NDArray[np.float64]:
+    """Return the log-probabilities of all rows of some sets, the same on every rank."""
+    plans = [
+        EpochPlan(len(one), comm.size, batch_size, training=False, lengths=one.lengths, together=one.together)
+        for one in sets
+    ]
+    totals, done, first = torch.zeros(sum(map(len, sets)), dtype=torch.float64, device=comm.device), 0, 0
+    with evaluation_mode(model):
+        for rows, plan in zip(sets, plans, strict=True):
+            for batch in batches(rows, plan, comm.rank, collate):
+                logps_B = row_logps(model, batch.to(comm.device), causal=collate.causal)
+                mine = [place for place, filler in enumerate(batch.fillers) if not filler]
+                # Each row is one rank's, so that the sum over ranks is its value.
+                totals[[first + batch.indices[place] for place in mine]] = logps_B[mine].double()
+                done += 1
+                progress(done, sum(one.num_batches for one in plans))
+            first += len(rows)
+    comm.all_reduce(totals).wait()
+    return totals.cpu().numpy()
+
+
+def _file(config: RunConfig, data: Prepared) -> Path:
+    """Return the file of the cache whose name stands for everything that the log-probabilities depend on."""
+    settings = deciding_settings(config, 1)
+    kept = {key: value for key, value in settings.items() if key.startswith(("model.", "data.")) or key in _DECIDING}
+    directories = [] if data.model_directory is None else [data.model_directory]
+    adapter = config.model.adapter
+    directories += [] if adapter is None or adapter.path is None else [resolve_adapter(adapter.path)]
+    try:
+        contents = [content_of(one) for one in directories]  # of a model on the Hub the settings have the name
+    except OSError as error:
+        raise DataError(f"The model at the start cannot be read: {error}.") from error
+    sets = [one for one in (data.train_set, data.held_out_set) if one is not None]
+    rows = [[len(one), one.source_ids.checksum(), one.target_ids.checksum()] for one in sets]
+    versions = [version(name) for name in ("torch", "transformers", "tokenizers")]
+    parts = json.dumps([1, kept, contents, rows, versions], default=str, sort_keys=True)
+    name = f"reference-{blake2b(parts.encode(), digest_size=16).hexdigest()}.npy"
+    return (config.data.cache_dir or default_directory()) / name
+
+
+def _read(file: Path | None, count: int) -> NDArray[np.float64] | None:
+    """Return the values in a file; None if there is none, or it does not hold ``count`` finite numbers."""
+    try:
+        found = None if file is None else np.load(file)
+    except (OSError, ValueError, EOFError):
+        return None
+    return found if found is not None and found.shape == (count,) and np.isfinite(found).all() else None
+
+
+def _write(file: Path, values: NDArray[np.float64]) -> None:
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=file.parent, prefix=f"{file.stem}.", suffix=".tmp", delete=False) as made:
+            np.save(made, values)
+        os.replace(made.name, file)
+    except OSError as error:
+        raise DataError(
+            f"The reference cannot be written to {file.parent}: {error}. Set data.cache_dir to a writable directory."
+        ) from error

@@ -1,0 +1,132 @@
+"""Small runs on preferences, and the same training by hand: one completion at a time, with full logits."""
+
+import csv
+import math
+
+import torch
+from torch.nn.functional import logsigmoid
+from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
+
+from fullshard.program.config import RunConfig
+from fullshard.program.train.setup.model import make_model
+from fullshard.program.train.setup.prepare import prepare
+from fullshard.program.train.setup.steps import make_plan
+from support.tiny_run import settings
+
+PAIRS, STEPS = 13, 10
+_T5 = {"model_type": "t5", "d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_decoder_layers": 1}
+_LLAMA = {"model_type": "llama", "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
+MODELS = {
+    "t5": _T5 | {"num_heads": 2, "dropout_rate": 0.0},
+    "llama": _LLAMA | {"num_attention_heads": 2, "num_key_value_heads": 1},
+}
+
+
+def write_pairs(path, count, start=0):
+    """Prompts, chosen and rejected completions of different lengths."""
+    with path.open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(["prompt", "chosen", "rejected"])
+        for row in range(start, start + count):
+            words = ["where", "is", "my", "card", "please"][: 1 + row % 5]
+            writer.writerow([" ".join([*words, str(row)]), "yes " * (1 + row % 3), f"no {row}" * (1 + row % 2)])
+
+
+def pair_settings(directory, kind="t5", **changes):
+    """The settings of a run over pairs that this writes to ``directory``."""
+    values = settings(directory, model={"config": MODELS[kind], "tokenizer": {"vocab_size": 60}})
+    write_pairs(directory / "train.csv", PAIRS)
+    write_pairs(directory / "held_out.csv", 5, start=PAIRS)
+    values["data"] |= {"source_column": None, "target_column": None, "max_source_length": 16}
+    values["training"] = {
+        "objective": "dpo",
+        "learning_rate": 1e-2,
+        "max_steps": STEPS,
+        "lr_scheduler_type": "constant",
+        "max_grad_norm": None,
+        "per_device_train_batch_size": 6,
+        "eval_strategy": "no",
+        "save_strategy": "no",
+    }
+    values["evaluation"] = {}
+    for name, value in changes.items():
+        section, _, key = name.partition("__")
+        values[section] = values[section] | {key: value} if key else value
+    return values
+
+
+def saved_start(directory, kind="t5"):
+    """The path of a model with random weights and its tokenizer."""
+    config = RunConfig.model_validate(pair_settings(directory, kind))
+    tokenizer = prepare(config).tokenizer
+    make_model(config, tokenizer).save_pretrained(directory / "start")
+    tokenizer.save_pretrained(directory / "start")
+    return str(directory / "start")
+
+
+def logp(model, source, target, *, causal):
+    """The log-probability of one completion."""
+    source, target = torch.tensor([source.tolist()]), torch.tensor([target.tolist()])
+    if causal:
+        logits = model(input_ids=torch.cat([source, target], 1)).logits[:, source.shape[1] - 1 : -1]
+    else:
+        logits = model(input_ids=source, labels=target).logits
+    return logits.log_softmax(-1).gather(-1, target[..., None]).sum()
+
+
+def loss_by_hand(name, chosen, rejected, lengths, before, *, beta, gamma):
+    """The papers' loss of one pair; ``before`` are the reference's log-probabilities."""
+    if name == "dpo":
+        return -logsigmoid(beta * ((chosen - before[0]) - (rejected - before[1])))
+    means, first = [chosen / lengths[0], rejected / lengths[1]], [before[0] / lengths[0], before[1] / lengths[1]]
+    if name == "ipo":
+        return ((means[0] - first[0]) - (means[1] - first[1]) - 1 / (2 * beta)) ** 2
+    if name == "simpo":
+        return -logsigmoid(beta * (means[0] - means[1]) - gamma)
+    odds = [mean - torch.log(1 - mean.exp()) for mean in means]
+    return -means[0] - beta * logsigmoid(odds[0] - odds[1])
+
+
+def train_by_hand(config, model, reference):
+    """The losses of all steps; ``model`` has the last weights. ``reference(function)`` calls it of the reference."""
+    data = prepare(config)
+    plan = make_plan(config, data.train_set, 1, causal=data.causal)
+    training, rows = config.training, data.train_set
+    optimizer = torch.optim.AdamW(
+        [one for one in model.parameters() if one.requires_grad], lr=training.learning_rate, weight_decay=0.0
+    )
+
+    def of(row, one):
+        return logp(one, rows.source_ids[row], rows.target_ids[row], causal=data.causal)
+
+    with torch.no_grad():
+        before = reference(lambda one: [float(of(row, one)) for row in range(len(rows))])
+    losses = []
+    for step in range(STEPS):
+        epoch, number = divmod(step, plan.num_steps)
+        ((indices, fillers),) = plan.for_epoch(epoch).step_places(number, 0)
+        pairs = sorted({row // 2 for row, filler in zip(indices.tolist(), fillers, strict=True) if not filler})
+        total = 0.0
+        for pair in pairs:
+            both = [2 * pair, 2 * pair + 1]
+            lengths = [len(rows.target_ids[row]) for row in both]
+            how = {"beta": training.beta, "gamma": training.simpo_gamma}
+            loss = loss_by_hand(
+                training.objective, *(of(row, model) for row in both), lengths, [before[row] for row in both], **how
+            )
+            (loss / len(pairs)).backward()
+            total += loss.item() / len(pairs)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(total)
+    assert all(map(math.isfinite, losses))
+    return losses
+
+
+def start_of(config):
+    """The model that a run starts with, unsharded."""
+    data = prepare(config)
+    if config.model.path is None:
+        return make_model(config, data.tokenizer)
+    kind = AutoModelForCausalLM if data.causal else AutoModelForSeq2SeqLM
+    return kind.from_pretrained(config.model.path)

@@ -1,0 +1,148 @@
+"""Rows of preferences: their columns, two rows of ids for each, and pairs that no batch takes apart."""
+
+import json
+from itertools import chain
+
+import numpy as np
+import pytest
+import torch
+
+from fullshard.errors import DataError
+from fullshard.program.data import (
+    CollateSpec,
+    EpochPlan,
+    Example,
+    LengthStats,
+    RowRef,
+    SourceSpec,
+    TokenizedSet,
+    batches,
+    collate,
+    fingerprint,
+    in_pairs,
+    padding_share,
+    read_split,
+)
+
+STATS = LengthStats(1.0, 1, 0, 8)
+
+
+def spec_of(path, **changes):
+    return SourceSpec(train_file=path, preferences=True, **changes)
+
+
+def written(tmp_path, columns, cells, suffix="jsonl"):
+    path = tmp_path / f"rows.{suffix}"
+    if suffix == "jsonl":
+        path.write_text("".join(json.dumps(dict(zip(columns, row, strict=True))) + "\n" for row in cells))
+    else:
+        path.write_text("\n".join([",".join(columns), *(",".join(row) for row in cells)]) + "\n")
+    return path
+
+
+@pytest.mark.parametrize("suffix", ["csv", "jsonl"])
+@pytest.mark.parametrize("prompt", ["prompt", "Question", "instruction", "input"])
+def test_columns_are_found_by_their_names(tmp_path, prompt, suffix):
+    path = written(tmp_path, [prompt, "other", "Chosen", "rejected"], [["p", "o", "c", "r"]], suffix)
+    table = read_split(spec_of(path), "train")
+    assert table.examples == [Example("p", ("c",), 2 if suffix == "csv" else 1, rejected="r")]
+    assert f"prompt is {prompt!r}, chosen 'Chosen', rejected 'rejected'" in table.notes[0]
+
+
+def test_columns_can_be_named_and_prompts_filled_in(tmp_path):
+    path = written(tmp_path, ["a", "b", "good", "bad"], [["p", "q", "c", "r"]])
+    names = {"target_column": "good", "rejected_column": "bad"}
+    (named,) = read_split(spec_of(path, source_column="b", **names), "train").examples
+    (filled,) = read_split(spec_of(path, template="{a}-{b}", **names), "train").examples
+    assert (named.source, filled.source) == ("q", "p-q")
+    assert named.target == filled.target == "c"
+    assert named.rejected == filled.rejected == "r"
+
+
+def test_missing_columns_are_named(tmp_path):
+    path = written(tmp_path, ["prompt", "good", "rejected"], [["p", "c", "r"]])
+    with pytest.raises(DataError, match=r"set data.target_column. Its columns: 'prompt', 'good', 'rejected'"):
+        read_split(spec_of(path), "train")
+    with pytest.raises(DataError, match="it has no column 'worse'"):
+        read_split(spec_of(path, target_column="good", rejected_column="worse"), "train")
+
+
+@pytest.mark.parametrize(
+    ("cell", "problem"),
+    [
+        (" ", "column 'rejected' is empty"),
+        (None, "column 'rejected' is missing"),
+        ([{"role": "assistant", "content": "r"}], "holds turns of a conversation; preferences are read as texts"),
+    ],
+)
+def test_a_row_that_is_no_preference_is_unusable(tmp_path, cell, problem):
+    path = written(tmp_path, ["prompt", "chosen", "rejected"], [["p", "c", "r"], ["p", "c", cell]])
+    with pytest.raises(DataError, match=problem):
+        read_split(spec_of(path), "train")
+    assert len(read_split(spec_of(path, max_bad_rows=1), "train").examples) == 1
+
+
+def test_the_cache_tells_preferences_from_rows_of_targets(tmp_path):
+    path = written(tmp_path, ["prompt", "completion", "chosen", "rejected"], [["p", "t", "c", "r"]])
+    kinds = [SourceSpec(train_file=path), spec_of(path), spec_of(path, rejected_column="completion")]
+    assert len({fingerprint(one, "train") for one in kinds}) == 3
+
+
+def test_a_preference_is_two_rows_of_one_prompt():
+    rows = in_pairs([Example("p", ("c",), 1, rejected="r"), Example("q", ("d", "e"), 2, rejected="s")])
+    assert [(one.source, one.references, one.line) for one in rows] == [
+        ("p", ("c",), 1),
+        ("p", ("r",), 1),
+        ("q", ("d",), 2),
+        ("q", ("s",), 2),
+    ]
+
+
+def pairs_of(lengths, reference=None):
+    """Rows whose targets have these lengths, two for each pair."""
+    targets = [[7] * length for length in lengths]
+    return TokenizedSet([[5, 6]] * len(lengths), targets, STATS, STATS, together=2, reference=reference)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("grouped", [True, False])
+def test_no_batch_takes_a_pair_apart_and_each_counts_once(world, grouped):
+    rows = pairs_of(np.random.default_rng(0).integers(1, 9, 26).tolist())
+    lengths = rows.lengths if grouped else None
+    for training in (True, False):
+        plan = EpochPlan(26, world, 2, training=training, lengths=lengths, together=2, accumulation=2)
+        found = []
+        for rank in range(world):
+            for step in range(plan.num_steps):
+                for indices, fillers in plan.step_places(step, rank):
+                    assert len(indices) <= 4
+                    assert (indices[::2] % 2 == 0).all()
+                    assert (indices[1::2] == indices[::2] + 1).all()
+                    assert (fillers[::2] == fillers[1::2]).all()
+                    found += indices[~fillers].tolist()
+        assert sorted(found) == list(range(26))
+        weights = [batch.target_weight for rank in range(world) for batch in batches(rows, plan, rank, CollateSpec(0))]
+        assert sum(weights) == 13
+
+
+def test_the_pairs_of_a_step_do_not_depend_on_how_ranks_divide_it():
+    lengths = np.random.default_rng(1).integers(1, 9, 26)
+    partitions = [(1, 6, 1), (2, 1, 3), (3, 2, 1)]
+    steps = []
+    for world, each, accumulation in partitions:
+        plan = EpochPlan(26, world, each, lengths=lengths, together=2, accumulation=accumulation)
+        places = [chain.from_iterable(plan.step_places(0, rank) for rank in range(world))]
+        steps.append(sorted(row for one in places for indices, fillers in one for row in indices[~fillers].tolist()))
+    assert steps[0] == steps[1] == steps[2]
+
+
+def test_a_batch_of_pairs_has_their_reference_and_counts():
+    rows = pairs_of([1, 2, 3, 4], np.array([-1.0, -2.0, -3.0, -4.0]))
+    batch = collate([RowRef(2), RowRef(3), RowRef(0, filler=True), RowRef(1, filler=True)], rows, CollateSpec(0))
+    assert batch.pairs is not None
+    assert torch.equal(batch.pairs.counts_P, torch.tensor([1.0, 0.0]))
+    assert torch.equal(batch.pairs.reference_B, torch.tensor([-3.0, -4.0, -1.0, -2.0]))
+    assert batch.target_weight == 1
+    assert batch.target_tokens == 7
+    assert batch.to("meta").pairs.reference_B.device.type == "meta"
+    assert padding_share(EpochPlan(4, 1, 2, together=2), rows, CollateSpec(0)) == 0.25

@@ -1,0 +1,202 @@
+"""Runs on preferences take the steps of a plain loop, on any ranks; their reference is that of the start."""
+
+import copy
+import json
+import threading
+
+import pytest
+import torch
+from peft import get_peft_model_state_dict
+from safetensors.torch import load_file
+from transformers import T5ForConditionalGeneration
+
+from fullshard.core.testing import run_ranks
+from fullshard.errors import RunStopped
+from fullshard.program.config import RunConfig
+from fullshard.program.models import AdapterSpec, add_adapter
+from fullshard.program.train import FileSink, StopRequest, train
+from fullshard.program.train.run_plan import plan_prepared
+from fullshard.program.train.setup import model as modelling
+from fullshard.program.train.setup.prepare import prepare
+from support.interrupted_run import Director
+from support.preference_runs import PAIRS, logp, pair_settings, saved_start, start_of, train_by_hand
+from support.tiny_run import Memory
+
+pytestmark = [
+    pytest.mark.usefixtures("unmetered", "one_at_a_time"),
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated"),  # peft's own use
+]
+
+
+def run(config, ranks=1, sinks=(), stop=None):
+    memory = Memory()
+
+    def work(comm):
+        mine = [FileSink(config.output_dir), memory, *sinks] if comm.rank == 0 else []
+        return train(config, comm, mine, stop if comm.rank == 0 else None)
+
+    run_ranks(ranks, work)
+    return memory
+
+
+def partitioned(config, each, accumulation):
+    changed = {"per_device_train_batch_size": each, "gradient_accumulation_steps": accumulation}
+    return config.model_copy(update={"training": config.training.model_copy(update=changed)})
+
+
+def assert_same(directory, model, tolerance=1e-5):
+    saved = load_file(directory / "model.safetensors")
+    for name, weight in model.state_dict().items():
+        if name in saved:
+            assert torch.allclose(saved[name], weight, atol=tolerance), name
+
+
+@pytest.mark.parametrize(
+    ("kind", "objective", "ranks", "each", "accumulation"),
+    [
+        ("t5", "dpo", 2, 1, 3),
+        pytest.param("t5", "dpo", 3, 2, 1, marks=pytest.mark.slow),
+        pytest.param("t5", "ipo", 3, 1, 2, marks=pytest.mark.slow),
+        ("t5", "simpo", 2, 3, 1),
+        pytest.param("t5", "orpo", 2, 3, 1, marks=pytest.mark.slow),
+        ("llama", "dpo", 3, 2, 1),
+        pytest.param("llama", "orpo", 2, 3, 1, marks=pytest.mark.slow),
+    ],
+)
+def test_ten_steps_are_those_of_a_plain_loop(tmp_path, kind, objective, ranks, each, accumulation):
+    plain = RunConfig.model_validate(pair_settings(tmp_path, kind, training__objective=objective))
+    model = start_of(plain)
+    reference = copy.deepcopy(model)
+    losses = train_by_hand(plain, model, lambda call: call(reference))
+    config = partitioned(plain, each, accumulation)
+    memory = run(config, ranks)
+    assert [one.loss for one in memory.steps] == pytest.approx(losses, abs=1e-5)
+    assert_same(config.output_dir, model)
+    assert bool(memory.referred) == (objective in ("dpo", "ipo"))
+
+
+@pytest.mark.parametrize("kind", [pytest.param("t5", marks=pytest.mark.slow), "llama"])
+def test_an_adapter_is_trained_against_the_model_without_it(tmp_path, kind, monkeypatch):
+    lock = threading.Lock()
+
+    def locked(*args, **kwargs):  # ranks are threads, which share torch's random state
+        with lock:
+            return add_adapter(*args, **kwargs)
+
+    monkeypatch.setattr(modelling, "add_adapter", locked)
+    adapter = {"type": "lora", "r": 4, "lora_alpha": 8, "lora_dropout": 0.0}
+    values = pair_settings(tmp_path, kind, model={"path": saved_start(tmp_path, kind), "adapter": adapter})
+    config = RunConfig.model_validate(values)
+    memory = run(partitioned(config, 3, 1), 2)
+    plain = _started_adapter(config)
+    with_adapter_off = lambda call: _without(plain, call)  # noqa: E731
+    losses = train_by_hand(config, plain, with_adapter_off)
+    assert [one.loss for one in memory.steps] == pytest.approx(losses, abs=1e-5)
+    saved = load_file(config.output_dir / "adapter_model.safetensors")
+    ours = get_peft_model_state_dict(plain)
+    assert saved.keys() == ours.keys()
+    for name, weight in ours.items():
+        assert torch.allclose(saved[name], weight, atol=1e-5), name
+
+
+def _started_adapter(config):
+    settings = config.model.adapter
+    spec = AdapterSpec(base=str(config.model.path), **dict(settings))
+    return add_adapter(start_of(config), spec, seed=config.seed).model
+
+
+def _without(model, call):
+    with model.disable_adapter():
+        return call(model)
+
+
+EVALUATED = {"training__eval_strategy": "epoch", "evaluation__metrics": ["rewards/margins"]}
+
+
+def test_held_out_rewards_are_measured_keep_the_best_model_and_are_the_same_on_any_ranks(tmp_path):
+    config = RunConfig.model_validate(pair_settings(tmp_path, **EVALUATED, training__per_device_eval_batch_size=2))
+    first = run(config).evaluations
+    for report, _ in first:
+        assert report.metric == "rewards/accuracies"
+        assert list(report.metrics) == ["rewards/accuracies", "rewards/margins"]
+    assert first[-1][0].loss < first[0][0].loss < 0.7
+    assert first[-1][0].metrics["rewards/margins"] > first[0][0].metrics["rewards/margins"]
+    losses, margins, right = held_out_by_hand(config)
+    best = next(report for report, is_best in reversed(first) if is_best)
+    assert best.loss == pytest.approx(losses, abs=1e-5)
+    assert best.metrics == pytest.approx({"rewards/accuracies": right, "rewards/margins": margins}, abs=1e-5)
+    start = json.loads((config.output_dir / "run.json").read_text())
+    assert start["train_rows"] == PAIRS
+    assert start["validation_rows"] == 5
+    again = run(partitioned(config, 2, 1).model_copy(update={"resume": "never"}), 3)
+    assert again.referred == [], "the reference is in the cache"
+    for (one, _), (other, _) in zip(first, again.evaluations, strict=True):
+        assert one.metrics == pytest.approx(other.metrics, abs=1e-5)
+
+
+def held_out_by_hand(config):
+    """Loss, margin and accuracy of the saved model on the held-out pairs."""
+    data, beta = prepare(config), config.training.beta
+    models = [start_of(config), T5ForConditionalGeneration.from_pretrained(config.output_dir)]
+    rows = data.held_out_set
+    with torch.no_grad():
+        start, end = (
+            torch.stack([logp(one, rows.source_ids[n], rows.target_ids[n], causal=False) for n in range(len(rows))])
+            for one in models
+        )
+    margins = beta * ((end - start)[::2] - (end - start)[1::2])
+    losses = -torch.nn.functional.logsigmoid(margins)
+    return float(losses.mean()), float(margins.mean()), float((margins > 0).float().mean())
+
+
+@pytest.mark.parametrize("kept", [pytest.param(True, marks=pytest.mark.slow), False], ids=["cached", "cache deleted"])
+def test_a_resumed_run_has_the_reference_of_its_start(tmp_path, kept):
+    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
+    for directory in (whole, stopped):
+        directory.mkdir()
+    config = RunConfig.model_validate(pair_settings(whole))
+    run(config)
+    config = RunConfig.model_validate(pair_settings(stopped, training__save_strategy="no"))
+    stop = StopRequest()
+    with pytest.raises(RunStopped):
+        run(config, sinks=[Director(("step", 4), lambda: setattr(stop, "requested", True))], stop=stop)
+    (reference,) = (stopped / "cache").glob("reference-*.npy")
+    if not kept:
+        reference.unlink()
+    memory = run(config)
+    assert [one.step for one in memory.steps] == [6, 7, 8, 9, 10]
+    assert bool(memory.referred) == (not kept)
+    saved, expected = (load_file(one / "out" / "model.safetensors") for one in (stopped, whole))
+    for name, weight in expected.items():
+        assert torch.equal(saved[name], weight), name
+
+
+def test_the_reference_of_another_model_is_not_taken(tmp_path):
+    config = RunConfig.model_validate(pair_settings(tmp_path, training__max_steps=1))
+    assert run(config).referred
+    assert run(config.model_copy(update={"seed": 4, "resume": "never"})).referred, "another seed, another model"
+    assert not run(config.model_copy(update={"resume": "never"})).referred
+    beta = config.training.model_copy(update={"beta": 0.5})
+    assert not run(config.model_copy(update={"training": beta, "resume": "never"})).referred
+    for file in (tmp_path / "cache").glob("reference-*.npy"):
+        file.write_bytes(file.read_bytes()[:-8])
+    assert run(config.model_copy(update={"resume": "never"})).referred, "a damaged file is made again"
+
+
+def test_a_fused_head_takes_the_same_steps(tmp_path):
+    plain = RunConfig.model_validate(pair_settings(tmp_path, training__max_steps=3))
+    fused = plain.training.model_copy(update={"fused_cross_entropy": True})
+    losses = [run(plain).steps, run(plain.model_copy(update={"training": fused, "resume": "never"}), 1).steps]
+    assert [one.loss for one in losses[1]] == pytest.approx([one.loss for one in losses[0]], abs=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["t5", "llama"])
+def test_a_plan_of_a_run_has_its_step_and_evaluation(tmp_path, kind):
+    config = RunConfig.model_validate(pair_settings(tmp_path, kind, **EVALUATED))
+    plan = plan_prepared(config, prepare(config), 2)
+    assert plan.phase_peaks["evaluation"] > 0
+    alone = RunConfig.model_validate(
+        pair_settings(tmp_path, kind, **EVALUATED, training__per_device_train_batch_size=1)
+    )
+    assert plan_prepared(alone, prepare(alone), 2).peak_bytes < plan.peak_bytes
