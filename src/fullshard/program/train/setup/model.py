@@ -253,6 +253,7 @@ def _logits_bytes(model: PreTrainedModel, config: RunConfig) -> int:
     """Return the most bytes of a micro-batch's logits in float32."""
     words = model.config.get_text_config().vocab_size
     tokens = config.data.max_target_length + is_causal(model) * config.data.max_source_length
+    tokens = tokens if config.data.text_column is None else config.data.max_source_length  # no target is longer
     tokens = config.training.per_device_train_batch_tokens or config.training.per_device_train_batch_size * tokens
     return 4 * tokens * words
 
