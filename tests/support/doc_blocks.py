@@ -72,13 +72,18 @@ def blocks_of(page):
 
 
 def write_readers_files(folder):
-    """Write what the pages take for granted: a tiny T5, two CSV files, conversations, the examples."""
+    """Write what the pages take for granted: a tiny T5, two CSV files, conversations, texts, the examples."""
     with (BANKING77 / "train.csv").open(newline="", encoding="utf-8") as file:
         rows = list(csv.reader(file))[1:]
     _write_rows(folder / "train.csv", rows[::160][:60])
     _write_rows(folder / "held_out.csv", rows[1::1200][:6])
     write_t5(folder / "my-t5", [" ".join(row) for row in rows[:400]])
     _write_talks(folder / "talks.jsonl")
+    (folder / "texts").mkdir()
+    texts = ["\n".join(text for text, _ in rows[start : start + 20]) for start in range(0, 800, 20)]
+    for number, text in enumerate(texts):
+        (folder / "texts" / f"{number}.txt").write_text(text)
+    (folder / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     (folder / "examples").symlink_to(ROOT / "examples")
 
 

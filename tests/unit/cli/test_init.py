@@ -170,6 +170,28 @@ def test_a_table_of_two_encodings_is_refused_not_thinned_out(also, tmp_path, ref
     assert not (tmp_path / "run.yaml").exists()
 
 
+def test_plain_text_trains_without_editing_and_asks_for_the_model_alone(tmp_path, done, asked):
+    texts = [f"{WORDS[LABELS[i % 3]]} {i} and then {WORDS[LABELS[i % 2]]} again" for i in range(60)]
+    (tmp_path / "texts.csv").write_text("\n".join(["body", *texts]) + "\n")
+    printed = done("init", "texts.csv", "--yes")
+    assert "plain text: body, the only column\nmodel: new" in printed
+    config = load_run("run.yaml", ["training.max_steps=1", f"data.cache_dir={tmp_path / 'cache'}"])
+    assert (config.data.text_column, config.data.source_column, config.evaluation.metric) == (
+        "body",
+        None,
+        "perplexity",
+    )
+    sinks = [CardSink(config.output_dir, print), FileSink(config.output_dir)]
+    summary = train(config, run_ranks(1, lambda comm: comm)[0], sinks)
+    assert summary.metric == "perplexity"
+    card = (tmp_path / "runs/texts/README.md").read_text()
+    assert "trained on the texts of `body`, which have no targets" in card
+    assert "were cut to that length" not in card
+    questions = asked()
+    assert cli.main(["init", "texts.csv", "--out", "second.yaml"]) == 0
+    assert len(questions) == 1
+
+
 @pytest.mark.parametrize("more", [{}, {"id": 1, "topic": "cards"}])
 def test_conversations_train_without_editing(more, tmp_path, done):
     talks = [

@@ -129,6 +129,39 @@ def test_a_set_has_what_it_leaves_out_from_the_mixture_and_replaces_what_it_says
     assert data.holds_out
 
 
+@pytest.mark.parametrize(
+    ("section", "values", "message"),
+    [
+        ("data", {"source_column": "q"}, "text_column is for plain text, and source_column for rows with a source"),
+        ("data", {"target_column": "a", "source_prefix": "x: "}, "target_column and source_prefix for rows"),
+        ("data", {"template": "{q}"}, "and template for rows"),
+        ("data", {"weight_column": "w"}, "and weight_column for rows"),
+        ("data", {"separator": "->"}, "and separator for rows"),
+        ("data", {"chat_template": True}, "and chat_template for rows"),
+        ("data", {"max_target_length": 8}, "and max_target_length for rows"),
+        ("data", {"streaming": True}, "streaming, for rows that are not cut out of joined texts"),
+        ("data", {"format": "wikihow"}, "format: wikihow has fixed columns; leave out text_column"),
+        ("training", {"packing": True}, "training.packing joins rows that are shorter"),
+        ("evaluation", {"metric": "rougeL"}, "evaluation.metric: rougeL of generated texts"),
+        ("evaluation", {}, "evaluation.metric: exact_match of generated texts"),
+        ("evaluation", {"metric": "perplexity", "metrics": ["bleu"]}, "Set evaluation.metric: perplexity"),
+    ],
+)
+def test_plain_text_has_no_options_of_pairs(section, values, message):
+    data = {"train_file": "a.csv", "text_column": "text", "validation_fraction": 0.1}
+    run = {"output_dir": "out", "model": {"path": "m"}, "data": data, "evaluation": {"metric": "perplexity"}}
+    assert RunConfig.model_validate(run).data.text_column == "text"
+    changed = {**run, section: values if section == "evaluation" else {**run.get(section, {}), **values}}
+    with pytest.raises(ValidationError, match=re.escape(message)):
+        RunConfig.model_validate(changed)
+
+
+def test_sets_of_plain_text_are_all_of_it():
+    sets = {"a": {"train_file": "a.csv"}, "b": {"train_file": "b.csv", "source_column": "q"}}
+    with pytest.raises(ValidationError, match=r"sets\.b: text_column is for plain text"):
+        RunConfig.model_validate(mixture_of(sets, text_column="text"))
+
+
 def test_weights_need_batches_of_rows():
     sets = {name: {"train_file": f"{name}.csv", "weight": 1} for name in "ab"}
     values = mixture_of(sets, validation_fraction=0.1) | {"training": {"per_device_train_batch_tokens": 64}}

@@ -24,8 +24,8 @@ DESCRIPTION = """\
 Inspect a table and this machine, ask at most four questions, and write a run file with a comment for each choice. It
 can be trained as it is. Nothing is downloaded.
 
-DATA is .csv, .tsv, .jsonl, .json or .parquet, with a row for each example or conversation. An existing run file is not
-overwritten without asking.
+DATA is .csv, .tsv, .jsonl, .json or .parquet, with a row for each example, conversation or text. An existing run file
+is not overwritten without asking.
 """
 
 EPILOG = """\
@@ -108,6 +108,9 @@ def _choose(starter: Any, look: Any, machine: Any, *, asks: bool) -> Any:
     model = machine.at_hand or starter.NEW_MODEL
     if look.turns is not None:
         return starter.Choice((), "", _ask_model(starter, machine, model) if asks else _told(model))
+    if look.text is not None:
+        print(f"plain text: {look.text}, the only column")
+        return starter.Choice((look.text,), "", _ask_model(starter, machine, model) if asks else _told(model))
     usual = look.by_name or ((look.likely_source,), look.likely_target)
     names, against = [one.name for one in look.columns], look.speaking_against
     if not asks and against:

@@ -10,6 +10,21 @@ from pydantic import Field, NonNegativeInt, PositiveInt, ValidationError, model_
 
 from fullshard.program.config.section import ASKED, EVALUATION, SAME, ConfigSection, Fraction, Option
 
+_OF_PAIRS = (
+    "source_column",
+    "target_column",
+    "template",
+    "source_prefix",
+    "target_lists",
+    "train_on",
+    "separator",
+    "chat_template",
+    "weight_column",
+    "max_target_length",
+    "streaming",
+)
+"""Options that plain text has no use for."""
+
 _OF_A_SET = ("train_file", "validation_file", "dataset_name", "dataset_config_name", "train_split", "validation_split")
 """Options that each set of a mixture gives itself."""
 
@@ -81,7 +96,11 @@ class DataConfig(ConfigSection):
     """Double quotes in CSV and TSV files. csv: they enclose cells that hold delimiters, line breaks or doubled quotes;
     none: they are characters of the text, and each line is a row; auto: found by whether they pair up cell by cell, and
     reported if they do not."""
-    source_column: Annotated[str | None, Option("same", travels=True, also=("text_column",))] = None
+    text_column: Annotated[str | None, ASKED] = None
+    """Column of plain text to train on, instead of source and target. The texts are joined, each with the end token
+    after it, and cut into rows. A causal model learns every token of a row, an encoder-decoder with sentinel tokens
+    (T5's family) the spans that are left out of it."""
+    source_column: Annotated[str | None, ASKED] = None
     """Column of the model's input text, or of conversations; null: chosen by its name, or the first of two columns.
     A name with dots, such as translation.en, reaches into objects; so do those of target_column, template and
     weight_column."""
@@ -116,7 +135,7 @@ class DataConfig(ConfigSection):
         PositiveInt, Option("same", travels=True, also=("max_input_length", "max_length", "max_seq_length"))
     ] = 512
     """Maximum tokens of a source; longer ones are truncated and counted. The history of a conversation loses its oldest
-    turns."""
+    turns. With text_column, the tokens of a row."""
     max_target_length: Annotated[PositiveInt, Option("same", travels=True, also=("output_max_length",))] = 128
     """Maximum tokens of a target; longer ones are truncated and counted."""
     max_train_samples: Annotated[PositiveInt | None, Option("same", draws_rows=True)] = None
@@ -144,6 +163,7 @@ class DataConfig(ConfigSection):
             given = "neither" if self.train_file is None else "both"
             raise ValueError(f"exactly one of train_file and dataset_name must be given; got {given} (and no sets)")
         self._no_idle_options()
+        self._fitting_text()
         self._fitting_streaming()
         if self.validation_fraction and self.validation_file is not None:
             raise ValueError("validation_fraction holds out training rows and cannot be combined with validation_file")
@@ -215,6 +235,19 @@ class DataConfig(ConfigSection):
             given = " and ".join(file.name for file in files) or "dataset_name"
             raise ValueError(f"{option} applies to {kinds} files; {given} is not one. Leave it out, or set format: csv")
 
+    def _fitting_text(self) -> None:
+        """Check that plain text has no options of sources and targets."""
+        if self.text_column is None:
+            return
+        # A finished run has recorded that nothing is put around its texts.
+        idle = [name for name in self.given(*_OF_PAIRS) if getattr(self, name) not in ("", False)]
+        if idle:
+            raise ValueError(
+                f"text_column is for plain text, and {' and '.join(idle)} for rows with a source and a target (or, "
+                "streaming, for rows that are not cut out of joined texts). Leave out one or the other; for texts with "
+                "targets, write source_column instead of text_column"
+            )
+
     def _fitting_streaming(self) -> None:
         """Check that the rows can be streamed."""
         name = "" if self.train_file is None else self.train_file.name.lower().removesuffix(".gz")
@@ -237,7 +270,7 @@ class DataConfig(ConfigSection):
             idle := self.given("format", "encoding", "delimiter", "quoting", "validation_file")
         ):
             raise ValueError(f"{' and '.join(idle)} need train_file; dataset_name is given")
-        own = ("source_column", "target_column", "template", "target_lists", "train_on", "weight_column")
+        own = ("text_column", "source_column", "target_column", "template", "target_lists", "train_on", "weight_column")
         if self.format == "wikihow" and (idle := self.given(*own)):
             raise ValueError(f"format: wikihow has fixed columns; leave out {' and '.join(idle)}")
 

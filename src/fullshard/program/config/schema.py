@@ -33,7 +33,7 @@ from fullshard.program.config.section import (
 )
 from fullshard.program.config.speed import SpeedConfig
 from fullshard.program.config.training import TrainingConfig
-from fullshard.program.metrics import METRICS
+from fullshard.program.metrics import METRICS, needs_text
 
 
 class ShardingConfig(ConfigSection):
@@ -219,6 +219,7 @@ class RunConfig(ConfigSection):
         if "compile" in self.speed.ways and self.training.objective != "sft":
             raise ValueError("speed.ways: compile has not been tried with preferences (training.objective)")
         require_metrics(self.training, self.evaluation.every_metric)
+        self._fitting_text()
         if self.data.weights and self.training.per_device_train_batch_tokens is not None:
             raise ValueError(
                 "training.per_device_train_batch_tokens makes steps of the same rows in every epoch, and a set with a "
@@ -243,6 +244,27 @@ class RunConfig(ConfigSection):
         if self.card.benchmark_task is not None and self.data.dataset_name is None:
             raise ValueError("card.benchmark_task names a task of the benchmark data.dataset_name, which is not set")
         return self
+
+    def _fitting_text(self) -> None:
+        """Refuse what does not go with plain text."""
+        if self.data.text_column is None:
+            return
+        if self.training.objective != "sft":
+            raise ValueError(
+                f"training.objective: {self.training.objective} needs pairs of completions, and plain text "
+                "(data.text_column) has none. Leave one of them out"
+            )
+        if self.training.packing:
+            raise ValueError(
+                "training.packing joins rows that are shorter than others, and with data.text_column all rows are "
+                "full. Leave it out"
+            )
+        texts = [name for name in self.evaluation.every_metric if needs_text([name])]
+        if texts and self.training.eval_strategy != "no":
+            raise ValueError(
+                f"evaluation.metric: {' and '.join(texts)} of generated texts, and plain text (data.text_column) has "
+                "no targets to compare them with. Set evaluation.metric: perplexity"
+            )
 
     @property
     def ways(self) -> tuple[str, ...]:

@@ -70,6 +70,13 @@ from fullshard.program.data.tokenizing.cache import (
 )
 from fullshard.program.data.tokenizing.chat import add_plain_template as add_plain_template
 from fullshard.program.data.tokenizing.ragged import Ragged as Ragged
+from fullshard.program.data.tokenizing.spans import (
+    Corruption as Corruption,
+    corrupted as corrupted,
+    num_sentinels as num_sentinels,
+    row_tokens as row_tokens,
+    sentinel_ids as sentinel_ids,
+)
 from fullshard.program.data.tokenizing.tokenize import (
     ONE_ROW as ONE_ROW,
     LengthStats as LengthStats,

@@ -82,7 +82,8 @@ class Example:
     """One row."""
 
     source: str  # the input text as in the data, or the filled-in template; without the prefix
-    references: tuple[str, ...]  # correct targets, at least one. Training uses the first
+    # correct targets, at least one. Training uses the first. Of plain text, the text itself
+    references: tuple[str, ...]
     # line of the file where the row starts, from 1 (the header of a CSV is line 1); the row's number, from 1, if the
     # data has no lines
     line: int
@@ -167,6 +168,7 @@ class SourceSpec:
     encoding: str = "utf-8"
     delimiter: str | None = None
     quoting: Literal["auto", "none", "csv"] = "auto"
+    text_column: str | None = None
     source_column: str | None = None
     target_column: str | None = None
     target_lists: Literal["references", "join"] = "references"

@@ -57,7 +57,9 @@ leave them patched."""
 _SPECIAL_IDS = ("pad_token_id", "eos_token_id", "bos_token_id", "decoder_start_token_id", "forced_eos_token_id")
 
 
-def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
+def train_tokenizer(
+    texts: Iterable[str], vocab_size: int, sentinels: int = 0, *, ends: bool = True
+) -> PreTrainedTokenizerFast:
     """Train a subword tokenizer with T5's special tokens. The same texts give the same tokenizer, on any rank.
 
     Byte-pair encoding on words marked by SentencePiece's word marker. (T5 uses a unigram model, but its trainer
@@ -69,9 +71,11 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenize
     Args:
         texts: Texts to learn the pieces from, sources and targets.
         vocab_size: Maximum number of pieces, including special tokens.
+        sentinels: Number of T5's sentinel tokens, ``<extra_id_0>`` and so on, for span corruption.
+        ends: Whether the tokenizer ends each text with ``</s>``. A causal model of plain text goes on with its prompts.
 
     Returns:
-        A tokenizer with ``<pad>`` 0, ``</s>`` 1 and ``<unk>`` 2, that ends each text with ``</s>``.
+        A tokenizer with ``<pad>`` 0, ``</s>`` 1 and ``<unk>`` 2.
 
     Raises:
         ModelError: The vocabulary is smaller than the special tokens and the alphabet.
@@ -86,7 +90,8 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenize
         ]
     )
     tokenizer.decoder = decoders.Metaspace()  # pyright: ignore[reportAttributeAccessIssue]
-    trainer = trainers.BpeTrainer(vocab_size=vocab_size, special_tokens=[PAD, EOS, UNK], show_progress=False)
+    extra = [f"<extra_id_{number}>" for number in range(sentinels)]
+    trainer = trainers.BpeTrainer(vocab_size=vocab_size, special_tokens=[PAD, EOS, UNK, *extra], show_progress=False)
     tokenizer.train_from_iterator(texts, trainer)
     size = tokenizer.get_vocab_size()
     if size > vocab_size:
@@ -94,10 +99,12 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenize
             f"A vocabulary of {vocab_size} is too small: the special tokens and the characters of the texts alone are "
             f"{size}. Use a larger vocab_size."
         )
-    tokenizer.post_processor = processors.TemplateProcessing(  # pyright: ignore[reportAttributeAccessIssue]
-        single=f"$A {EOS}", special_tokens=[(EOS, tokenizer.token_to_id(EOS))]
-    )
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=PAD, eos_token=EOS, unk_token=UNK)
+    if ends:
+        tokenizer.post_processor = processors.TemplateProcessing(  # pyright: ignore[reportAttributeAccessIssue]
+            single=f"$A {EOS}", special_tokens=[(EOS, tokenizer.token_to_id(EOS))]
+        )
+    special: dict[str, Any] = {"extra_special_tokens": extra} if extra else {}
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=PAD, eos_token=EOS, unk_token=UNK, **special)
 
 
 def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:

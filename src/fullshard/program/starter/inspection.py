@@ -61,6 +61,11 @@ class Look:
     turns: str | None = None  # the column that holds the conversations
     notes: tuple[str, ...] = ()  # messages for the user about how it is read
 
+    @property
+    def text(self) -> str | None:
+        """The only column, of plain text; None: the rows have more, or are conversations."""
+        return self.columns[0].name if len(self.columns) == 1 else None
+
     @cached_property
     def by_name(self) -> tuple[tuple[str, ...], str] | None:
         """Source columns and target column as a run would choose them by name or order; None if it cannot."""
@@ -112,8 +117,7 @@ def look_at(path: Path) -> Look:
     """Read a complete table and describe it; one process.
 
     Raises:
-        DataError: The file cannot be read, is empty, is neither UTF-8 nor windows-1252, or has fewer than two columns
-            and no conversations.
+        DataError: The file cannot be read, is empty, or is neither UTF-8 nor windows-1252.
     """
     kind = format_of(path, SourceSpec())
     encoding = Encoding("utf-8")
@@ -134,10 +138,8 @@ def look_at(path: Path) -> Look:
         rows = sum(1 for _ in reader.rows([talk.turns]))
         return Look(path, kind, encoding, delimiter, rows, (), talk.turns, (*reader.notes, *talk.notes))
     inner = nested_names(reader, names)
-    if len(set(inner)) < 2:
-        raise DataError(
-            f"{path} has the columns {', '.join(map(repr, names)) or 'none'}: a source and a target column are needed."
-        )
+    if not inner:
+        raise DataError(f"{path} has no columns: texts, or a source and a target column are needed.")
     rows, texts = 0, {name: list[str]() for name in inner}
     for row in reader.rows(names):
         rows += 1

@@ -90,6 +90,7 @@ _FRACTIONS = (0.1, 0.2, 0.3, 0.5)
 _STEPS_AN_EPOCH = 40
 _NEW_MODEL_STEPS = 400
 _MOST_HELD_OUT = 1_000
+_CHARACTERS_A_TOKEN = 4
 
 _NEW = """\
   # A small T5 with random weights. It learns labels and short texts; pretrained weights do better but need a download:
@@ -113,8 +114,13 @@ class Choice:
     """The user's answers: columns and model."""
 
     sources: tuple[str, ...]  # source columns; several for a known combination, none for conversations
-    target: str  # target column; empty for conversations
+    target: str  # target column; empty for conversations and plain text
     model: str  # directory or id of a model, or ``NEW_MODEL``
+
+    @property
+    def text(self) -> str | None:
+        """The column of plain text; None: the rows have targets."""
+        return self.sources[0] if self.sources and not self.target else None
 
 
 @dataclass(frozen=True)
@@ -142,7 +148,7 @@ def run_file_text(look: Look, machine: Machine, choice: Choice, rows: Rows, out:
         _NEW.format(suggested=machine.fitting) if choice.model == NEW_MODEL else f"  path: {_quoted(choice.model)}",
         *_data(look, choice, rows, out),
         *_training(machine, choice, rows),
-        *_evaluation(rows),
+        *_evaluation(choice, rows),
     ]
     return "\n".join(lines) + "\n"
 
@@ -153,9 +159,10 @@ def read_rows(look: Look, choice: Choice) -> Rows:
     Raises:
         DataError: No row has text in the chosen columns.
     """
-    source = choice.sources[0] if len(choice.sources) == 1 else None
+    source = choice.sources[0] if len(choice.sources) == 1 and choice.text is None else None
     spec = SourceSpec(
         train_file=look.path,
+        text_column=choice.text,
         source_column=source,
         target_column=choice.target if source else None,
         encoding=look.encoding.name,
@@ -194,20 +201,13 @@ def _data(look: Look, choice: Choice, rows: Rows, out: Path) -> list[str]:
         lines.append(f"  encoding: {look.encoding.name}  # the file is not UTF-8; change it if letters are wrong")
     if look.delimiter not in (None, ","):
         lines.append(f"  delimiter: {_quoted(str(look.delimiter))}")
-    others = [one.name for one in look.columns if one.name not in (*choice.sources, choice.target)]
-    unused = f"  # not used: {', '.join(others)}" if others else ""
-    if look.turns is not None:
-        lines.append(f"  # {look.turns}: each row is a conversation; train_on: last trains on its last answer only")
-    elif len(choice.sources) == 1:
-        lines += [f"  source_column: {_quoted(choice.sources[0])}{unused.replace(chr(10), ' ')}"]
-        lines += [f"  target_column: {_quoted(choice.target)}"]
-    else:
-        lines += [f"  # source is {' and '.join(choice.sources)}, target is {choice.target}: chosen by their names"]
-        lines += [f"{unused.replace(chr(10), ' ')}"] if unused else []
+    lines += _columns(look, choice)
     if rows.fraction is not None:
         lines.append(f"  validation_fraction: {rows.fraction}  # {rows.held_out:,} rows; or validation_file: a file")
     if rows.unusable:
         lines.append(f"  max_bad_rows: {rows.unusable}  # rows with an empty or broken cell, which are skipped")
+    if choice.text is not None:
+        return [*lines, f"  max_source_length: {_row_tokens(choice)}  # tokens of a row"]
     source, target = ([len(text) for text in texts] for texts in _texts(rows))
     for side, lengths, each, most in (("source", source, 64, 1024), ("target", target, 16, 512)):
         usual = sorted(lengths)[(len(lengths) - 1) * 99 // 100]
@@ -216,6 +216,27 @@ def _data(look: Look, choice: Choice, rows: Rows, out: Path) -> list[str]:
     if rows.held_out > _MOST_HELD_OUT:
         lines.append(f"  max_eval_samples: {_MOST_HELD_OUT}  # a random sample of them; generating texts is slow")
     return lines
+
+
+def _columns(look: Look, choice: Choice) -> list[str]:
+    """Return the lines that name the columns, and those that are not used."""
+    others = [one.name for one in look.columns if one.name not in (*choice.sources, choice.target)]
+    unused = f"  # not used: {', '.join(others)}" if others else ""
+    if look.turns is not None:
+        return [f"  # {look.turns}: each row is a conversation; train_on: last trains on its last answer only"]
+    if choice.text is not None:
+        return [f"  text_column: {_quoted(choice.text)}  # plain text, joined and cut into rows"]
+    unused = unused.replace("\n", " ")
+    if len(choice.sources) == 1:
+        target = f"  target_column: {_quoted(choice.target)}"
+        return [f"  source_column: {_quoted(choice.sources[0])}{unused}", target]
+    lines = [f"  # source is {' and '.join(choice.sources)}, target is {choice.target}: chosen by their names"]
+    return [*lines, unused] if unused else lines
+
+
+def _row_tokens(choice: Choice) -> int:
+    """Return the tokens of a row of plain text."""
+    return 128 if choice.model == NEW_MODEL else 512
 
 
 def _texts(rows: Rows) -> tuple[list[str], list[str]]:
@@ -254,17 +275,25 @@ def _training(machine: Machine, choice: Choice, rows: Rows) -> list[str]:
 
 
 def _trained_rows(choice: Choice, rows: Rows) -> int:
-    """Estimate the rows of an epoch: for an encoder-decoder, each answer of a conversation is a row."""
+    """Estimate the rows of an epoch: of plain text by its characters, of conversations by the answers if need be.
+
+    For an encoder-decoder, each answer of a conversation is a row.
+    """
     trained = len(rows.examples) - rows.held_out
+    if choice.text is not None:
+        characters = sum(len(one.source) for one in rows.examples) * trained // len(rows.examples)
+        return max(1, characters // (_CHARACTERS_A_TOKEN * _row_tokens(choice)))
     if choice.sources or choice.model != NEW_MODEL:
         return trained
     answers = sum(len(one.conversation.answers) for one in rows.examples if one.conversation is not None)
     return trained * answers // len(rows.examples)
 
 
-def _evaluation(rows: Rows) -> list[str]:
+def _evaluation(choice: Choice, rows: Rows) -> list[str]:
     if rows.fraction is None:
         return []
+    if choice.text is not None:
+        return ["evaluation:", "  metric: perplexity  # of held-out texts; nothing is generated"]
     targets = _texts(rows)[1]
     is_label = len(set(targets)) <= min(FEW * 4, max(1, len(targets) // 2))
     is_short = sum(map(len, targets)) / len(targets) < 40

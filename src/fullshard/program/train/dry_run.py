@@ -206,7 +206,7 @@ def _dry_run(
     largest = sorted((row.gathered_bytes for row in blocks), reverse=True)[:2]
     return DryRun(
         train_rows=data.train_set.examples,
-        validation_rows=len(data.held_out),
+        validation_rows=0 if data.held_out_set is None else data.held_out_set.examples,
         steps_per_epoch=plan.num_steps,
         total_steps=schedule.total_steps,
         padding_share=padding_share(plan, data.train_set, batches),

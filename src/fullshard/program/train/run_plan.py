@@ -626,7 +626,8 @@ def _with_padding(batch: Batch) -> Batch:
     mask, prompt_mask = batch.attention_mask_BS, batch.prompt_mask_BP
     if len(batch.indices) > 1 and mask is not None and prompt_mask is not None:
         mask[-1, -1] = 0
-        prompt_mask[-1, 0 if prompt_mask is not mask else -1] = 0
+        if prompt_mask is not mask:
+            prompt_mask[-1, :1] = 0  # plain text has no prompts
     return batch
 
 

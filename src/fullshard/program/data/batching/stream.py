@@ -46,6 +46,11 @@ class BatchPlan(Protocol):
         ...
 
     @property
+    def epoch(self) -> int:
+        """Number of the epoch, from 0."""
+        ...
+
+    @property
     def num_steps(self) -> int:
         """Optimizer steps of the epoch; the same in every epoch."""
         ...
@@ -212,6 +217,7 @@ def steps(
         DataError: The plan was made for another number of rows.
     """
     require_rows(plan, tokenized)
+    tokenized = tokenized.for_epoch(plan.epoch)
     coming = deque[list[Places]]()
 
     def rows_of_steps() -> Iterator[Sequence[int]]:

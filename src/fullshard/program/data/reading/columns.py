@@ -159,6 +159,26 @@ class Recipe:
         return self.fill(texts)
 
 
+@dataclass(frozen=True)
+class TextRecipe(Recipe):
+    """How the cells of a row become plain text, which may be empty."""
+
+    def example(self, row: Row) -> Example:
+        """Return the text of a row as source and reference; raises as :meth:`source`."""
+        if row.problem is not None:
+            raise UnusableRowError(row.problem)
+        cell = cell_of(row, self.target)
+        text = "" if cell is None else cell_text(self.target, cell)
+        return Example(text, (text,), row.line)
+
+
+def choose_text(name: str, columns: Sequence[str], where: str) -> TextRecipe:
+    """Return the recipe of plain text in a column; raises as :func:`choose`."""
+    name = _without_blanks(name, columns)
+    _require((name,), columns, where)
+    return TextRecipe((name,), name, _only)
+
+
 def choose(spec: SourceSpec, columns: Sequence[str], where: str) -> Recipe:
     """Choose the columns of the examples of the data that messages call ``where``.
 
@@ -333,7 +353,7 @@ def _undecided(spec: SourceSpec, columns: Sequence[str], where: str, candidates:
     if set(columns) >= _WIKIHOW_COLUMNS:
         return DataError(f"{question} These are WikiHow's: set data.format: wikihow.")
     if len(columns) < 2:
-        return DataError(f"{question} At least two columns are needed.")
+        return DataError(f"{question} At least two columns are needed; plain text is data.text_column.")
     source, target = (candidates[0][0][0], candidates[0][1]) if candidates else _suggested(spec, columns)
     lines = [f"  source_column: {_as_yaml(spec.source_column or source)}"] if spec.template is None else []
     lines.append(f"  target_column: {_as_yaml(spec.target_column or target)}")

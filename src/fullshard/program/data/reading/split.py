@@ -13,7 +13,7 @@ from fullshard.errors import DataError
 from fullshard.program.data.examples import Example, InputRow, InputTable, SourceSpec, Split, Table
 from fullshard.program.data.reading.arrow import DatasetRows, ParquetFile, open_dataset
 from fullshard.program.data.reading.cells import cell_of, cell_weight, column_of, columns_read, with_inner_names
-from fullshard.program.data.reading.columns import Recipe, choose, choose_sources, parse_template
+from fullshard.program.data.reading.columns import Recipe, choose, choose_sources, choose_text, parse_template
 from fullshard.program.data.reading.conversations import (
     LOOKED_AT,
     ConversationRecipe,
@@ -167,10 +167,13 @@ def open_rows(spec: SourceSpec, split: Split, columns: list[str] | None = None) 
 
 
 def _recipe(reader: RowReader, columns: list[str], spec: SourceSpec) -> Recipe | ConversationRecipe | PreferenceRecipe:
-    """Choose how rows with targets become examples."""
+    """Choose how rows with targets, or of plain text, become examples."""
     if spec.preferences:
         with with_inner_names(reader, columns):
             return choose_preferences(spec, columns, reader.where)
+    if spec.text_column is not None:
+        with with_inner_names(reader, columns):
+            return choose_text(spec.text_column, columns, reader.where)
     found = find_conversations(reader, columns, spec, completed=True)
     if found is not None:
         return found
@@ -215,16 +218,16 @@ def read_inputs(path: Path, spec: SourceSpec, *, asks_turns: bool = False) -> In
 
 
 def _table(path: Path, spec: SourceSpec, *, asks_turns: bool) -> InputTable:
-    column = spec.source_column or _SOURCES.get(spec.format)
+    column = spec.source_column or spec.text_column or _SOURCES.get(spec.format)
     # Where columns are given, the source also stands in for the target, which may not exist.
     target = spec.target_column
     if spec.template is not None:
         column, target = None, parse_template(spec.template)[0][0]
     elif column is not None:
         target = column
-    here = replace(spec, dataset_name=None, format="auto", source_column=column, target_column=target)
+    here = replace(spec, dataset_name=None, format="auto", text_column=None, source_column=column, target_column=target)
     # Text with a target of its own was trained on as text, even if it is JSON.
-    from_text = spec.target_column in (None, spec.source_column)
+    from_text = spec.text_column is None and spec.target_column in (None, spec.source_column)
     own = with_rows_of(path, here, here.encoding)
     table = _read_sources(own, from_text=from_text, asks_turns=asks_turns)
     if spec.format != "wikihow":
@@ -294,6 +297,7 @@ def fingerprint(spec: SourceSpec, split: Split) -> str:
     # Hashed only if it is not the default, so that runs of versions without the option still resume.
     options += [spec.train_on] if spec.train_on != "assistant" else []
     options += [["preferences", spec.rejected_column]] if spec.preferences else []
+    options += [["text", spec.text_column]] if spec.text_column is not None else []
     options += [["weights", spec.weight_column]] if spec.weight_column is not None and split == "train" else []
     if _of_dataset(spec, split):
         dataset = _open_dataset(spec, split)
@@ -321,7 +325,7 @@ def fingerprint(spec: SourceSpec, split: Split) -> str:
 
 def _mark_of_turns(reader: RowReader, spec: SourceSpec) -> list[object]:
     """Return what marks JSON text that is read as turns, which earlier versions read as text; nothing of other rows."""
-    if spec.preferences:
+    if spec.preferences or spec.text_column is not None:
         return []
     if isinstance(reader, JsonLinesFile):
         # Its columns take a pass over the file, and the first rows decide.
@@ -401,7 +405,7 @@ def format_of(path: Path, spec: SourceSpec) -> str:
     named = _format(path, spec)
     if spec.format != "auto":
         return named
-    columns = (spec.source_column, spec.target_column, spec.weight_column)
+    columns = (spec.text_column, spec.source_column, spec.target_column, spec.weight_column)
     return kind_of(path, named, spec.encoding, [name for name in columns if name is not None])
 
 

@@ -70,6 +70,11 @@ class Ragged:
         """Yield all rows as views."""
         return (self[row] for row in range(len(self)))
 
+    def for_epoch(self, epoch: int) -> Ragged:
+        """Return the rows of an epoch, counted from 0: the same in each, unless they are made anew; same lengths."""
+        del epoch
+        return self
+
     def checksum(self) -> int:
         """Return a CRC-32 of all lengths, and of all or evenly spaced ids."""
         step = max(1, -(-self.ids.size // _MOST_SUMMED))
@@ -167,6 +172,10 @@ class Chained(Ragged):
     def _row(self, row: int) -> NDArray[np.int32]:
         part = int(np.searchsorted(self._starts, row, side="right")) - 1
         return self._parts[part][row - int(self._starts[part])]
+
+    def for_epoch(self, epoch: int) -> Ragged:
+        """See :meth:`Ragged.for_epoch`."""
+        return Chained([part.for_epoch(epoch) for part in self._parts])
 
     def checksum(self) -> int:
         """Return a CRC-32 of the parts' checksums."""

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from fullshard.errors import DataError
 from fullshard.program.data.examples import Conversation, Example
 from fullshard.program.data.tokenizing.chat import UnrenderedRowError, encode_chats
+from fullshard.program.data.tokenizing.plain_text import encode_text
 from fullshard.program.data.tokenizing.ragged import (
     Chained,
     ChainedSource,
@@ -49,6 +50,7 @@ class TokenizeSpec:
     # whether to apply the tokenizer's chat template to a causal model's source; None: if it has one
     chat_template: bool | None = None
     separator: str = ""  # text between source and target of a causal model without a chat template
+    text_tokens: int = 0  # tokens of the rows that joined plain text is cut into; 0: rows are sources and targets
 
 
 @dataclass(frozen=True)
@@ -102,6 +104,11 @@ class TokenizedSet:
     def lengths(self) -> NDArray[np.int64]:
         """Tokens of each row, source and target together."""
         return self.source_ids.lengths + self.target_ids.lengths
+
+    def for_epoch(self, epoch: int) -> TokenizedSet:
+        """Return the set with the ids of an epoch, counted from 0; its lengths are the same in each."""
+        sides = {name: getattr(self, name).for_epoch(epoch) for name in ("source_ids", "target_ids")}
+        return replace(self, **sides)
 
     def taken(self, rows: Sequence[int]) -> TokenizedSet:
         """Return a set that holds the ids of these rows, in ascending order; the set itself if it holds its ids.
@@ -208,6 +215,9 @@ def encode_chunks(
     """Yield the ids of a few thousand rows at a time; arguments and errors as for :func:`tokenize`."""
     if not examples:
         raise DataError("There are no rows to tokenize: at least one is needed.")
+    if spec.text_tokens:
+        yield from encode_text([row.source for row in examples], tokenizer, spec.text_tokens, progress)
+        return
     chats = uses_chat_template(tokenizer, spec)
     progress(0, len(examples))
     for start in range(0, len(examples), CHUNK_ROWS):

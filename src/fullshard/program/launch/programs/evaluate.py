@@ -78,7 +78,7 @@ def _evaluate(options: argparse.Namespace, *, is_first: bool) -> None:
     data = trained.config.data
     origin = file or data.validation_file or data.train_file or data.dataset_name or " and ".join(data.parts)
     values = evaluation_values(
-        report, model=str(trained.directory), data=str(origin), rows=len(prepared.held_out), world_size=comm.size
+        report, model=str(trained.directory), data=str(origin), rows=len(spec.rows.tokenized), world_size=comm.size
     )
     together(comm, lambda: write_evaluation(report, values, output) if is_first else None)
     if is_first:

@@ -217,6 +217,8 @@ def _introduction(run: Run) -> str:
     data = run.section("data")
     columns = data["source_column"], data["target_column"]
     task = f" It reads `{columns[0]}` and writes `{columns[1]}`." if all(columns) else ""
+    text = data.get("text_column")
+    task = f" It was trained on the texts of `{text}`, which have no targets." if text else task
     return f"{made}.{task} Everything here was recorded by the run that made it."
 
 
@@ -413,9 +415,10 @@ def _untested(run: Run) -> str:
     rows, longest_source = run.start.validation_rows, run.section("data")["max_source_length"]
     tested = f"It was tested on the {rows:,} held-out rows above only" if run.end.metric else "It was not tested at all"
     points = [
-        f"{tested}: not on other sources of data or other languages, nor for bias, safety or invented statements.",
-        f"Inputs of more than {longest_source:,} tokens were cut to that length.",
+        f"{tested}: not on other sources of data or other languages, nor for bias, safety or invented statements."
     ]
+    if run.section("data").get("text_column") is None:
+        points.append(f"Inputs of more than {longest_source:,} tokens were cut to that length.")
     if run.end.predictions:
         points.append(f"Texts of more than {run.longest_text:,} new tokens were not written.")
     if run.end.metric:

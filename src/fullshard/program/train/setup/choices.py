@@ -93,7 +93,8 @@ def advice(config: RunConfig, prepared: Prepared, plan: BatchPlan, world_size: i
         *_on_steps(config, plan.num_steps),
         *_on_learning_rate(config),
         *_on_batch(config, prepared.train_set.examples, plan.num_steps, world_size),
-        *_on_shared_rows(prepared.train_set, prepared.held_out_set),
+        # Rows of plain text are cut anywhere in it.
+        *(_on_shared_rows(prepared.train_set, prepared.held_out_set) if config.data.text_column is None else ()),
         *_on_limit(config, prepared),
         *_on_messages(config),
     )

@@ -257,6 +257,7 @@ def _logits_bytes(model: PreTrainedModel, config: RunConfig) -> int:
     """Return the most bytes of a micro-batch's logits in float32."""
     words = model.config.get_text_config().vocab_size
     tokens = config.data.max_target_length + is_causal(model) * config.data.max_source_length
+    tokens = tokens if config.data.text_column is None else config.data.max_source_length  # no target is longer
     rows = config.training.per_device_train_batch_size * (1 if config.training.objective == "sft" else 2)
     tokens = config.training.per_device_train_batch_tokens or rows * tokens
     return 4 * tokens * words

@@ -22,6 +22,7 @@ from fullshard.program.config import DataConfig, RunConfig
 from fullshard.program.data import (
     SAMPLED_ROWS,
     CollateSpec,
+    Corruption,
     Example,
     Sample,
     SourceSpec,
@@ -38,17 +39,21 @@ from fullshard.program.data import (
     cached,
     chained,
     choose_separator,
+    corrupted,
     default_directory,
     describe_separator,
     fingerprint,
     in_pairs,
     index_to,
     lengths_to,
+    num_sentinels,
     open_stream,
     open_tokens,
     read_split,
+    row_tokens,
     sample_lengths,
     sample_notes,
+    sentinel_ids,
     show_row,
     tokenize_to,
     training_texts,
@@ -242,12 +247,14 @@ def set_tokens(
         if system_turns is not None and not about["conversations"]:
             notes = (*notes, asked_note(system_turns, "as the training rows are conversations"))
             rows = [row.after(system_turns) for row in rows]
-        work.say(f"tokenizing {len(rows):,} {what}")
+        texts_are_rows = not spec.text_tokens
+        work.say(f"tokenizing {len(rows):,} {what if texts_are_rows else f'texts for {what}'}")
         stats = tokenize_to(entry, rows, tokenizer, spec, lambda done, total: work.progress(what, done, total))
         kept = {"stats": stats, "notes": notes, "skipped": skipped}
         if split == "train":
-            return kept | _count_targets(rows) | about
-        texts = [(row.source, row.references, row.line) for row in rows[::together]]
+            return kept | (_count_targets(rows) if texts_are_rows else {"labels": None, "majority": ""}) | about
+        # Rows that are cut out of joined texts are none of them.
+        texts = [(row.source, row.references, row.line) for row in rows[::together]] if texts_are_rows else []
         (entry / EXAMPLES_NAME).write_text(json.dumps(texts), encoding="utf-8")
         return kept
 
@@ -318,7 +325,7 @@ class PreparedSet:
 
     name: str  # its name in the run file; empty: the run's only set
     train_set: TokenizedSet  # token ids of its training rows
-    held_out: list[Example]  # its held-out rows as text; empty if there are none
+    held_out: list[Example]  # its held-out rows as text; empty if there are none, and for plain text
     held_out_set: TokenizedSet | None  # their token ids, or None
     labels: Mapping[str, int] | None  # as in :class:`Prepared`
     majority: str  # the most frequent training target
@@ -337,7 +344,7 @@ class Prepared:
     causal: bool  # whether source and target are one sequence (decoder-only) rather than two (encoder-decoder)
     separator: str | None  # text between source and target; None: an encoder-decoder, or a chat template
     train_set: TokenizedSet  # token ids of the training rows
-    held_out: list[Example]  # the held-out rows as text; empty if the run never evaluates
+    held_out: list[Example]  # the held-out rows as text; empty if the run never evaluates, and for plain text
     held_out_set: TokenizedSet | None  # their token ids, or None
     # the distinct training targets and the number of rows of each, if there are at most 1,000; else None
     labels: Mapping[str, int] | None
@@ -358,7 +365,7 @@ class Prepared:
         The separator, and the tokens that an evaluation writes: as many as the longest target has.
         """
         evaluation, data = config.evaluation, config.data
-        if evaluation.max_new_tokens is None and self.longest_target is not None:
+        if evaluation.max_new_tokens is None and self.longest_target is not None and data.text_column is None:
             tokens = max(evaluation.min_new_tokens, self.longest_target)
             evaluation = evaluation.model_copy(update={"max_new_tokens": tokens})
         data = data.model_copy(update={"separator": self.separator})
@@ -397,12 +404,16 @@ def prepare(
     content = _content_of(tokenizer)
     specs = [tokenize_spec(work.config, tokenizer, causal=causal) for work in works]
     separator = _one_separator(works, [separator_of(tokenizer, spec) for spec in specs])
-    prompt_notes += [] if separator is None else [describe_separator(separator, tokenizer)]
+    how = None
+    if config.data.text_column is not None:
+        specs, how = _of_text(config, tokenizer, specs)
+    elif separator is not None:
+        prompt_notes.append(describe_separator(separator, tokenizer))
     if writes_date(tokenizer, specs[0]):
         today = date.today()
         content = f"{content} {today}"
         prompt_notes += [f"the tokenizer's chat template writes the date: {today} in this run's prompts"]
-    found = [_prepare_set(work, tokenizer, content, spec) for work, spec in zip(works, specs, strict=True)]
+    found = [_prepare_set(work, tokenizer, content, spec, how) for work, spec in zip(works, specs, strict=True)]
     sets = [one for one, _, _ in found]
     notes = [note for _, reading, _ in found for note in reading]
     notes += _vocabulary_notes(config, tokenizer) if rows_file is None else []
@@ -425,22 +436,42 @@ def prepare(
     )
 
 
+def _of_text(
+    config: RunConfig, tokenizer: PreTrainedTokenizerBase, specs: Sequence[TokenizeSpec]
+) -> tuple[list[TokenizeSpec], Corruption | None]:
+    """Return how plain text is cut into rows, and how an encoder-decoder's are corrupted; None for a causal model.
+
+    Raises:
+        DataError: The tokenizer has too few sentinel tokens, or rows are too short.
+    """
+    limit, end = config.data.max_source_length, tokenizer.eos_token_id
+    assert isinstance(end, int), "load_tokenizer requires an end token"
+    if specs[0].causal:
+        return [replace(spec, text_tokens=limit) for spec in specs], None
+    how = Corruption(sentinel_ids(tokenizer, limit), end, config.seed)
+    return [replace(spec, text_tokens=row_tokens(limit)) for spec in specs], how
+
+
 def _prepare_set(
-    work: SetRows, tokenizer: PreTrainedTokenizerBase, content: str, spec: TokenizeSpec
+    work: SetRows, tokenizer: PreTrainedTokenizerBase, content: str, spec: TokenizeSpec, how: Corruption | None = None
 ) -> tuple[PreparedSet, list[str], list[str]]:
-    """Return one set, and notes for the user about how its training rows were read and what they are."""
+    """Return one set, and notes for the user about how its training rows were read and what they are.
+
+    ``how`` is how the rows of an encoder-decoder's plain text are corrupted.
+    """
     config, of_set = work.config, f" ({work.name})" if work.name else ""
     if config.data.streaming:
         train_set, kept = streamed_tokens(work, tokenizer, content, spec)
     else:
         train_set, kept, _ = set_tokens(work, "train", tokenizer, content, spec)
+    train_set = train_set if how is None else corrupted(train_set, how)
     reading: list[str] = []
     notes: list[str] = []
     # With other rows to measure on, the training rows are only needed for their labels.
     if work.rows_file is None:
         reading = kept["notes"]
         notes += [
-            *_length_notes(f"training{of_set}", train_set),
+            *_length_notes(f"training{of_set}", train_set, spec),
             *_weight_notes(work, train_set),
             show_row(train_set, 0, tokenizer, causal=spec.causal),
         ]
@@ -449,9 +480,10 @@ def _prepare_set(
     if config.training.eval_strategy != "no" and (work.rows_file is not None or config.data.holds_out):
         turns = (kept["system_turns"] or []) if kept["conversations"] else None
         held_out_set, held_kept, entry = set_tokens(work, "validation", tokenizer, content, spec, turns)
+        held_out_set = held_out_set if how is None else corrupted(held_out_set, how)
         held_out = read_examples(entry / EXAMPLES_NAME)
         notes += [note for note in held_kept["notes"] if note not in reading]
-        notes += _length_notes(f"held-out{of_set}", held_out_set)
+        notes += _length_notes(f"held-out{of_set}", held_out_set, spec)
     labels, majority = kept["labels"], kept["majority"]
     of_rows = held_out, held_out_set, labels, majority
     about = kept["conversations"], kept["system_turns"]
@@ -497,9 +529,12 @@ def tokenize_spec(config: RunConfig, tokenizer: PreTrainedTokenizerBase, *, caus
         max_target_length=data.max_target_length,
         source_prefix=data.source_prefix,
         causal=causal,
-        chat_template=data.chat_template,
+        # Plain text has no turns.
+        chat_template=data.chat_template if data.text_column is None else False,
     )
     chats = uses_chat_template(tokenizer, spec)
+    if data.text_column is not None:
+        return spec
     if causal and not chats:
         return replace(spec, separator=choose_separator(data.separator, data.template, tokenizer))
     if data.separator:
@@ -562,16 +597,24 @@ def make_tokenizer(works: Sequence[SetRows], directory: Path | None) -> PreTrain
     settings = works[0].config.model.tokenizer
     assert settings is not None, "the schema requires model.tokenizer with model.config"
 
+    config = works[0].config
+    of_text, sentinels = config.data.text_column is not None, 0
+    causal = reads_one_sequence(config.model.config or {}, config.model.model_class)
+    if of_text and not causal:
+        sentinels = num_sentinels(row_tokens(config.data.max_source_length))
+
     def build(entry: Path) -> dict[str, Any]:
         works[0].say(f"training a tokenizer on {sum(work.num_training_rows() for work in works):,} rows")
-        # Streamed rows are read a second time for the targets.
-        targets = (row.target for work in works for row in work.training_rows())
-        train_tokenizer(chain(_sources(works), targets), settings.vocab_size).save_pretrained(entry)
+        # Streamed rows are read a second time for the targets; plain text has none.
+        targets = (row.target for work in works if not of_text for row in work.training_rows())
+        texts, ends = chain(_sources(works), targets), not (of_text and causal)
+        train_tokenizer(texts, settings.vocab_size, sentinels, ends=ends).save_pretrained(entry)
         return {}
 
     around = [(work.config.data.source_prefix, work.config.data.separator or "") for work in works]
     others = [work.key("train", "tokenizer") for work in works[1:]]
-    key = works[0].key("train", "tokenizer", around, others, settings.vocab_size)
+    own = [sentinels] if of_text else []
+    key = works[0].key("train", "tokenizer", around, others, settings.vocab_size, *own)
     entry, _ = works[0].find(key, build, "tokenizer")
     return _without_padding(load_tokenizer(entry))
 
@@ -638,8 +681,13 @@ def _weight_notes(work: SetRows, rows: TokenizedSet) -> list[str]:
     return [f"weights{of_set} from column {column!r}: {low} to {high}, mean {mean} (data.weight_column)"]
 
 
-def _length_notes(name: str, tokenized: TokenizedSet) -> list[str]:
+def _length_notes(name: str, tokenized: TokenizedSet, spec: TokenizeSpec) -> list[str]:
     """Return a line with a set's lengths, and one for each side with truncated rows."""
+    if spec.text_tokens:
+        rows = f"{name}: {len(tokenized):,} rows of {spec.text_tokens} tokens, cut out of the joined texts"
+        longest = tokenized.source_stats.longest, tokenized.target_stats.longest
+        parts = f"; 15 % are left out: sources of {longest[0]} tokens, targets of {longest[1]}"
+        return [rows if spec.causal else rows + parts]
     sides = (("source", tokenized.source_stats), ("target", tokenized.target_stats))
     rows = f"{name}: {len(tokenized):,} rows"
     if tokenized.together > 1:

@@ -174,7 +174,7 @@ def set_facts(config: RunConfig, prepared: Prepared) -> tuple[SetFacts, ...]:
             weight=config.data.sets[one.name].weight,
             train_rows=len(one.train_set),
             epoch_rows=count,
-            validation_rows=len(one.held_out),
+            validation_rows=0 if one.held_out_set is None else len(one.held_out_set),
             content=one.content,
         )
         for one, count in zip(prepared.sets, counts, strict=True)
