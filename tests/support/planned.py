@@ -92,6 +92,15 @@ def write_table_run(directory):
     return write_run(directory, model={"config": MODEL | {"vocab_size": 70_000}, "tokenizer": {"vocab_size": 60}})
 
 
+def write_shared_rows_run(directory):
+    """Write a run file of a causal model whose rows two ranks share, with recomputed blocks, and return its path."""
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = {"model_type": "llama", **sizes, "num_key_value_heads": 2}
+    model = {"config": config, "tokenizer": {"vocab_size": 60}}
+    changes = {"training__gradient_checkpointing": 1, "data__max_source_length": 64}
+    return write_run(directory, model=model, sharding={"sequence_parallel": 2}, **changes)
+
+
 def write_accumulating_run(directory):
     """Write a run file of four micro-batches a step, whose gradients accumulate in full, and return its path."""
     training = {"accumulate": "unsharded", "gradient_accumulation_steps": 4, "eval_strategy": "no"}
@@ -109,6 +118,8 @@ RUNS = {
     "bias": partial(write_directory_run, speed={"ways": ["bias_sdpa"]}),
     "packed_bias": partial(write_packed_run, speed={"ways": ["bias_sdpa"]}),
     "table": write_table_run,
+    "shared_rows": write_shared_rows_run,
+    "shared_packed_rows": partial(write_packed_run, sharding={"sequence_parallel": 2}),
 }
 """Functions that write run files, by case."""
 

@@ -14,6 +14,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import fullshard
 from fullshard.core.comm import GlooComm, MemoryMeter, RecordingComm
+from fullshard.core.comm.mesh import _split
 from fullshard.core.engine import saved_tensors
 from fullshard.core.engine.registry import runtime_of
 from fullshard.program.config import load_run
@@ -31,9 +32,18 @@ from support.rank_script import parse, print_result
 STEPS = 3
 
 
+class SplitLedger(RecordingComm):
+    """Also records what is sent within groups of its ranks."""
+
+    def split(self, groups):
+        group = RecordingComm(_split(self.inner, groups))
+        group.entries = self.entries
+        return group
+
+
 def measured(comm, build, after=lambda meter: {}):
     """Peak of the steps above what was there before ``build(comm)``, what the last one sent, and ``after(meter)``."""
-    ledger = RecordingComm(comm)
+    ledger = SplitLedger(comm)
     with MemoryMeter(comm.device) as meter:
         begun = time.perf_counter()
         model, step, count = build(ledger)

@@ -26,6 +26,7 @@ from fullshard.core.comm.mesh import (
     machine_axes as machine_axes,
     machines_of_world as machines_of_world,
     named_ranks as named_ranks,
+    neighbours as neighbours,
     same_group as same_group,
     same_ranks as same_ranks,
 )

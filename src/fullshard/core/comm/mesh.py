@@ -351,9 +351,13 @@ def _ranks_of_named(names: Sequence[str | None]) -> int:
 
 def axes_of(comm: Comm, here: int) -> tuple[Comm, Comm]:
     """Return the replica group and the shard group of this rank, ``here`` consecutive ranks; every rank calls it."""
-    inside = [list(range(first, first + here)) for first in range(0, comm.size, here)]
     across = [list(range(place, comm.size, here)) for place in range(here)]
-    return _split(comm, across), _split(comm, inside)
+    return _split(comm, across), neighbours(comm, here)
+
+
+def neighbours(comm: Comm, each: int) -> Comm:
+    """Return this rank's group of ``each`` consecutive ranks, a divisor of their number; every rank calls it."""
+    return _split(comm, [list(range(first, first + each)) for first in range(0, comm.size, each)])
 
 
 def _split(comm: Any, groups: list[list[int]]) -> Comm:

@@ -1,3 +1,8 @@
 """Rows of a batch that several ranks share: each holds a part of the tokens, and in attention a part of the heads."""
 
-from fullshard.core.sequence.model import sequence_parallel as sequence_parallel
+from fullshard.core.sequence.model import (
+    own_tokens as own_tokens,
+    rows_split as rows_split,
+    sequence_parallel as sequence_parallel,
+    sharers_of as sharers_of,
+)

@@ -88,13 +88,13 @@ def tokens_of(given: Mapping[str, Any], prefix: str) -> int:
     return (given[f"{prefix}inputs_embeds"] if ids is None else ids).shape[1]
 
 
-def require_tokens(rows: SharedRows, labels: torch.Tensor) -> None:
+def require_tokens(rows: SharedRows, labels: torch.Tensor | None) -> None:
     """Raise if a rank would get no token of a row, which modules cannot shape, or if labels do not fit the rows.
 
     Raises:
         ShardingError: It would, or they do not; on every rank, with the same text.
     """
-    if labels.shape[1] != rows.lengths["decoder"]:
+    if labels is not None and labels.shape[1] != rows.lengths["decoder"]:
         raise ShardingError(
             f"Labels belong to the decoder's tokens: there are {labels.shape[1]} labels a row for "
             f"{rows.lengths['decoder']} tokens. Pass as many."

@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import inspect
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
 from types import MethodType
@@ -15,11 +16,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from fullshard.core.comm import Comm, SoloComm, as_mesh, sum_over, take_part
+from fullshard.core.comm import Comm, SoloComm, as_mesh, even_split, sum_over, take_part
 from fullshard.core.policy import ShardingStrategy
 from fullshard.core.sequence.attention import attention_for, is_registered, own_bias, plain_attentions
 from fullshard.core.sequence.checks import refuse_arguments, require_same_batch, require_tokens, tokens_of
-from fullshard.core.sequence.rows import KEY, SharedRows
+from fullshard.core.sequence.rows import KEY, TOKENS, SharedRows
 from fullshard.core.transformers_private import attention_of, class_of, layers_of, lm_classes, set_attention
 from fullshard.errors import ConfigError, ModelError, ProcessGroupError, ShardingError
 
@@ -39,6 +40,7 @@ _SHAPED_AGAIN = {"gpt2": "ln_f"}
 """Types that give the last hidden states the shape of the inputs, and the module before."""
 
 _rows: ContextVar[SharedRows | None] = ContextVar("rows", default=None)
+_splits: ContextVar[bool] = ContextVar("splits", default=False)
 
 
 def sequence_parallel(model: Any, group: Any = None) -> Any:
@@ -82,6 +84,32 @@ def sequence_parallel(model: Any, group: Any = None) -> Any:
     _hook_blocks(base)
     _replace_forward(base, mesh.shard_group)
     return model
+
+
+@contextmanager
+def rows_split() -> Iterator[None]:
+    """Split rows of calls without ``labels`` too, inside the context, for a caller with a loss of its own; any rank.
+
+    Such a call has no loss, and its logits are those of this rank's tokens, :func:`own_tokens` of what belongs to them.
+    A rank computes the terms of its own tokens: the loss of full rows, and its gradient, is their sum over the group.
+    Nothing compares whether the group's ranks were given the same rows.
+    """
+    before = _splits.set(True)
+    try:
+        yield
+    finally:
+        _splits.reset(before)
+
+
+def sharers_of(model: Any) -> Comm | None:
+    """Return the ranks that share this rank's rows of ``model``, with an adapter or without; None if none do."""
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    return getattr(base.forward, "shared_by", None)
+
+
+def own_tokens(sharers: Comm, full: torch.Tensor) -> torch.Tensor:
+    """Return a view of this rank's tokens in ``full``, (B, T) or (B, T, …) of full rows."""
+    return even_split(TOKENS, full.shape[TOKENS], sharers.size).part(full, sharers.rank)
 
 
 def _check(base: Any, ranks: int) -> None:
@@ -139,6 +167,7 @@ def _hook_blocks(base: Any) -> None:
     if shaped is not None:
         getattr(base.base_model, shaped).register_forward_hook(_fill_up)
         base.get_output_embeddings().register_forward_pre_hook(_cut_again)
+    base.get_output_embeddings().register_forward_pre_hook(_note_tokens)
 
 
 def _enter_block(
@@ -189,6 +218,12 @@ def _cut_again(_module: nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torc
     return None if rows is None else (take_part(rows.comm, args[0], rows.tokens("decoder")),)
 
 
+def _note_tokens(_module: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
+    rows = _rows.get()
+    if rows is not None:
+        rows.projected = args[0].shape[TOKENS]
+
+
 def _replace_forward(base: Any, comm: Comm) -> None:
     """Replace the forward of a model, in its instance, where adapters and ``fully_shard`` leave it."""
     original = base.forward.__func__
@@ -198,7 +233,7 @@ def _replace_forward(base: Any, comm: Comm) -> None:
     @functools.wraps(original)
     def forward(model: Any, *args: Any, **kwargs: Any) -> Any:
         given = dict(zip(arguments, args, strict=False)) | kwargs
-        if given.get("labels") is not None:
+        if given.get("labels") is not None or _splits.get():
             return _shared_forward(model, partial(original, model), given, partial(SharedRows, comm, names))
         if model.training and torch.is_grad_enabled():
             raise ShardingError(
@@ -214,23 +249,26 @@ def _replace_forward(base: Any, comm: Comm) -> None:
 def _shared_forward(
     model: Any, forward: Any, given: dict[str, Any], share: Callable[[dict[str, int]], SharedRows]
 ) -> Any:
-    """Run the forward with this rank's part of the rows, and return its output with the loss of full rows."""
+    """Run the forward with this rank's part of the rows; return its output, with labels also the loss of full rows."""
     refuse_arguments(model, given)
-    labels, counted = given.pop("labels"), given.pop("num_items_in_batch", None)
+    labels, counted = given.pop("labels", None), given.pop("num_items_in_batch", None)
     as_dict = given.pop("return_dict", None)
     both = bool(model.config.is_encoder_decoder)
     if both and given.get("decoder_input_ids") is None and given.get("decoder_inputs_embeds") is None:
         given["decoder_input_ids"] = model.prepare_decoder_input_ids_from_labels(labels=labels)
     prefixes = {"encoder": "", "decoder": "decoder_"} if both else {"decoder": ""}
     rows = share({stack: tokens_of(given, prefix) for stack, prefix in prefixes.items()})
-    require_same_batch(rows.comm, {**given, "labels": labels, "num_items_in_batch": counted})
+    if labels is not None:
+        require_same_batch(rows.comm, {**given, "labels": labels, "num_items_in_batch": counted})
     require_tokens(rows, labels)
     before = _rows.set(rows)
     try:
         output = forward(**given, use_cache=False, return_dict=True, **{KEY: rows})
     finally:
         _rows.reset(before)
-    _require_shared(rows, model, output.logits)
+    _require_shared(rows, model)
+    if labels is None:
+        return output
     targets = labels if both else F.pad(labels[:, 1:], (0, 1), value=_IGNORED)
     loss = _loss(rows, output.logits, targets, counted)
     output = type(output)(**{"loss": loss, **output})
@@ -238,15 +276,15 @@ def _shared_forward(
     return output if wants_dict else output.to_tuple()
 
 
-def _require_shared(rows: SharedRows, model: Any, logits: torch.Tensor) -> None:
+def _require_shared(rows: SharedRows, model: Any) -> None:
     """Raise if blocks computed without exchange, or logits are not those of this rank's tokens."""
     start, stop = rows.tokens("decoder").ranges[rows.comm.rank]
     blocks = len(layers_of(model))
-    if len(rows.attended) < blocks or logits.shape[1] != stop - start:
+    if len(rows.attended) < blocks or rows.projected != stop - start:
         raise ModelError(
             f"{type(model).__name__} of this release of transformers does not hand its attention what it needs to "
             f"share rows: {len(rows.attended)} attentions of {blocks} blocks exchanged tokens, and logits are of "
-            f"{logits.shape[1]} tokens for {stop - start}. Train it without sequence_parallel."
+            f"{rows.projected} tokens for {stop - start}. Train it without sequence_parallel."
         )
 
 

@@ -29,6 +29,7 @@ class SharedRows:
         lengths: Tokens of a full row in each stack: ``decoder``, and ``encoder`` if the model has one.
         stack: The stack that a block belongs to; None outside of blocks.
         attended: Attention modules that exchanged tokens.
+        projected: Tokens whose hidden states the output layer got.
     """
 
     def __init__(self, comm: Comm, names: Mapping[Any, str], lengths: Mapping[str, int]) -> None:
@@ -36,6 +37,7 @@ class SharedRows:
         self.comm, self.names, self.lengths = comm, names, lengths
         self.stack: str | None = None
         self.attended: set[Any] = set()
+        self.projected = 0
 
     def inside(self, stack: str) -> SharedRows:
         """Return the same rows for the blocks of ``stack``."""

@@ -31,6 +31,7 @@ from fullshard.program.config.section import (
     options_of,
     section_in,
 )
+from fullshard.program.config.sequence import require_splittable
 from fullshard.program.config.speed import SpeedConfig
 from fullshard.program.config.training import TrainingConfig
 from fullshard.program.metrics import METRICS, needs_text
@@ -69,6 +70,9 @@ class ShardingConfig(ConfigSection):
     """How large embeddings and output layers are used. gather: gathered like the rest; home: tokens travel to the ranks
     that have their rows; auto: on CPU ranks home where that sends fewer bytes, otherwise gather; on GPUs, and for
     preferences, gather."""
+    sequence_parallel: Annotated[PositiveInt, FREE] = 1
+    """Ranks that share each row, of which each has a part of the tokens: for rows whose activations do not fit on one.
+    They read one batch together, so a step has a batch for each group of so many ranks."""
 
     @field_validator("wrap", mode="plain")
     @classmethod
@@ -241,6 +245,7 @@ class RunConfig(ConfigSection):
                 "liger-kernel 0.8.5), because Liger's norms write over gradients that compiled blocks still read. "
                 "Leave liger out: compiled blocks fuse norms and gated layers themselves"
             )
+        require_splittable(self.sharding.sequence_parallel, self.model, self.training, self.ways)
         if self.card.benchmark_task is not None and self.data.dataset_name is None:
             raise ValueError("card.benchmark_task names a task of the benchmark data.dataset_name, which is not set")
         return self

@@ -146,10 +146,16 @@ def _facts(files: RunFiles, numbers: dict[str, Any]) -> list[tuple[str, str, str
         ("tokens per second", numbers["tokens_per_second"], partial(number, decimals=0), "all ranks, without padding"),
         ("padding", numbers["padding_share"], share, "of the positions in training batches"),
         ("peak memory", numbers["peak_bytes"], format_bytes, "tensors of the rank with the most"),
-        ("ranks", files.fact("world_size"), "{:,}".format, str(files.fact("device") or "")),
+        ("ranks", files.fact("world_size"), "{:,}".format, _about_ranks(files)),
         ("parameters", files.fact("parameters"), "{:,}".format, "sharded over the ranks"),
     ]
     return [(name, form(value), remark) for name, value, form, remark in known if value is not None]
+
+
+def _about_ranks(files: RunFiles) -> str:
+    sharers = ((files.fact("config") or {}).get("sharding") or {}).get("sequence_parallel", 1)
+    shared = f", {sharers} share each row" if sharers > 1 else ""
+    return f"{files.fact('device') or ''}{shared}"
 
 
 def _curves(files: RunFiles) -> PageSection:

@@ -40,6 +40,7 @@ from fullshard.program.train.setup.model import UnreadWeights, outline_model, ow
 from fullshard.program.train.setup.optimizers import expected_state_bytes
 from fullshard.program.train.setup.prepare import Prepared, Progress, collate_spec, prepare, prepare_tokenizer
 from fullshard.program.train.setup.quantization import quantization_notes, require_kernels
+from fullshard.program.train.setup.sequence import sharing_notes
 from fullshard.program.train.setup.steps import (
     learning_rate_schedule,
     make_plan,
@@ -224,6 +225,7 @@ def _dry_run(
             *frozen,
             *averaged,
             *schedule_notes(config, schedule),
+            *sharing_notes(config, world_size, data.held_out_set),
             *float8_notes(model, config),
             *advice(config, data, plan, world_size),
             *untried,

@@ -68,6 +68,7 @@ from fullshard.program.train.setup.model import (
 from fullshard.program.train.setup.optimizers import make_optimizer, moving_average
 from fullshard.program.train.setup.prepare import Prepared, collate_spec
 from fullshard.program.train.setup.quantization import describe_quantization
+from fullshard.program.train.setup.sequence import readers
 from fullshard.program.train.setup.steps import learning_rate_schedule, make_plan, training_batches
 from fullshard.sizes import format_bytes, format_duration
 
@@ -170,6 +171,7 @@ class RunPlan(Plan):
         gathers_once: Whether evaluations do so; then it is part of ``phase_peaks``.
         compiled_bytes: With ``training.torch_compile``, the gradients of the largest block, which arrive together; they
             are added to the plan of uncompiled blocks, which makes it an upper bound. None: blocks are not compiled.
+        sequence_parallel: Ranks that share each row.
         by_masks: The run's way of attention if it is planned with masks and scores, which its kernel does not hold.
     """
 
@@ -192,6 +194,7 @@ class RunPlan(Plan):
 
     compiled_bytes: int | None = None
     by_masks: str | None = None
+    sequence_parallel: int = 1
 
     @property
     def run_s(self) -> float | None:
@@ -207,7 +210,11 @@ class RunPlan(Plan):
             "accumulate": self.accumulate,
             "chosen": chosen,
         }
-        own |= {"at_once": dict(self.at_once), "gathers_once": self.gathers_once}
+        own |= {
+            "sequence_parallel": self.sequence_parallel,
+            "at_once": dict(self.at_once),
+            "gathers_once": self.gathers_once,
+        }
         return {**super().as_dict(), "run_s": self.run_s, **own}
 
     def __str__(self) -> str:
@@ -221,6 +228,8 @@ class RunPlan(Plan):
             table += f"\naccumulate: {self.accumulate}"
         if self.recomputed and BLOCKS not in said:
             table += f"\nrecomputed in backward: {self.recomputed} of {self.blocks} blocks"
+        if self.sequence_parallel > 1:
+            table += f"\n{self.sequence_parallel} ranks share each row (sharding.sequence_parallel)"
         if self.gathers_once:
             table += "\nevaluation gathers all units once, not for every token"
         if self.compiled_bytes is not None:
@@ -310,6 +319,8 @@ def plan_prepared(  # noqa: PLR0913 (each caller needs another part)
     ]
     held_out = _largest_held_out(config, data, world_size)
     ranks = candidates(partial(_sharded, config, data), world_size) if roughly is None else [roughly]
+    if roughly is None:  # of ranks that share rows the first have most tokens and heads
+        ranks = sorted({one for rank in ranks for one in (rank, rank - rank % config.sharding.sequence_parallel)})
     given = isinstance(data, RowsOfLength)
     timed = 0 if device is None else STEPS
     first = STEPS - 1 if roughly is None else STEPS - 2
@@ -342,6 +353,7 @@ def plan_prepared(  # noqa: PLR0913 (each caller needs another part)
         recomputed=told.recomputed,
         at_once={name.removesuffix(AT_ONCE): size for name, size in at_once.items()},
         by_masks=planned_by_masks(asked, gpu=device is not None),
+        sequence_parallel=config.sharding.sequence_parallel,
     )
     return _with_compiled(plan, told.block_bytes) if "compile" in asked.ways else plan
 
@@ -374,7 +386,7 @@ def try_step(config: RunConfig, data: Prepared, world_size: int) -> None:
         Exception: Whatever the step raises.
     """
     shortest = int(np.argmin(np.asarray(data.train_set.lengths)))
-    spec = replace(collate_spec(data.tokenizer, causal=data.causal), packed=config.training.packing)
+    spec = replace(_collate_spec(config, data), packed=config.training.packing)
     each = data.train_set.together
     first = shortest // each * each
     batch = collate([RowRef(row) for row in range(first, first + each)], data.train_set, spec)
@@ -585,18 +597,26 @@ def _largest_held_out(config: RunConfig, data: Prepared, world_size: int) -> Hel
     if rows is None:
         return None
     size = config.training.per_device_eval_batch_size
-    plan = EpochPlan(len(rows), world_size, size, training=False, lengths=rows.lengths, together=rows.together)
-    spec = collate_spec(data.tokenizer, causal=data.causal)
+    spec = _collate_spec(config, data)
 
-    def largest(tokens: Callable[[Shape], int], *, causal: bool) -> Batch:
+    def largest(ranks: int, tokens: Callable[[Shape], int], *, causal: bool) -> Batch:
+        plan = EpochPlan(len(rows), ranks, size, training=False, lengths=rows.lengths, together=rows.together)
         batches = chain.from_iterable(step_shapes(plan, rows, plan.num_steps, replace(spec, causal=causal)))
         _, found = max(_counted(batches), key=lambda one: tokens(one[0]))
         return _with_padding(_collated(found, rows, spec))
 
     return HeldOutBatches(
-        loss=largest(lambda shape: shape[0] * (shape[1] + shape[2]), causal=data.causal),
-        text=largest(lambda shape: shape[0] * shape[1], causal=False),  # prompts are the sources of either kind
+        loss=largest(readers(config, world_size), lambda shape: shape[0] * (shape[1] + shape[2]), causal=data.causal),
+        text=largest(
+            world_size, lambda shape: shape[0] * shape[1], causal=False
+        ),  # prompts are the sources of either kind
     )
+
+
+def _collate_spec(config: RunConfig, data: Prepared) -> CollateSpec:
+    """Return how batches are padded, those of evaluations too."""
+    spec = collate_spec(data.tokenizer, causal=data.causal)
+    return replace(spec, shortest=config.sharding.sequence_parallel)
 
 
 def _counted(values: Iterable[T]) -> Iterator[T]:

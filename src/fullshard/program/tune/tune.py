@@ -52,7 +52,7 @@ def tune(
         progress: Called with candidates done and in total.
 
     Raises:
-        ConfigError: The run file leaves the strategy to ``sharding: auto``; on every rank.
+        ConfigError: The run file leaves the strategy to ``sharding: auto``, or ranks share rows; on every rank.
         ModelError: A way that it names does not apply; on every rank.
         UserError: As for training; on every rank.
         MemoryLimitError: Nothing fits, on every rank; or this rank is out of memory, see :class:`Bench`.
@@ -63,6 +63,11 @@ def tune(
         raise ConfigError(
             "fullshard tune measures what sharding: auto predicts. Set sharding.strategy instead; `fullshard plan RUN "
             "--gpu NAME --fit` prints one."
+        )
+    if config.sharding.sequence_parallel > 1:
+        raise ConfigError(
+            f"fullshard tune measures ways for full rows, and sharding.sequence_parallel: "
+            f"{config.sharding.sequence_parallel} lets ranks share rows. Tune without it, or train without tuning."
         )
     require_same_settings(comm, config)
     require_same_rows(comm, data)

@@ -44,6 +44,7 @@ class CollateSpec:
     # shapes that batches are padded to, each to the first that holds its rows: of ``choose_shapes``. Empty: every batch
     # has its own
     shapes: tuple[Shape, ...] = ()
+    shortest: int = 1  # least tokens of a side: each rank that shares the rows needs one
 
 
 @dataclass(frozen=True)
@@ -153,6 +154,8 @@ def collate(rows: Sequence[RowRef], tokenized: TokenizedSet, spec: CollateSpec) 
             rows = [*rows, *[RowRef(rows[0].index, filler=True)] * (size[0] - len(rows))]
     elif spec.packed:
         sequences = share_sequences(_lengths(rows, tokenized, causal=spec.causal))
+    if spec.shortest > 1 and size is None:
+        size = _lengthened(_lengths(rows, tokenized, causal=spec.causal), sequences, spec.shortest)
     sources = [tokenized.source_ids[row.index] for row in rows]
     targets = [tokenized.target_ids[row.index] for row in rows]
     # A filler has attention like any row, since a softmax over nothing is nan, but no labels.
@@ -215,6 +218,13 @@ def _lengths(rows: Sequence[RowRef], tokenized: TokenizedSet, *, causal: bool) -
     return [(source + target,) for source, target in pairs] if causal else list(pairs)
 
 
+def _lengthened(lengths: Sequence[Sequence[int]], sequences: Sequence[Sequence[int]], shortest: int) -> Shape:
+    """Return the shape of a batch whose sequences, by default its rows, have at least so many tokens on each side."""
+    sums = [np.sum([lengths[row] for row in rows], 0) for rows in sequences] or np.array(lengths)
+    longest = np.max(sums, 0).clip(shortest)
+    return len(sums), int(longest[0]), int(longest[-1])
+
+
 def _labels(ids: NDArray[np.integer], spans: Sequence[int] | NDArray[np.integer]) -> NDArray[np.integer]:
     """Return the ids within the spans, and the ignored label elsewhere."""
     labels = np.full(len(ids), IGNORED_LABEL)
@@ -265,7 +275,7 @@ def _packed(
         "input_ids_BS": input_ids,
         "attention_mask_BS": None,
         "labels_BT": _pad(_concatenated(labels, sequences), IGNORED_LABEL, size=target)[0],
-        "packing": Packing(segments, target_segments, positions, *_starts(segments, fixed=size is not None)),
+        "packing": Packing(segments, target_segments, positions, *_starts(segments, fixed=bool(spec.shapes))),
         "weights_BT": None
         if weights is None
         else _pad(_concatenated(weights, sequences), 1, np.float32, size=target)[0],

@@ -114,7 +114,7 @@ def _shapes(tokenized: TokenizedSet, spec: CollateSpec) -> Callable[[NDArray[np.
             return fit(spec.shapes, lengths.tolist(), packed=spec.packed)[0]
         if spec.packed:
             lengths = np.stack([lengths[rows].sum(0) for rows in share_sequences(lengths.tolist())])
-        longest = lengths.max(0)
+        longest = lengths.max(0).clip(spec.shortest)
         return len(lengths), int(longest[0]), int(longest[-1])
 
     return shape

@@ -33,6 +33,7 @@ from fullshard.program.models import Preference, uncompiled
 from fullshard.program.train.evaluation.generation import GenerationSpec, generate, require_right_text
 from fullshard.program.train.reporting.reports import EvaluationReport, Prediction
 from fullshard.program.train.setup.model import loss_sum, pair_loss, preference_of
+from fullshard.program.train.setup.sequence import Readers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -224,15 +225,12 @@ def _run(
     """Measure each set of a mixture, or the only one; the same on every rank."""
     if needs_text(spec.metrics):
         require_right_text(model, spec.batch_size)
-    plans = []
-    for one in spec.sets.values() or [spec]:
-        # The order of rows does not change the result, so rows of similar length are batched together.
-        tokenized = one.rows.tokenized
-        of_rows = {"lengths": tokenized.lengths, "together": tokenized.together}
-        plan = EpochPlan(len(tokenized), comm.size, spec.batch_size, training=False, **of_rows)
-        plans.append((one, plan))
-    writes = needs_text(spec.metrics)
-    done, total = count(1), sum(plan.num_batches for _, plan in plans) * (2 if writes else 1)
+    parts, writes = list(spec.sets.values()) or [spec], needs_text(spec.metrics)
+    readers = Readers.of(model, comm)
+    of_losses, of_texts = (
+        [_plan(one, ranks, spec.batch_size) for one in parts] for ranks in (readers.count, comm.size)
+    )
+    done, total = count(1), sum(plan.num_batches for plan in (*of_losses, *(of_texts if writes else ())))
 
     def tell() -> None:
         progress(next(done), total)
@@ -240,16 +238,24 @@ def _run(
     with ExitStack() as gathered:
         if at_once and not has_tables_at_home(model):
             gathered.enter_context(unsharded(model, write_back=False))
-        losses = [_losses(model, one, comm, plan, tell) for one, plan in plans]
+        losses = [_losses(model, one, comm, plan, tell) for one, plan in zip(parts, of_losses, strict=True)]
         if at_once and has_tables_at_home(model):
             gathered.enter_context(unsharded(model, write_back=False))
         texts = [
             write_texts(model, tokenizer, one.rows.tokenized, plan, one.rows.collate, one.generation, comm, tell)
             if writes
             else []
-            for one, plan in plans
+            for one, plan in zip(parts, of_texts, strict=True)
         ]
     return [_Measured(*sums, written) for sums, written in zip(losses, texts, strict=True)]
+
+
+def _plan(spec: EvaluationSpec, ranks: int, batch_size: int) -> EpochPlan:
+    """Return the rows of each of ``ranks`` readers."""
+    # The order of rows does not change the result, so rows of similar length are batched together.
+    rows = spec.rows.tokenized
+    of_rows = {"lengths": rows.lengths, "together": rows.together}
+    return EpochPlan(len(rows), ranks, batch_size, training=False, **of_rows)
 
 
 @dataclass(frozen=True)
@@ -272,7 +278,8 @@ def _losses(
     causal = spec.rows.collate.causal
     # Sum and count in float64: the count is exact, and the sum does not depend on the number of batches.
     totals = torch.zeros(4, dtype=torch.float64, device=comm.device)
-    for batch in batches(spec.rows.tokenized, plan, comm.rank, spec.rows.collate):
+    readers = Readers.of(model, comm)
+    for batch in batches(spec.rows.tokenized, plan, readers.index, spec.rows.collate):
         here = batch.to(comm.device)
         if spec.preference is None:
             totals[0] += loss_sum(model, here, causal=causal)
@@ -282,7 +289,8 @@ def _losses(
             margins_P, counts_P = pairs.chosen_P - pairs.rejected_P, here.pairs.counts_P
             right, margin = torch.stack([(margins_P > 0).to(counts_P), margins_P]) @ counts_P
             totals += torch.stack([loss, loss.new_zeros(()), right, margin])
-        totals[1] += batch.target_tokens if spec.preference is None else batch.target_weight
+        if readers.first:
+            totals[1] += batch.target_tokens if spec.preference is None else batch.target_weight
         tell()
     comm.all_reduce(totals).wait()
     loss, counted, *rewards = totals.tolist()

@@ -110,7 +110,8 @@ def load_trained(trained: Trained, comm: Comm) -> tuple[PreTrainedModel, PreTrai
     recorded = trained.recorded
     config, told = usable(trained.config, Devices.of_ranks(comm))
     plain = config.speed.model_copy(update={"ways": ()})  # ways are for training, perhaps on another device
-    config = config.model_copy(update={"speed": plain})
+    full_rows = config.sharding.model_copy(update={"sequence_parallel": 1})  # nothing is kept for a backward
+    config = config.model_copy(update={"speed": plain, "sharding": full_rows})
     if recorded is not None:
         together(comm, lambda: _require_base(trained, recorded) if comm.rank == 0 else None)
     tokenizer = together(comm, lambda: _tokenizer_of(trained))

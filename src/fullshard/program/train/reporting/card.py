@@ -345,7 +345,8 @@ def _sets(run: Run) -> str:
 def _training(run: Run) -> list[str]:
     settings, end, start = run.section("training"), run.end, run.start
     tokens, each = settings["per_device_train_batch_tokens"], settings["per_device_train_batch_size"]
-    batch = end.world_size * settings["gradient_accumulation_steps"]
+    sharers = run.section("sharding").get("sequence_parallel", 1)
+    batch = end.world_size // sharers * settings["gradient_accumulation_steps"]
     of_base = start.content.get("model.path")
     rate = settings["learning_rate"]
     schedule = ", ".join(
@@ -365,6 +366,7 @@ def _training(run: Run) -> list[str]:
         "messages between ranks": settings.get("messages") and f"rounded to {settings['messages']}",
         "frozen weights": f"quantised: {run.quantization}" if run.quantization else None,
         "seed": str(end.config["seed"]),
+        "rows": f"each shared by {sharers} ranks" if sharers > 1 else None,
         "hardware": f"{end.world_size} rank{'s' if end.world_size > 1 else ''} on {end.device}, {start.hardware}",
         "memory": f"{format_bytes(max(rank.peak for rank in end.memory))} of tensors at most on a rank",
         "time": f"{end.train_seconds / 3600:.2g} hours ({format_duration(end.train_seconds)}), evaluations included",

@@ -26,6 +26,7 @@ from fullshard.program.train.setup.optimizers import make_optimizer, moving_aver
 from fullshard.program.train.setup.prepare import Prepared, collate_spec, prepare
 from fullshard.program.train.setup.quantization import quantised_base
 from fullshard.program.train.setup.resume import THIS_VERSION, Rules
+from fullshard.program.train.setup.sequence import sharing_notes
 from fullshard.program.train.setup.steps import (
     LearningRateSchedule,
     learning_rate_schedule,
@@ -149,6 +150,7 @@ def assemble(  # noqa: PLR0913 (of the run, and of where it starts)
             *ready.notes,
             *reference_notes,
             *schedule_notes(config, schedule),
+            *sharing_notes(config, comm.size, ready_data.held_out_set),
             *advice(config, ready_data, plan, comm.size),
         ),
         system_turns=ready_data.system_turns,
@@ -232,6 +234,7 @@ def make_evaluation(config: RunConfig, prepared: Prepared) -> EvaluationSpec | N
     if prepared.held_out_set is None:
         return None
     spec = collate_spec(prepared.tokenizer, causal=prepared.causal)
+    spec = replace(spec, shortest=config.sharding.sequence_parallel)
     sets = {
         one.name: HeldOut(one.held_out, one.held_out_set, spec, labels=prepared.labels, majority=one.majority)
         for one in prepared.sets

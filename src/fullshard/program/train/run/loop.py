@@ -44,6 +44,7 @@ from fullshard.program.train.setup.resume import (
     mark_finished,
     or_snapshot,
 )
+from fullshard.program.train.setup.sequence import Readers
 from fullshard.program.train.setup.steps import learning_rate
 from fullshard.state.saving import Checkpoints, save
 from fullshard.state.storage import publish_model
@@ -532,12 +533,13 @@ class Timetable:
     def _micro_batches(self, resumed_step: int) -> Generator[list[Batch]]:
         """Yield this rank's micro-batches of each step after ``resumed_step``, on the CPU."""
         parts = self._parts
+        reader = Readers.of(parts.model, parts.comm).index
         first_epoch, taken = divmod(resumed_step, self._per_epoch)
         for epoch in range(first_epoch, ceil(self._total / self._per_epoch)):
             start = taken if epoch == first_epoch else 0
             left = self._total - epoch * self._per_epoch - start
             with closing(
-                steps(parts.train_set, parts.plan.for_epoch(epoch), parts.comm.rank, parts.collate, start=start)
+                steps(parts.train_set, parts.plan.for_epoch(epoch), reader, parts.collate, start=start)
             ) as stream:
                 yield from islice(stream, left)
 

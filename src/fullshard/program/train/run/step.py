@@ -27,6 +27,7 @@ from fullshard.program.models import PLAIN, Objective, Preference, RouterLoss
 from fullshard.program.train.reporting.reports import MemoryTimeline, RankTrace, StepReport, StepTrace
 from fullshard.program.train.setup.model import losses, pair_loss
 from fullshard.program.train.setup.optimizers import held_state_bytes
+from fullshard.program.train.setup.sequence import Readers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -80,7 +81,8 @@ def issue_step(
     assert not late or (scaler is None and spec.on_nonfinite == "stop"), "skipping is decided before the update"
     started = time.perf_counter()
     device = device_of(comm.device)
-    counts = _count(micro_batches, comm, spec)
+    # Of ranks that share rows, one counts them; losses and gradients are sums over all ranks' own tokens.
+    counts = _count(micro_batches if Readers.of(model, comm).first else (), comm, spec)
     optimizer.zero_grad(set_to_none=True)
     loss_scale = None if scaler is None else scaler.get_scale()
     total, router = _accumulate(model, micro_batches, comm, spec, counts, scaler)

@@ -135,7 +135,8 @@ def _on_messages(config: RunConfig) -> Iterator[str]:
 
 def _on_batch(config: RunConfig, rows: int, steps: int, world_size: int) -> Iterator[str]:
     settings = config.training
-    batch, accumulation = BatchPartition.of(config, world_size).global_batch, settings.gradient_accumulation_steps
+    partition = BatchPartition.of(config, world_size)
+    batch, accumulation = partition.global_batch, settings.gradient_accumulation_steps
     if steps > 1:
         return
     if settings.per_device_train_batch_tokens is not None:
@@ -144,7 +145,7 @@ def _on_batch(config: RunConfig, rows: int, steps: int, world_size: int) -> Iter
             f"training.per_device_train_batch_tokens (now {settings.per_device_train_batch_tokens:,}) for more steps"
         )
         return
-    better = max(1, rows // (world_size * accumulation * _STEPS_AN_EPOCH))
+    better = max(1, rows // (partition.ranks * accumulation * _STEPS_AN_EPOCH))
     fewer = " with training.gradient_accumulation_steps=1" if better == 1 and accumulation > 1 else ""
     what = "larger than all" if batch > rows else "as large as all"
     remedy = f"training.per_device_train_batch_size={better}{fewer} gives more steps"

@@ -26,6 +26,7 @@ from fullshard.core.policy import (
     TransformerBlocks,
     WrapPolicy,
 )
+from fullshard.core.sequence import own_tokens, rows_split, sharers_of
 from fullshard.core.transformers_private import rows_apart, set_attention
 from fullshard.errors import ConfigError, ModelError, WrapError
 from fullshard.program.config import RunConfig, require_base
@@ -77,6 +78,7 @@ from fullshard.program.train.setup.quantization import (
     require_by_shard,
     require_quantizable,
 )
+from fullshard.program.train.setup.sequence import share_rows
 from fullshard.sizes import format_bytes
 from fullshard.state.saving import Pretrained
 
@@ -361,6 +363,11 @@ def _check_adapter(config: RunConfig, kind: str, *, causal: bool) -> None:
             f"A {kind} adapter is incompatible with training.packing: its vectors stand only before the first row of a "
             "packed sequence. Set packing: false."
         )
+    if kind in ("prompt", "prefix") and config.sharding.sequence_parallel > 1:
+        raise ConfigError(
+            f"A {kind} adapter is incompatible with sharding.sequence_parallel: its vectors stand before the tokens "
+            "that ranks share. Use another adapter, or set sequence_parallel: 1."
+        )
     if kind == "prefix" and training.gradient_checkpointing not in (False, "auto"):
         raise ConfigError(
             "A prefix adapter is incompatible with gradient_checkpointing: transformers mistakes the prefix for a "
@@ -387,6 +394,7 @@ def shard_model(model: nn.Module, config: RunConfig, comm: Comm, weights: Weight
     use_float8(model, config, comm.size)
     if attention_choice(model, config, gpu=on_gpu(comm.device)) is not None:
         set_attention(base_of(model), "eager")
+    share_rows(model, config, comm)
     if config.ways:
         apply_ways(cast("PreTrainedModel", model), config.ways, speed_facts(config, comm.device))
     try:
@@ -554,8 +562,8 @@ def loss_sum(
 ) -> Tensor:
     """Return the loss summed over the target tokens of one batch; every rank calls it, as it runs a forward.
 
-    0-d float32; zero for a batch of filler rows. ``expected_gradient`` is the factor that the loss is multiplied by
-    before backward; see ``model_loss``.
+    0-d float32; zero for a batch of filler rows. Of ranks that share rows each returns that of its own tokens.
+    ``expected_gradient`` is the factor that the loss is multiplied by before backward; see ``model_loss``.
     """
     return losses(model, batch, None, causal=causal, objective=objective, expected_gradient=expected_gradient)[0]
 
@@ -572,12 +580,19 @@ def losses(
     """Return the loss of :func:`loss_sum`, and of the same forward the routers' own loss, 0-d, or None."""
     inputs = model_inputs(model, batch, causal=causal, routed=router is not None)
     own: list[Tensor] = []
+    sharers = sharers_of(model)
     labels_BT, weights_BT = _predicted(batch, causal=causal), batch.weights_BT
     if causal:
         weights_BT = None if weights_BT is None else functional.pad(weights_BT[:, 1:], (0, 1), value=1.0)
+    if sharers is not None:
+        labels_BT = own_tokens(sharers, labels_BT)
+        weights_BT = None if weights_BT is None else own_tokens(sharers, weights_BT)
 
     def forward() -> Tensor:
-        with rows_apart() if batch.packing is None else nullcontext():
+        with (
+            nullcontext() if sharers is None else rows_split(),
+            rows_apart() if batch.packing is None else nullcontext(),
+        ):
             output = model(**inputs, **({} if router is None else {"output_router_logits": True}))
         if router is not None:
             own.append(router.of(output))
@@ -590,7 +605,7 @@ def losses(
         objective,
         expected_gradient=expected_gradient,
         weights_BT=weights_BT,
-        targets=batch.target_tokens,
+        targets=batch.target_tokens if sharers is None else None,
     )
     return loss, own[0] if own else None
 

@@ -16,6 +16,7 @@ from fullshard.program.config.section import EVALUATION, STATE, Option
 from fullshard.program.data import split_lists
 from fullshard.program.train.reporting.reports import EndedBy
 from fullshard.program.train.setup.prepare import source_spec
+from fullshard.program.train.setup.sequence import readers
 from fullshard.program.train.setup.steps import BatchPartition, began_with
 from fullshard.state.resilience import OfOtherRanks, Snapshot
 from fullshard.state.storage import (
@@ -251,7 +252,7 @@ def choose_starting_point(
     if newest is None:
         damaged = tuple(one.path for one in aside)
         fresh = replace(fresh, damaged=damaged, notes=tuple(_aside_notes(damaged)))
-        return fresh.keeping(replace(asked, ranks=begun)) if begun else fresh
+        return fresh.keeping(replace(asked, ranks=readers(config, begun))) if begun else fresh
     return _newest(newest, fresh, found, tuple(one.path for one in aside), _other_data(config, fresh.settings))
 
 

@@ -19,6 +19,7 @@ from fullshard.program.config.training import ScheduleName, TrainingConfig
 from fullshard.program.data import BatchPlan, CollateSpec, EpochPlan, Mixture, TokenizedSet, TokenPlan, fixed_shapes
 from fullshard.program.train.reporting.reports import SetFacts
 from fullshard.program.train.setup.prepare import Prepared
+from fullshard.program.train.setup.sequence import readers
 
 if TYPE_CHECKING:
     from torch.optim.lr_scheduler import LambdaLR
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 class BatchPartition:
     """How the rows of one optimizer step are partitioned over ranks and micro-batches."""
 
-    ranks: int  # number of ranks
+    ranks: int  # number of ranks that read rows; groups of them, where ranks share rows
     each: int  # rows of a micro-batch on one rank; with a token budget, its tokens including padding
     accumulation: int  # micro-batches of a rank
     by_tokens: bool  # whether micro-batches are cut by tokens
@@ -39,7 +40,7 @@ class BatchPartition:
         settings = config.training
         tokens = settings.per_device_train_batch_tokens
         each = settings.per_device_train_batch_size if tokens is None else tokens
-        return cls(ranks, each, settings.gradient_accumulation_steps, tokens is not None)
+        return cls(readers(config, ranks), each, settings.gradient_accumulation_steps, tokens is not None)
 
     @classmethod
     def began(cls, values: Mapping[str, Any]) -> BatchPartition | None:
@@ -104,6 +105,8 @@ def make_plan(
 ) -> BatchPlan:
     """Return the plan of the first epoch, whose ``for_epoch`` returns the others; any rank, with the same result.
 
+    Ranks that share rows are one rank of the plan.
+
     ``group`` is :attr:`BatchPartition.group` of the run's start; None: it starts here.
 
     Raises:
@@ -111,6 +114,7 @@ def make_plan(
     """
     settings = config.training
     group = group or BatchPartition.of(config, world_size).group
+    world_size = readers(config, world_size)
     if settings.per_device_train_batch_tokens is None:
         return EpochPlan(
             num_rows=len(train_set),
@@ -140,7 +144,7 @@ def training_batches(config: RunConfig, spec: CollateSpec, plan: BatchPlan, trai
 
     ``spec`` is that of the tokenizer, and ``plan`` of :func:`make_plan`.
     """
-    spec = replace(spec, packed=config.training.packing)
+    spec = replace(spec, packed=config.training.packing, shortest=config.sharding.sequence_parallel)
     return replace(spec, shapes=fixed_shapes(plan, train_set, spec)) if "compile" in config.ways else spec
 
 
