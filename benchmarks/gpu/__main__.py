@@ -20,7 +20,7 @@ from types import ModuleType
 from benchmarks.gpu import ROOT, report
 from benchmarks.gpu.record import Case, Record, run_cases
 
-STAGES = ("doctor", "kernels", "step", "memory", "tests", "headlines", "overlap", "speed", "fp8", "plan")
+STAGES = ("doctor", "kernels", "step", "memory", "tests", "headlines", "overlap", "speed", "fp8", "long", "plan")
 FIRST = "first"
 FIRST_CASES = (
     ("speed", (": compile", ": bias_sdpa+compile", ": plain")),

@@ -20,6 +20,7 @@ STAGES = {
     "overlap": "communication hidden, as rank 0 of 8 to 512",
     "speed": "ways of speed.ways, next to FSDP2 with the same ways",
     "fp8": "compiled steps in bf16 and fp8, memory beside the plan's",
+    "long": "one long row on one rank and shared by two, memory beside the plan's",
     "plan": "the planner's figures",
 }
 ENGINES = {"fullshard": "fullshard", "fsdp2": "FSDP2", "fsdp1": "FSDP1"}
