@@ -69,7 +69,7 @@ class Setting:
     def spec(self, generation=GREEDY, metrics=("exact_match", "rougeL"), batch_size=2):
         sources = [row.source for row in self.rows]
         found = baselines(metrics, sources, self.held_out.references, majority="text 1")
-        return EvaluationSpec(self.held_out, batch_size, generation, tuple(metrics), found)
+        return EvaluationSpec(self.held_out, batch_size, generation, None, tuple(metrics), found)
 
     def evaluate(self, ranks, spec, **options):
         """Every rank's report."""
