@@ -72,13 +72,16 @@ def blocks_of(page):
 
 
 def write_readers_files(folder):
-    """Write what the pages take for granted: a tiny T5, two CSV files, conversations, the examples."""
+    """Write what the pages take for granted: a tiny T5, three CSV files, conversations, the examples."""
     with (BANKING77 / "train.csv").open(newline="", encoding="utf-8") as file:
         rows = list(csv.reader(file))[1:]
     _write_rows(folder / "train.csv", rows[::160][:60])
     _write_rows(folder / "held_out.csv", rows[1::1200][:6])
     write_t5(folder / "my-t5", [" ".join(row) for row in rows[:400]])
     _write_talks(folder / "talks.jsonl")
+    pairs = [[text, label, f"not {label}"] for text, label in rows[::160][:60]]
+    with (folder / "pairs.csv").open("w", newline="", encoding="utf-8") as file:
+        csv.writer(file).writerows([["prompt", "chosen", "rejected"], *pairs])
     (folder / "examples").symlink_to(ROOT / "examples")
 
 
