@@ -72,7 +72,7 @@ def blocks_of(page):
 
 
 def write_readers_files(folder):
-    """Write what the pages take for granted: a tiny T5, two CSV files, conversations, texts, the examples."""
+    """Write what the pages take for granted: a tiny T5, three CSV files, conversations, texts, the examples."""
     with (BANKING77 / "train.csv").open(newline="", encoding="utf-8") as file:
         rows = list(csv.reader(file))[1:]
     _write_rows(folder / "train.csv", rows[::160][:60])
@@ -84,6 +84,9 @@ def write_readers_files(folder):
     for number, text in enumerate(texts):
         (folder / "texts" / f"{number}.txt").write_text(text)
     (folder / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    pairs = [[text, label, f"not {label}"] for text, label in rows[::160][:60]]
+    with (folder / "pairs.csv").open("w", newline="", encoding="utf-8") as file:
+        csv.writer(file).writerows([["prompt", "chosen", "rejected"], *pairs])
     (folder / "examples").symlink_to(ROOT / "examples")
 
 

@@ -312,7 +312,6 @@ def sentence(what, i):
 
 TABLES = {
     # columns with their texts, the answers to the two questions
-    "preference": (("prompt", "chosen", "rejected"), ("prompt", "chosen")),
     "preference of short texts": (("prompt", "response_chosen", "response_rejected"), ("prompt", "response_chosen")),
     "annotations": (("text", "summary.suggestion", "summary.response"), ("text", "summary.response")),
     "suggestion last": (("text", "response", "suggestion"), ("text", "response")),
@@ -336,6 +335,21 @@ def test_a_target_that_is_not_clear_is_asked_for_and_not_guessed(what, tmp_path,
     config = load_run("run.yaml")
     assert (config.data.source_column, config.data.target_column) == answers
     assert cli.main(["config", "check", "run.yaml"]) == 0
+
+
+@pytest.mark.parametrize(("model", "objective"), [("new", "orpo"), ("a-model", "dpo")])
+def test_preferences_are_recognised(model, objective, tmp_path, asked, monkeypatch):
+    columns = ("Prompt", "chosen", "rejected", "score")
+    write(tmp_path / "train.jsonl", [{name: sentence(name, i) for name in columns} for i in range(40)])
+    (tmp_path / "a-model").mkdir()
+    (tmp_path / "a-model" / "config.json").write_text('{"model_type": "t5"}')
+    asked("", "", model)
+    assert cli.main(["init", "train.jsonl"]) == 0
+    config = load_run("run.yaml")
+    assert (config.data.source_column, config.data.target_column) == ("Prompt", "chosen")
+    assert config.training.objective == objective
+    assert config.evaluation.every_metric == ("rewards/accuracies", "rewards/margins")
+    assert "# not used: score" in (tmp_path / "run.yaml").read_text()
 
 
 def test_squad_is_asked_about_with_the_texts_of_its_answers(tmp_path, refused, asked):

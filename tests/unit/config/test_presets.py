@@ -12,11 +12,17 @@ from fullshard.program.data import read_split
 from fullshard.program.train.setup.prepare import source_spec
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
-PRESETS = ("banking77_tiny", "causal_sft", "phrasebank_lora", "scitldr_t5", "t5_3b_qlora", "wikihow_t5")
+PRESETS = ("answers_t5", "banking77_tiny", "causal_sft", "phrasebank_lora", "preferences_t5", "scitldr_t5")
+PRESETS += ("t5_3b_qlora", "wikihow_t5")
 
 ARTICLE = "Some words. " * 20
 PAPER = json.dumps({"source": ["One.", "Two."], "target": ["First.", "Second."], "paper_id": "p", "title": "t"}) + "\n"
 FILES = {
+    "answers_t5": {"preferences/answers.csv": "prompt,answer\na,b\n"},
+    "preferences_t5": {
+        "preferences/train.csv": "prompt,chosen,rejected\na,b,c\n",
+        "preferences/held_out.csv": "prompt,chosen,rejected\na,b,c\n",
+    },
     "banking77_tiny": {"banking77/train.csv": "text,category\na,b\n", "banking77/test.csv": "text,category\na,b\n"},
     "causal_sft": {
         "instructions.jsonl": "".join(
@@ -33,6 +39,8 @@ FILES = {
     },
 }
 SOURCES = {
+    "answers_t5": ("a", ("b",)),
+    "preferences_t5": ("a", ("b",)),
     "banking77_tiny": ("a", ("b",)),
     "causal_sft": ("do ", ("done",)),
     "phrasebank_lora": ("Sales rose ", ("positive",)),
@@ -53,11 +61,13 @@ def test_a_preset_reads_its_data(tmp_path, monkeypatch, name):
     for place, content in FILES[name].items():
         (tmp_path / "data" / place).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "data" / place).write_text(content)
-    data = load_run(tmp_path / f"{name}.yaml").data
-    assert data.holds_out
-    spec = source_spec(data)
+    (tmp_path / "runs/answers").mkdir(parents=True)
+    config = load_run(tmp_path / f"{name}.yaml")
+    evaluates = config.training.eval_strategy != "no"
+    assert config.data.holds_out or not evaluates
+    spec = source_spec(config.data, preferences=config.training.objective != "sft")
     source, references = SOURCES[name]
-    for split in ("train", "validation"):
+    for split in ("train", "validation")[: 1 + config.data.holds_out]:
         example = read_split(spec, split).examples[0]
         assert example.source.startswith(source)
         assert example.references == references

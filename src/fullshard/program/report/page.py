@@ -136,11 +136,14 @@ def _facts(files: RunFiles, numbers: dict[str, Any]) -> list[tuple[str, str, str
     if numbers["best_step"] is not None:
         best = f", step {numbers['best_step']:,}"
     base = files.fact("base") or {}
+    objective = ((files.fact("config") or {}).get("training") or {}).get("objective", "sft")
+    each = "per target token" if objective == "sft" else "per pair"
     known: list[tuple[str, Any, Callable[[Any], str], str]] = [
         ("base model", base.get("name"), str, f"quantised: {base.get('quantisation')}; {base.get('content')}"),
+        ("objective", None if objective == "sft" else objective, str, "preferences of a chosen over a rejected text"),
         ("optimizer", files.fact("optimizer"), str, ""),
-        ("training loss", numbers["train_loss"], partial(number, decimals=4), f"per target token, last step{last}"),
-        ("held-out loss", numbers["held_out_loss"], partial(number, decimals=4), f"per target token{best}"),
+        ("training loss", numbers["train_loss"], partial(number, decimals=4), f"{each}, last step{last}"),
+        ("held-out loss", numbers["held_out_loss"], partial(number, decimals=4), f"{each}{best}"),
         ("steps", numbers["steps"], "{:,}".format, "" if total is None else f"of {total:,}"),
         ("time", numbers["train_seconds"], format_duration, "including evaluations and saving"),
         ("tokens per second", numbers["tokens_per_second"], partial(number, decimals=0), "all ranks, without padding"),

@@ -21,6 +21,7 @@ from fullshard.program.data.reading.columns import (
 from fullshard.program.data.reading.conversations import find_conversations
 from fullshard.program.data.reading.csv_file import find_delimiter
 from fullshard.program.data.reading.kind import Encoding, find_encoding
+from fullshard.program.data.reading.preferences import choose_preferences, holds_preferences
 from fullshard.program.data.reading.row import Row, UnusableRowError
 from fullshard.program.data.reading.split import format_of, open_file
 from fullshard.program.data.reading.text_file import open_lines
@@ -69,6 +70,10 @@ class Look:
     @cached_property
     def by_name(self) -> tuple[tuple[str, ...], str] | None:
         """Source columns and target column as a run would choose them by name or order; None if it cannot."""
+        if self.prefers:
+            names = [one.name for one in self.columns]
+            found = choose_preferences(SourceSpec(train_file=self.path), names, str(self.path)).accepted
+            return found.sources, found.target
         try:
             recipe = choose(SourceSpec(train_file=self.path), [one.name for one in self.columns], str(self.path))
         except DataError:
@@ -76,8 +81,15 @@ class Look:
         return recipe.sources, recipe.target
 
     @property
+    def prefers(self) -> bool:
+        """True if the columns are a prompt, a chosen and a rejected completion, by their names."""
+        return holds_preferences([one.name for one in self.columns])
+
+    @property
     def speaking_against(self) -> tuple[str, ...]:
         """Columns whose names speak against the likely target, so that it must be asked for; empty: it is clear."""
+        if self.prefers:
+            return ()
         if is_no_target(self.likely_target):
             return (self.likely_target,)
         texts = [one for one in self.columns if not one.is_code and not one.is_number and one.mean >= _LONG]

@@ -16,6 +16,7 @@ from fullshard.errors import DataError
 from fullshard.program.config.training import NEW_MODEL_LEARNING_RATE, auto_precision
 from fullshard.program.data import Example, SourceSpec, read_split
 from fullshard.program.data.examples import turn_text
+from fullshard.program.data.reading.preferences import REJECTED
 from fullshard.program.data.reading.split import FORMATS, open_rows
 from fullshard.program.starter.inspection import FEW, Look
 from fullshard.program.train.setup.devices import Devices, precision_of
@@ -116,6 +117,7 @@ class Choice:
     sources: tuple[str, ...]  # source columns; several for a known combination, none for conversations
     target: str  # target column; empty for conversations and plain text
     model: str  # directory or id of a model, or ``NEW_MODEL``
+    prefers: bool = False  # whether the target is preferred to a rejected completion
 
     @property
     def text(self) -> str | None:
@@ -148,7 +150,7 @@ def run_file_text(look: Look, machine: Machine, choice: Choice, rows: Rows, out:
         _NEW.format(suggested=machine.fitting) if choice.model == NEW_MODEL else f"  path: {_quoted(choice.model)}",
         *_data(look, choice, rows, out),
         *_training(machine, choice, rows),
-        *_evaluation(choice, rows),
+        *(_rewards(rows) if choice.prefers else _evaluation(choice, rows)),
     ]
     return "\n".join(lines) + "\n"
 
@@ -165,6 +167,7 @@ def read_rows(look: Look, choice: Choice) -> Rows:
         text_column=choice.text,
         source_column=source,
         target_column=choice.target if source else None,
+        preferences=choice.prefers,
         encoding=look.encoding.name,
         delimiter=look.delimiter,
         max_bad_rows=look.rows,
@@ -221,6 +224,8 @@ def _data(look: Look, choice: Choice, rows: Rows, out: Path) -> list[str]:
 def _columns(look: Look, choice: Choice) -> list[str]:
     """Return the lines that name the columns, and those that are not used."""
     others = [one.name for one in look.columns if one.name not in (*choice.sources, choice.target)]
+    if choice.prefers:
+        others = [name for name in others if name.lower() != REJECTED]
     unused = f"  # not used: {', '.join(others)}" if others else ""
     if look.turns is not None:
         return [f"  # {look.turns}: each row is a conversation; train_on: last trains on its last answer only"]
@@ -228,8 +233,9 @@ def _columns(look: Look, choice: Choice) -> list[str]:
         return [f"  text_column: {_quoted(choice.text)}  # plain text, joined and cut into rows"]
     unused = unused.replace("\n", " ")
     if len(choice.sources) == 1:
-        target = f"  target_column: {_quoted(choice.target)}"
-        return [f"  source_column: {_quoted(choice.sources[0])}{unused}", target]
+        lines = [f"  source_column: {_quoted(choice.sources[0])}{unused}", f"  target_column: {_quoted(choice.target)}"]
+        told = ["  # rejected is the completion that the target is preferred to"] if choice.prefers else []
+        return lines + told
     lines = [f"  # source is {' and '.join(choice.sources)}, target is {choice.target}: chosen by their names"]
     return [*lines, unused] if unused else lines
 
@@ -247,7 +253,7 @@ def _texts(rows: Rows) -> tuple[list[str], list[str]]:
 def _targets(example: Example) -> list[str]:
     """Return the texts to be learned from a row; of a conversation, each answer."""
     if example.conversation is None:
-        return [example.target]
+        return [example.target, *([] if example.rejected is None else [example.rejected])]
     return [turn_text(example.conversation.messages[index]) for index in example.conversation.answers]
 
 
@@ -260,8 +266,11 @@ def _training(machine: Machine, choice: Choice, rows: Rows) -> list[str]:
     rate, why = NEW_MODEL_LEARNING_RATE, "a new model"
     if not is_new:
         rate, why = 3e-4, "a T5; a causal model needs about 2.0e-5"
+    if choice.prefers and not is_new:
+        rate, why = 1e-5, "preferences; with an adapter about 1.0e-4"
     lines = [
         "training:",
+        *([_objective(is_new=is_new)] if choice.prefers else []),
         f"  per_device_train_batch_size: {batch}  # on {machine.ranks} ranks about {steps:,} steps an epoch",
         "  per_device_eval_batch_size: 32",
         f"  num_train_epochs: {epochs}",
@@ -300,6 +309,18 @@ def _evaluation(choice: Choice, rows: Rows) -> list[str]:
     if is_label or is_short:
         return ["evaluation:", "  metric: exact_match  # targets are labels or short; rougeL is for longer texts"]
     return ["evaluation:", "  metric: rougeL  # targets are texts; exact_match is for labels"]
+
+
+def _objective(*, is_new: bool) -> str:
+    if is_new:
+        return (
+            "  objective: orpo  # which learns the targets too; dpo, ipo and simpo are for a model that answers already"
+        )
+    return "  objective: dpo  # or ipo, simpo, orpo"
+
+
+def _rewards(rows: Rows) -> list[str]:
+    return [] if rows.fraction is None else ["evaluation:", "  metrics: [rewards/margins]"]
 
 
 def _quoted(text: str) -> str:

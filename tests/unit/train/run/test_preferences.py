@@ -6,6 +6,7 @@ import threading
 
 import pytest
 import torch
+from huggingface_hub import ModelCard
 from peft import get_peft_model_state_dict
 from safetensors.torch import load_file
 from transformers import T5ForConditionalGeneration
@@ -14,7 +15,10 @@ from fullshard.core.testing import run_ranks
 from fullshard.errors import RunStopped
 from fullshard.program.config import RunConfig
 from fullshard.program.models import AdapterSpec, add_adapter
+from fullshard.program.report.files import read_run
+from fullshard.program.report.page import make_page
 from fullshard.program.train import FileSink, StopRequest, train
+from fullshard.program.train.reporting.card import CardSink
 from fullshard.program.train.run_plan import plan_prepared
 from fullshard.program.train.setup import model as modelling
 from fullshard.program.train.setup.prepare import prepare
@@ -200,3 +204,19 @@ def test_a_plan_of_a_run_has_its_step_and_evaluation(tmp_path, kind):
         pair_settings(tmp_path, kind, **EVALUATED, training__per_device_train_batch_size=1)
     )
     assert plan_prepared(alone, prepare(alone), 2).peak_bytes < plan.peak_bytes
+
+
+def test_card_and_report_say_what_was_trained(tmp_path):
+    config = RunConfig.model_validate(pair_settings(tmp_path, **EVALUATED, training__max_steps=2))
+    run(config, sinks=[CardSink(config.output_dir, print)])
+    card = ModelCard.load(config.output_dir / "README.md")
+    reference = "the reference is the model before this training"
+    assert (
+        f"| objective | dpo, preferences of a chosen over a rejected completion (beta 0.1; {reference}) |" in card.text
+    )
+    assert "| batch | 6 pairs |" in card.text
+    assert card.data.tags == ["fullshard", "dpo"]
+    assert card.data.metrics == ["rewards/accuracies", "rewards/margins"]
+    page = make_page(read_run(config.output_dir))
+    assert "preferences of a chosen over a rejected text" in page
+    assert "per pair, last step (2)" in page

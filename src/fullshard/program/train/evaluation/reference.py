@@ -66,7 +66,9 @@ def with_reference(
     found: NDArray[np.float64] | None = comm.all_gather_object(_read(file, count))[0]
     what = "from the cache" if found is not None else "computed before the first step"
     if found is None:
-        found = _computed(model, sets, comm, collate, config.training.per_device_eval_batch_size, progress)
+        # As small as both, so that it needs no more memory than the planned step or the planned evaluation.
+        size = min(config.training.per_device_train_batch_size, config.training.per_device_eval_batch_size)
+        found = _computed(model, sets, comm, collate, size, progress)
         values = found
         together(comm, lambda: None if file is None else _write(file, values))
     train, held_out = np.split(found, [len(data.train_set)])

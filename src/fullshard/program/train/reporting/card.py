@@ -140,7 +140,7 @@ def metadata(run: Run) -> ModelCardData:
     data, end = run.reading, run.end
     finite = {name: value for name, value in end.metrics.items() if isfinite(value)}
     kind = "text-generation" if run.start.causal else "text2text-generation"
-    hub_data = _hub_data(run)
+    hub_data, objective = _hub_data(run), run.section("training").get("objective", "sft")
     file = Path(data["validation_file"] or data["train_file"] or "")
     of_files = file.suffix.removeprefix(".") or data["format"]
     results = [
@@ -164,7 +164,7 @@ def metadata(run: Run) -> ModelCardData:
         library_name="peft" if run.adapter else "transformers",
         metrics=list(dict.fromkeys(result.metric_type for result in results)) or None,
         pipeline_tag=kind,
-        tags=["fullshard", *([run.adapter] if run.adapter else [])],
+        tags=["fullshard", *([run.adapter] if run.adapter else []), *([] if objective == "sft" else [objective])],
     )
     if run.base_on_hub:
         card["base_model_relation"] = "adapter" if run.adapter else "finetune"
@@ -352,14 +352,17 @@ def _training(run: Run) -> list[str]:
     schedule = ", ".join(
         [settings["lr_scheduler_type"], *(f"{k} {v}" for k, v in settings.get("lr_scheduler_kwargs", {}).items())]
     )
+    objective = _objective(settings)
+    rows = "rows" if objective is None else "pairs"
     facts = {
+        "objective": objective,
         "base model": None if of_base is None else f"{run.base}: {of_base}",
         "trained only": ", ".join(run.section("model").get("train", ())) or None,
         "not trained": ", ".join(run.section("model").get("freeze", ())) or None,
         "optimizer": end.optimizer,
         "learning rate": "relative steps" if rate is None else f"{rate:g}, {schedule}",
         "weights": settings.get("ema_decay") and f"moving average, decay {settings['ema_decay']:g}",
-        "batch": f"at most {batch * tokens:,} tokens" if tokens else f"{batch * each:,} rows",
+        "batch": f"at most {batch * tokens:,} tokens" if tokens else f"{batch * each:,} {rows}",
         "steps": f"{end.steps:,} ({end.epochs:.2f} epochs), {end.tokens:,} tokens{_ENDED[end.ended_by]}",
         "steps skipped": f"{end.skipped_steps:,}" if end.skipped_steps else None,
         "precision": start.chosen.get("training.precision", settings["precision"]),
@@ -377,6 +380,17 @@ def _training(run: Run) -> list[str]:
     table = _table(["fact", "value"], ([name, value] for name, value in facts.items() if value is not None))
     plain = yaml.safe_dump(_without_paths(end.config), sort_keys=False, allow_unicode=True)
     return [table, f"<details><summary>All settings</summary>\n\n```yaml\n{plain}```\n\n</details>"]
+
+
+def _objective(settings: Mapping[str, Any]) -> str | None:
+    """Return what was trained if it is not the target."""
+    name = settings.get("objective", "sft")
+    if name == "sft":
+        return None
+    options = {"beta": name, "simpo_gamma": "simpo"}
+    given = ", ".join(f"{key} {settings[key]:g}" for key, one in options.items() if one == name)
+    reference = "" if name in ("simpo", "orpo") else "; the reference is the model before this training"
+    return f"{name}, preferences of a chosen over a rejected completion ({given}{reference})"
 
 
 def _without_paths(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -1,0 +1,92 @@
+"""DPO of a causal model takes the steps of TRL's trainer on the same batches."""
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch.utils.data import SequentialSampler
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from fullshard.core.testing import run_ranks
+from fullshard.program.config import RunConfig
+from fullshard.program.train import train
+from fullshard.program.train.setup.prepare import prepare
+from fullshard.program.train.setup.steps import make_plan
+from support.preference_runs import STEPS, pair_settings
+from support.tiny_run import Memory
+from support.trained_tokenizer import byte_tokenizer
+
+trl = pytest.importorskip("trl")
+datasets = pytest.importorskip("datasets")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.usefixtures("unmetered"),
+    pytest.mark.filterwarnings("ignore"),  # of its libraries
+]
+PAIRS, EACH = 40, 4
+WORDS = ("sleep well", "run", "go away now", "no")
+
+
+def saved_model(directory):
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=128, max_position_embeddings=64, pad_token_id=0, **sizes))
+    model.save_pretrained(directory)
+    byte_tokenizer().save_pretrained(directory)
+    return str(directory)
+
+
+def test_ten_steps_are_those_of_trl(tmp_path):
+    path = saved_model(tmp_path / "start")
+    values = pair_settings(tmp_path, model={"path": path}, training__per_device_train_batch_size=EACH // 2)
+    values["data"] |= {"max_source_length": 40, "separator": "", "max_target_length": 20}
+    rows = [(f"cats {n} ", WORDS[n % 4], WORDS[(n + 1 + n % 3) % 4]) for n in range(PAIRS)]
+    lines = ["prompt,chosen,rejected", *(",".join(row) for row in rows)]
+    (tmp_path / "train.csv").write_text("\n".join(lines) + "\n")
+    config = RunConfig.model_validate(values)
+    memory = Memory()
+    run_ranks(2, lambda comm: train(config, comm, [memory] if comm.rank == 0 else []))
+    plan = make_plan(config, prepare(config).train_set, 2, causal=True)
+    order = []
+    for step in range(STEPS):
+        places = [plan.step_places(step, rank)[0][0] for rank in range(2)]
+        order += (np.concatenate(places)[::2] // 2).tolist()
+    assert sorted(order) == list(range(PAIRS))
+    theirs = trained_by_trl(path, [rows[row] for row in order], tmp_path / "trl")
+    assert [one.loss for one in memory.steps] == pytest.approx(theirs[0], abs=1e-5)
+    for name, weight in load_file(config.output_dir / "model.safetensors").items():
+        assert torch.allclose(weight, theirs[1][name], atol=1e-5), name
+
+
+def trained_by_trl(path, rows, directory):
+    """TRL's losses of the steps and its last weights; each step takes the next rows."""
+
+    class InOrder(trl.DPOTrainer):
+        def _get_train_sampler(self, dataset=None):
+            return SequentialSampler(self.train_dataset)
+
+    settings = trl.DPOConfig(
+        output_dir=str(directory),
+        beta=0.1,
+        per_device_train_batch_size=EACH,
+        max_steps=STEPS,
+        learning_rate=1e-2,
+        lr_scheduler_type="constant",
+        weight_decay=0.0,
+        max_grad_norm=0.0,
+        logging_steps=1,
+        save_strategy="no",
+        report_to=[],
+        use_cpu=True,
+        bf16=False,
+        gradient_checkpointing=False,
+        max_length=64,
+    )
+    columns = dict(zip(("prompt", "chosen", "rejected"), map(list, zip(*rows, strict=True)), strict=True))
+    model = LlamaForCausalLM.from_pretrained(path)
+    trainer = InOrder(
+        model=model, args=settings, train_dataset=datasets.Dataset.from_dict(columns), processing_class=byte_tokenizer()
+    )
+    trainer.train()
+    losses = [one["loss"] for one in trainer.state.log_history if "loss" in one]
+    return losses, trainer.model.state_dict()
