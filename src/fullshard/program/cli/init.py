@@ -24,8 +24,8 @@ DESCRIPTION = """\
 Inspect a table and this machine, ask at most four questions, and write a run file with a comment for each choice. It
 can be trained as it is. Nothing is downloaded.
 
-DATA is .csv, .tsv, .jsonl, .json or .parquet, with a row for each example, conversation or text. An existing run file
-is not overwritten without asking.
+DATA is .csv, .tsv, .jsonl, .json or .parquet, with a row for each example, conversation or text. An existing run
+file is not overwritten without asking.
 """
 
 EPILOG = """\
@@ -121,7 +121,7 @@ def _choose(starter: Any, look: Any, machine: Any, *, asks: bool) -> Any:
         )
     if not asks:
         print(f"source: {' and '.join(usual[0])}; target: {usual[1]}; model: {model}")
-        return starter.Choice(*usual, model, look.prefers)
+        return starter.Choice(*usual, model)
 
     def column(text: str) -> str:
         if text not in names:
@@ -134,7 +134,7 @@ def _choose(starter: Any, look: Any, machine: Any, *, asks: bool) -> Any:
     target = ask("Which column does it write?", "" if against else likely, column)
     model = _ask_model(starter, machine, model)
     kept = (source, target) == (usual[0][0], usual[1])
-    return starter.Choice(usual[0] if kept else (source,), target, model, look.prefers and kept)
+    return starter.Choice(usual[0] if kept else (source,), target, model)
 
 
 def _ask_model(starter: Any, machine: Any, usual: str) -> str:

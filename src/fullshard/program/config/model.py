@@ -144,10 +144,27 @@ class ModelConfig(ConfigSection):
     train: Annotated[tuple[str, ...], Option("state", before=[])] = ()
     """Instead of freeze: patterns of the names of the only parameters that are trained."""
 
-    @field_validator("freeze", "train", mode="before")
+    new_tokens: Annotated[tuple[str, ...], Option("state", before=[])] = ()
+    """Words or marks to add to the tokenizer as tokens of their own, such as [<ticket>, <reply>]. Where the table of
+    embeddings (and an output layer of its own) has no rows for them, it gets new ones, with the values that
+    transformers' resize_token_embeddings gives them. Needs full fine-tuning."""
+
+    @field_validator("freeze", "train", "new_tokens", mode="before")
     @classmethod
     def _one_or_several(cls, value: object) -> object:
         return (value,) if isinstance(value, str) else value
+
+    @model_validator(mode="after")
+    def _adds_tokens(self) -> Self:
+        repeated = sorted({one for one in self.new_tokens if self.new_tokens.count(one) > 1})
+        if repeated or not all(one.strip() for one in self.new_tokens):
+            raise ValueError(f"new_tokens: {f'{repeated[0]!r} is given twice' if repeated else 'a token is empty'}")
+        if self.new_tokens and self.adapter is not None:
+            raise ValueError(
+                "new_tokens trains the rows of new tokens with the model, and an adapter is saved without the model "
+                "and its table. Remove adapter; or train the tokens in a full run first, and an adapter over its model"
+            )
+        return self
 
     @model_validator(mode="after")
     def _freezes_one_way(self) -> Self:

@@ -20,10 +20,12 @@ from fullshard.program.models.blocks import (
 )
 from fullshard.program.models.build import (
     ModelClass as ModelClass,
+    add_tokens as add_tokens,
     build_model as build_model,
     build_skeleton as build_skeleton,
     converted_names as converted_names,
     is_causal as is_causal,
+    lacks_rows as lacks_rows,
     load_model as load_model,
     load_tokenizer as load_tokenizer,
     train_tokenizer as train_tokenizer,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import inspect
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
@@ -107,6 +107,22 @@ def train_tokenizer(
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=PAD, eos_token=EOS, unk_token=UNK, **special)
 
 
+def add_tokens(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[str]) -> PreTrainedTokenizerBase:
+    """Add tokens to a tokenizer, in place, and return it; any rank, alone.
+
+    Raises:
+        ModelError: It has one of them already.
+    """
+    vocabulary = tokenizer.get_vocab()
+    known = [one for one in tokens if one in vocabulary]
+    if known:
+        raise ModelError(
+            f"model.new_tokens: the tokenizer has {', '.join(map(repr, known))} already. Remove what is no new token."
+        )
+    tokenizer.add_tokens(list(tokens))
+    return tokenizer
+
+
 def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     """Load the tokenizer of a local Hugging Face directory, without the network; any rank, alone.
 
@@ -183,6 +199,7 @@ def load_model(
     *,
     model_class: ModelClass = "auto",
     attention: str | None = None,
+    grow: int | None = None,
 ) -> PreTrainedModel:
     """Load a model, in training mode, on the CPU in fp32, without the network; any rank, alone.
 
@@ -191,12 +208,14 @@ def load_model(
         tokenizer: The tokenizer the model is used with.
         model_class: ``seq2seq``, ``causal``, or ``auto``: by the config.
         attention: transformers' ``attn_implementation``; None: transformers' default.
+        grow: Seed of the values of new rows, if the model's vocabulary may be smaller than the tokenizer's; they are
+            those of transformers' ``resize_token_embeddings``. None: it may not.
 
     Raises:
         ModelError: There is no such directory, config or weights, weights are missing or have another shape (they would
             silently be random), the type has no such class, or the vocabulary is smaller than the tokenizer's.
     """
-    directory, hf_config, auto_class = _read_config(path, tokenizer, model_class)
+    directory, hf_config, auto_class = _read_config(path, tokenizer, model_class, grows=grow is not None)
     _require_attention(hf_config, auto_class, attention)
     try:
         # Mismatched shapes are ignored here and reported below with their names, like missing weights.
@@ -213,6 +232,10 @@ def load_model(
     except (ImportError, OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise ModelError(f"The weights in {directory} cannot be loaded: {error}") from error
     _require_all_weights(directory, info)
+    if grow is not None and lacks_rows(hf_config, tokenizer):
+        with ONE_AT_A_TIME, torch.random.fork_rng(devices=[]):
+            torch.manual_seed(grow)
+            model.resize_token_embeddings(len(tokenizer))
     return model.train()
 
 
@@ -222,18 +245,22 @@ def build_skeleton(
     *,
     model_class: ModelClass = "auto",
     attention: str | None = None,
+    grows: bool = False,
 ) -> PreTrainedModel:
     """Build the model of a local Hugging Face directory without its weights, on the meta device; any rank, alone.
 
     It is the model of :func:`load_model` with the same arguments, but without memory: weights are read into the shards
-    later. It is in training mode and its parameters are fp32.
+    later. It is in training mode and its parameters are fp32. If it ``grows``, its vocabulary is at least the
+    tokenizer's.
 
     Raises:
         ModelError: There is no such directory or config, the type has no such class, or the vocabulary is smaller than
             the tokenizer's.
     """
-    directory, hf_config, auto_class = _read_config(path, tokenizer, model_class)
+    directory, hf_config, auto_class = _read_config(path, tokenizer, model_class, grows=grows)
     _require_attention(hf_config, auto_class, attention)
+    if grows and lacks_rows(hf_config, tokenizer):
+        hf_config.get_text_config().vocab_size = len(tokenizer)
     try:
         with ONE_AT_A_TIME, torch.device("meta"):
             model = auto_class.from_config(hf_config, dtype=torch.float32, attn_implementation=attention)
@@ -259,7 +286,7 @@ def is_causal(model: PreTrainedModel) -> bool:
 
 
 def _read_config(
-    path: str | Path, tokenizer: PreTrainedTokenizerBase, model_class: ModelClass
+    path: str | Path, tokenizer: PreTrainedTokenizerBase, model_class: ModelClass, *, grows: bool = False
 ) -> tuple[Path, PreTrainedConfig, type[Any]]:
     """Return the directory, its configuration, and the Auto class for it."""
     directory = _require_directory(path)
@@ -270,7 +297,8 @@ def _read_config(
     except (OSError, ValueError, TypeError, StrictDataclassError) as error:
         raise ModelError(f"{directory / 'config.json'} cannot be read: {error}") from error
     auto_class = _auto_class(hf_config, model_class)
-    _require_vocabulary(hf_config, tokenizer)
+    if not grows:
+        _require_vocabulary(hf_config, tokenizer)
     return directory, hf_config, auto_class
 
 
@@ -370,10 +398,15 @@ def _require_attention(hf_config: PreTrainedConfig, auto_class: type[Any], atten
         )
 
 
+def lacks_rows(hf_config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Return whether the tokenizer has ids for which the table has no rows; many tables have spare ones."""
+    return hf_config.get_text_config().vocab_size < len(tokenizer)
+
+
 def _require_vocabulary(hf_config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> None:
     """Raise if the tokenizer has ids for which the model has no embedding."""
     vocab_size = hf_config.get_text_config().vocab_size
-    if vocab_size < len(tokenizer):
+    if lacks_rows(hf_config, tokenizer):
         raise ModelError(
             f"The model's vocab_size of {vocab_size} is smaller than the tokenizer's {len(tokenizer)}: "
             "use the tokenizer that belongs to the model, or a larger vocab_size."

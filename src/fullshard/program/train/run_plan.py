@@ -48,7 +48,7 @@ from fullshard.program.data import (
     step_shapes,
     steps,
 )
-from fullshard.program.models import Objective, blocks_of, load_tokenizer, resolve_model
+from fullshard.program.models import Objective, add_tokens, blocks_of, load_tokenizer, resolve_model
 from fullshard.program.models.float8 import Float8Layers
 from fullshard.program.models.hub import reads_one_sequence
 from fullshard.program.train.around_steps import AT_ONCE, AroundSteps, HeldOutBatches, assumed
@@ -93,6 +93,7 @@ def prepare_length(config: RunConfig, source: int | None, target: int, world_siz
     """
     directory = None if config.model.path is None else resolve_model(config.model.path)
     tokenizer = _blank_tokenizer(config) if directory is None else load_tokenizer(directory)
+    tokenizer = add_tokens(tokenizer, config.model.new_tokens)
     described = directory if config.model.config is None else config.model.config
     causal = reads_one_sequence(described, config.model.model_class)  # type: ignore[arg-type]
     if source is None:

@@ -25,10 +25,8 @@ from support.tiny_run import settings
 pytestmark = pytest.mark.usefixtures("unmetered")
 
 LENGTH = 16
-TEXTS = [
-    " ".join(["some", "words", "of", "a", "text", "that", "goes", "on", "and", "on"][(row * 3) % 7 :][: 2 + row % 6])
-    for row in range(110)
-]
+WORDS = ("some", "words", "of", "a", "text", "that", "goes", "on", "and", "on")
+TEXTS = [" ".join(WORDS[(row * 3) % 7 :][: 2 + row % 6]) for row in range(110)]
 SIZES = {
     "t5": T5Config(d_model=16, d_kv=8, d_ff=32, num_layers=1, num_heads=2, dropout_rate=0.0, decoder_start_token_id=0),
     "llama": LlamaConfig(

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from transformers import AutoConfig
 
 from fullshard.core.comm import Comm, machine_axes, on_gpu, whole_memory_bytes
 from fullshard.core.engine import WeightSource, check_wrapped, fully_shard
@@ -52,6 +53,7 @@ from fullshard.program.models import (
     fuse_head,
     fused_head_of,
     is_causal,
+    lacks_rows,
     load_model,
     model_loss,
     require_fp16_fit,
@@ -187,7 +189,8 @@ def make_model(config: RunConfig, tokenizer: PreTrainedTokenizerBase, directory:
     kind, attention = settings.model_class, settings.attn_implementation
     if settings.path is not None:
         directory = directory or resolve_model(settings.path)
-        return build_skeleton(directory, tokenizer, model_class=kind, attention=attention)
+        grows = bool(settings.new_tokens)
+        return build_skeleton(directory, tokenizer, model_class=kind, attention=attention, grows=grows)
     assert settings.config is not None, "the schema requires path or config"
     return build_model(settings.config, tokenizer, model_class=kind, attention=attention, seed=config.seed)
 
@@ -212,6 +215,8 @@ def choose_loader(
     weights = Pretrained(directory, quantize=quantize_of(config))
     converted = converted_names(skeleton, weights.names())
     reason = f"transformers converts {len(converted)} of its tensors ({converted[0]}, …)" if converted else None
+    if config.model.new_tokens and lacks_rows(AutoConfig.from_pretrained(directory, local_files_only=True), tokenizer):
+        reason = "its table of embeddings gets rows for model.new_tokens"
     reason = reason or weights.misfit(skeleton)
     if reason is None:
         return skeleton, weights, ()
@@ -221,7 +226,9 @@ def choose_loader(
 
 def _load_full(config: RunConfig, tokenizer: PreTrainedTokenizerBase, directory: Path) -> PreTrainedModel:
     settings = config.model
-    return load_model(directory, tokenizer, model_class=settings.model_class, attention=settings.attn_implementation)
+    kind, attention = settings.model_class, settings.attn_implementation
+    grow = config.seed if settings.new_tokens else None
+    return load_model(directory, tokenizer, model_class=kind, attention=attention, grow=grow)
 
 
 def _full_load_note(config: RunConfig, reason: str) -> str:

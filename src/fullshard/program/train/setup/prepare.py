@@ -61,7 +61,7 @@ from fullshard.program.data import (
     with_rows_of,
     writes_date,
 )
-from fullshard.program.models import load_tokenizer, resolve_model, train_tokenizer
+from fullshard.program.models import add_tokens, load_tokenizer, resolve_model, train_tokenizer
 from fullshard.program.models.hub import reads_one_sequence, task_prefixes
 
 if TYPE_CHECKING:
@@ -593,7 +593,7 @@ def make_tokenizer(works: Sequence[SetRows], directory: Path | None) -> PreTrain
         ModelError: It cannot be loaded or trained.
     """
     if directory is not None:
-        return _without_padding(load_tokenizer(directory))
+        return add_tokens(_without_padding(load_tokenizer(directory)), works[0].config.model.new_tokens)
     settings = works[0].config.model.tokenizer
     assert settings is not None, "the schema requires model.tokenizer with model.config"
 
@@ -616,7 +616,7 @@ def make_tokenizer(works: Sequence[SetRows], directory: Path | None) -> PreTrain
     own = [sentinels] if of_text else []
     key = works[0].key("train", "tokenizer", around, others, settings.vocab_size, *own)
     entry, _ = works[0].find(key, build, "tokenizer")
-    return _without_padding(load_tokenizer(entry))
+    return add_tokens(_without_padding(load_tokenizer(entry)), config.model.new_tokens)
 
 
 def _sources(works: Sequence[SetRows]) -> Iterator[str]:

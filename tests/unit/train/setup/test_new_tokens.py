@@ -1,0 +1,121 @@
+"""``model.new_tokens``: the steps of transformers' resized model, and tokenizer and table in what a run saves."""
+
+import copy
+
+import pytest
+import torch
+from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
+
+from fullshard.core.testing import run_ranks
+from fullshard.errors import ModelError
+from fullshard.program.config import RunConfig
+from fullshard.program.models import add_tokens
+from fullshard.program.train import FileSink, train
+from fullshard.program.train.setup.model import outline_model
+from fullshard.program.train.setup.prepare import prepare_tokenizer
+from support import adapter_steps
+from support.adapter_steps import T5, config_of, load_base, steps_alone, train_sharded, weights_of, write_base
+from support.one_step import tokenized
+from support.tiny_run import settings, write_rows
+
+NEW = ("<ticket>", "<reply>")
+LLAMA = {
+    "model_type": "llama",
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+}
+BART = {"model_type": "bart", "d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2}
+BART |= {"decoder_attention_heads": 2, "encoder_ffn_dim": 24, "decoder_ffn_dim": 24, "dropout": 0.0}
+BASES = {
+    "t5": T5,
+    "t5, its own output layer": T5 | {"tie_word_embeddings": False},
+    "bart": BART,
+    "llama": LLAMA | {"tie_word_embeddings": True},
+    "llama, its own output layer": LLAMA | {"tie_word_embeddings": False},
+}
+
+
+def config_with(base, **more):
+    values = config_of(base, "lora", adam_epsilon=1e-3, **more).model_dump(by_alias=True)
+    return RunConfig.model_validate({**values, "model": {"path": str(base), "new_tokens": NEW}})
+
+
+@pytest.mark.parametrize("name", BASES)
+def test_two_ranks_train_the_resized_model_of_transformers(tokenizer, tmp_path, monkeypatch, name):
+    write_base(tmp_path, BASES[name], tokenizer)
+    causal, first = name.startswith("llama"), len(tokenizer)
+    rows = tokenized(
+        [[5, first, 1], [7, 8, first + 1, 10, 1], [first, 1], [12, 13, 14, 1]],
+        [[first + 1, 1], [21, 22, first, 24, 1], [15, 16, 1], [17, 1]],
+    )
+    monkeypatch.setattr(adapter_steps, "ROWS", rows)
+    config = config_with(tmp_path)
+    plain = load_base(tmp_path).train()
+    torch.manual_seed(config.seed)
+    plain.resize_token_embeddings(first + 2)
+    begun = plain.get_input_embeddings().weight.detach().clone()
+    torch.testing.assert_close(begun[first], begun[:first].mean(0), atol=1e-3, rtol=0)  # transformers' mean
+    losses = steps_alone(plain, config, causal)
+    added = add_tokens(copy.deepcopy(tokenizer), NEW)
+    for ours, notes, weights in train_sharded(config, added, causal, lambda one, _: weights_of(one)):
+        assert ours == pytest.approx(losses, abs=1e-5)
+        for key, param in plain.named_parameters():
+            torch.testing.assert_close(weights[key], param, atol=1e-5, rtol=0, msg=key)
+        assert any("its table of embeddings gets rows for model.new_tokens" in note for note in notes)
+    assert not torch.equal(plain.get_input_embeddings().weight[first], begun[first])  # they were trained
+    outline = outline_model(config, added)
+    assert {key: param.shape for key, param in outline.named_parameters()} == {
+        key: param.shape for key, param in plain.named_parameters()
+    }
+
+
+@pytest.mark.usefixtures("unmetered")
+def test_a_run_saves_model_and_tokenizer_and_goes_on_from_its_checkpoint(tokenizer, tmp_path):
+    write_base(tmp_path / "base", T5, tokenizer)
+    write_rows(tmp_path / "train.csv", 9)
+    values = settings(tmp_path, model={"path": str(tmp_path / "base"), "new_tokens": list(NEW)}, nproc=None)
+    values["data"]["source_prefix"] = "<ticket> "
+    config = RunConfig.model_validate(values)
+    run_ranks(2, lambda comm: train(config, comm, [FileSink(config.output_dir)] if comm.rank == 0 else []))
+    out, first = tmp_path / "out", len(tokenizer)
+    saved = AutoTokenizer.from_pretrained(out)
+    assert saved.convert_tokens_to_ids(list(NEW)) == [first, first + 1]
+    assert first in saved("<ticket> where")["input_ids"]
+    model = AutoModelForSeq2SeqLM.from_pretrained(out)
+    assert model.get_input_embeddings().weight.shape[0] == model.config.vocab_size == first + 2
+    [newest] = sorted(out.glob("checkpoints/step-*"))[-1:]
+    longer = config.model_copy(update={"resume": newest, "output_dir": tmp_path / "second"})
+    longer = longer.model_copy(update={"training": longer.training.model_copy(update={"num_train_epochs": 3})})
+    done = run_ranks(2, lambda comm: train(longer, comm))
+    assert done[0].steps > int(newest.name.partition("-")[2])
+    assert AutoTokenizer.from_pretrained(tmp_path / "second").convert_tokens_to_ids(NEW[0]) == first
+
+
+def test_a_table_with_spare_rows_stays_and_is_read_shard_by_shard(tokenizer, tmp_path):
+    write_base(tmp_path, LLAMA | {"vocab_size": len(tokenizer) + 8}, tokenizer)
+    added = add_tokens(copy.deepcopy(tokenizer), NEW)
+    [(_, notes, weights), _] = train_sharded(
+        config_with(tmp_path), added, True, lambda one, _: weights_of(one), steps=1
+    )
+    assert weights["model.embed_tokens.weight"].shape[0] == len(tokenizer) + 8
+    assert not any("in full" in note for note in notes)
+
+
+def test_wrong_tokens_are_refused_by_name(bases, tokenizer):
+    known = tokenizer.convert_ids_to_tokens([5])[0]
+    with pytest.raises(ModelError, match=r"model\.new_tokens: the tokenizer has .* already"):
+        prepare_tokenizer(config_with(bases["t5"]).model_copy(update={"model": model_with(bases, [known])}))
+    for tokens, problem in ((["a", "a"], "'a' is given twice"), ([" "], "a token is empty")):
+        with pytest.raises(ValueError, match=problem):
+            model_with(bases, tokens)
+    with pytest.raises(ValueError, match="new_tokens trains the rows of new tokens with the model, and an adapter"):
+        model_with(bases, ["<x>"], adapter={"type": "lora"})
+
+
+def model_with(bases, tokens, **more):
+    values = config_of(bases["t5"], "lora").model_dump(by_alias=True)
+    model = {"path": str(bases["t5"]), "new_tokens": tokens, **more}
+    return RunConfig.model_validate({**values, "model": model}).model
