@@ -54,6 +54,9 @@ ATTRIBUTES = {
         "_optimizer_step_pre_hooks": "no optimizer steps shards",
         "_optimizer_step_post_hooks": "no optimizer steps shards",
     },
+    "torch.distributed.device_mesh.DeviceMesh": {
+        "_concatenate": "FSDP2's ``device_mesh`` of tensor parallel parameters cannot be read"
+    },
     "torch.distributed.fsdp.MixedPrecision": {"_module_classes_to_ignore": "FSDP1's wrapper takes no MixedPrecision"},
     "torch.distributed.fsdp.ShardingStrategy": {"_HYBRID_SHARD_ZERO2": "``fullshard.compat.torch_fsdp`` fails"},
     "torch.distributed.fsdp.wrap.ModuleWrapPolicy": {"_run_policy": "wrap policies that are objects are refused"},
@@ -253,6 +256,14 @@ def note_composed(module: torch.nn.Module, name: str) -> None:
     module_name = "torch.distributed._composable.contract"
     registry = vars(module).setdefault(_needed(module_name, "REGISTRY_KEY"), {})
     registry[name] = _needed(module_name, "RegistryItem")()
+
+
+def joined_mesh(data: Any, tensor: Any) -> Any:
+    """Return the DeviceMesh of the axes of two slices of one mesh; None if they are of different meshes or unnamed."""
+    try:
+        return type(tensor)._concatenate([data, tensor])
+    except (RuntimeError, TypeError, AssertionError):
+        return None
 
 
 DDP_ASKS = "_ddp_params_and_buffers_to_ignore"

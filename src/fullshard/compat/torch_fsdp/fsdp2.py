@@ -28,12 +28,12 @@ from fullshard.core import engine
 from fullshard.core.comm import as_mesh, device_mesh_of
 from fullshard.core.engine import Keep, LaneState, Unit
 from fullshard.core.engine.full.model_class import refuse_pickling, shallow_copy
+from fullshard.core.engine.parallel.parallel_lane import ParallelParam
 from fullshard.core.engine.registry import runtime_of
 from fullshard.core.engine.setup.initial import marked_like
-from fullshard.core.engine.setup.wrap import refuse_distributed
 from fullshard.core.engine.step.param import ShardedParam
 from fullshard.core.policy import CPUOffload, MixedPrecision, ShardingStrategy
-from fullshard.core.torch_private import composed, note_composed
+from fullshard.core.torch_private import composed, joined_mesh, note_composed
 from fullshard.errors import ConfigError, ShardingError, WrapError
 
 # ruff: noqa: FBT001, FBT002 (torch's signatures)
@@ -504,9 +504,14 @@ def _present_as_fsdp2(members: Sequence[nn.Module], params: Sequence[ShardedPara
     set_state_dict_type(members[0], StateDictType.SHARDED_STATE_DICT)
     device_mesh = device_mesh_of(mesh, params[0].sharded.device) if params else None
     replicas = (Replicate(),) if _strategy(mesh, keep=False).needs_two_axes else ()
+    divided = next((param for param in params if isinstance(param, ParallelParam)), None)
+    joined = None if divided is None or device_mesh is None else joined_mesh(device_mesh, divided.parallel.mesh)
     for param in params:
-        placements = (*replicas, RaggedShard(param.lane.mesh, param.meta.element_range))
-        vars(param.sharded).update(device_mesh=device_mesh, placements=placements)
+        axes = device_mesh
+        placements = (*replicas, RaggedShard(param.lane.mesh, param.meta.element_range, block=param.meta.block))
+        if isinstance(param, ParallelParam) and joined is not None:
+            axes, placements = joined, (*placements, *param.parallel.placements)
+        vars(param.sharded).update(device_mesh=axes, placements=placements)
         describe_state_of(param.sharded)
 
 
@@ -601,7 +606,6 @@ def _left_out(members: Sequence[nn.Module]) -> Iterator[nn.Parameter]:
 def _check_parameters(
     members: Sequence[nn.Module], params: Sequence[nn.Parameter], placement: Callable[[nn.Parameter], Any] | None
 ) -> None:
-    refuse_distributed(named for member in members for named in member.named_parameters())
     inside = {part for member in members for part in member.modules()}
     for param in params:
         unit = vars(param)["shard_unit"]() if "shard_unit" in vars(param) else None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -27,7 +27,8 @@ from fullshard.core.engine import (
     sharded_roots,
     state_entries,
 )
-from fullshard.core.shards import rows_of
+from fullshard.core.optim.shards import comm_of, everyone_of
+from fullshard.core.shards import rows_of, run_of
 from fullshard.core.torch_private import incompatible_keys
 from fullshard.errors import ShardingError
 from fullshard.state.saving.shard_tensor import ShardTensor, part_or_full
@@ -129,11 +130,12 @@ def _sharded(entry: StateEntry) -> torch.Tensor:
     if entry.meta is None:
         return tensor.detach().clone()
     start, stop = entry.meta.element_range
-    comm: Comm = tensor.shard_comm  # type: ignore[attr-defined]
+    param = cast("nn.Parameter", tensor)
+    comm = everyone_of(param) if entry.meta.block is not None else comm_of(param)
     rows = rows_of(tensor).reshape(-1)
     # Version 2's values are the parameters' memory, as a module's are: dcp.load(model.state_dict()) loads the model.
     flat = rows if "placements" in vars(tensor) else rows.clone()
-    part = part_or_full(entry.shape, start, flat, comm=comm)
+    part = part_or_full(entry.shape, start, flat, comm=comm, block=entry.meta.block)
     return place_like(part, tensor, (start, stop))
 
 
@@ -243,15 +245,15 @@ def _rows(entry: StateEntry, name: str, value: torch.Tensor) -> torch.Tensor:
     start, stop = entry.meta.element_range
     if isinstance(value, ShardTensor):
         comm: Comm | None = getattr(entry.tensor, "shard_comm", None)
-        return value.elements(name, (start, stop), comm).view(entry.tensor.shape)
+        return value.elements(name, (start, stop), comm, entry.meta.block).view(entry.tensor.shape)
     # Not by value's methods: a lazily read value of Lightning supports functions only.
-    rows = torch.reshape(value, (-1,))[start:stop].view(entry.tensor.shape)
+    rows = run_of(value, entry.meta.block, start, stop).view(entry.tensor.shape)
     return rows if isinstance(value, torch.Tensor) else rows.clone()  # or all tensors would be in memory until copied
 
 
 def _place_of(entry: StateEntry) -> tuple[int, ...]:
     """Return this rank, the number of ranks, and this rank's elements, which a pickled local state dict records."""
-    comm: Comm = entry.tensor.shard_comm  # type: ignore[attr-defined]
+    comm = everyone_of(cast("nn.Parameter", entry.tensor))
     assert entry.meta is not None
     return (comm.rank, comm.size, *entry.meta.element_range)
 

@@ -18,7 +18,15 @@ from torch.optim import Optimizer
 
 from fullshard.compat.torch_fsdp.api import OptimStateKeyType, StateDictType, get_state_dict_type
 from fullshard.core.comm import Comm, Mesh, together
-from fullshard.core.engine import LocalTensor, local_tensors, mesh_of, plain_name, require_one_state, sharded_roots
+from fullshard.core.engine import (
+    LocalTensor,
+    local_tensors,
+    mesh_of,
+    plain_name,
+    require_one_state,
+    require_undivided,
+    sharded_roots,
+)
 from fullshard.core.layout import StatePart
 from fullshard.core.optim.shards import comm_of, holds_rows
 from fullshard.core.shards import STATE_ON_ALL_RANKS
@@ -49,6 +57,8 @@ class Contents:
         roots = sharded_roots(model)
         if not roots:
             raise ShardingError(f"{type(model).__name__} holds no sharded model. Wrap it, or a module in it, first.")
+        for root in roots:
+            require_undivided(root, "optim_state_dict() of FSDP1")
         self.mesh = mesh = mesh_of(roots[0])
         sizes = sorted({mesh_of(root).size for root in roots})
         if len(sizes) > 1:

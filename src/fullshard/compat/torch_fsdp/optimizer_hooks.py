@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from fullshard.compat.torch_fsdp.tensor import place_like
-from fullshard.core.comm import Comm
+from fullshard.core.optim.shards import comm_of, everyone_of
 from fullshard.core.optim.walk import has_shape_here, part_of_saved, part_of_state
 from fullshard.core.shards import STATE_ON_ALL_RANKS
 from fullshard.core.torch_private import wrap_state_getters
@@ -127,7 +127,7 @@ def _described(optimizer: Optimizer, param: nn.Parameter, values: dict[str, Any]
     if meta is None or not hasattr(param, STATE_ON_ALL_RANKS):
         return values
     parts = {key: part_of_state(optimizer, param, key, value, meta.name) for key, value in values.items()}
-    comm: Comm = param.shard_comm  # type: ignore[attr-defined]
+    comm = everyone_of(param) if meta.block is not None else comm_of(param)
     return {
         key: value if (part := parts[key]) is None else place_like(state_as_part(part, value, comm), param, part.held)
         for key, value in values.items()
@@ -161,5 +161,5 @@ def _held(optimizer: Optimizer, param: nn.Parameter, key: str, value: Any) -> An
     part = part_of_saved(optimizer, param, key, value.shape, meta.name)
     if part is None or not isinstance(value, ShardTensor):
         return value if part is None else cut(value, part)
-    comm: Comm = param.shard_comm  # type: ignore[attr-defined]
-    return value.elements(f"{key} of {meta.name}", part.held, comm).view(part.local_shape)
+    held = value.elements(f"{key} of {meta.name}", part.held, comm_of(param), part.block)
+    return held.view(part.local_shape)

@@ -25,6 +25,7 @@ from fullshard.core import policy
 from fullshard.core.comm import as_mesh, machines_of_world, named_ranks, same_ranks
 from fullshard.core.engine import FirstValues, Unit, fully_shard
 from fullshard.core.engine.registry import is_sharded, runtime_of
+from fullshard.core.engine.setup.wrap import refuse_distributed
 from fullshard.core.engine.step.runtime import Runtime
 from fullshard.core.shards.shard import untraced
 from fullshard.core.torch_private import in_functorch, tree_leaves, tree_map
@@ -345,6 +346,7 @@ def shard(root: nn.Module, wrap_policy: Any, kwargs: dict[str, Any], ignored: Ig
         raise ArgumentError(
             f"Expected param_init_fn to be callable, a function of a module; got {kwargs['param_init_fn']!r}."
         )
+    refuse_distributed(named for named in root.named_parameters() if named[1] not in ignored[1])
     mixed = kwargs["mixed_precision"]
     fp32 = tuple(mixed._module_classes_to_ignore) if wrap_policy is not None and mixed is not None else ()
     _warn_of_float32(root, mixed, fp32)

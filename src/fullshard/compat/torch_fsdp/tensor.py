@@ -16,7 +16,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
 from fullshard.core.comm import Mesh, settle
-from fullshard.core.shards import Shard as Rows
+from fullshard.core.layout import Block
+from fullshard.core.shards import Shard as Rows, run_of
 from fullshard.errors import ConfigError
 from fullshard.state.saving.shard_tensor import ShardTensor, UnsplitTensor, part_or_full
 
@@ -72,11 +73,13 @@ class RaggedShard:
         mesh: The ranks that share the tensor, and those that hold replicas of it.
         elements: First and past-the-last element of this rank, in the flattened full tensor.
         dim: Always 0.
+        block: If tensor parallelism divides the tensor, the block of it whose elements these are.
     """
 
     mesh: Mesh
     elements: tuple[int, int]
     dim: int = 0
+    block: Block | None = None
 
     def is_shard(self, dim: int | None = None) -> bool:
         """Return whether the tensor is divided, along ``dim`` if that is given."""
@@ -100,15 +103,18 @@ class RaggedShard:
 
     def __repr__(self) -> str:
         """Show this rank's elements."""
-        return f"RaggedShard(elements {self.elements[0]} to {self.elements[1]})"
+        of = "" if self.block is None else f" of block {self.block.index} of {self.block.count}"
+        return f"RaggedShard(elements {self.elements[0]} to {self.elements[1]}{of})"
 
 
 def place_like(tensor: torch.Tensor, param: torch.Tensor, elements: tuple[int, int]) -> torch.Tensor:
     """Give a part, of ``elements``, the ``device_mesh`` and ``placements`` of the full tensor of ``param``."""
     if "placements" in vars(param) and isinstance(tensor, (ShardTensor, UnsplitTensor)):
-        *replicas, place = vars(param)["placements"]
-        placements = (*replicas, replace(place, elements=elements))
-        tensor.describe(vars(param)["device_mesh"], placements)
+        placements = (
+            replace(place, elements=elements) if isinstance(place, RaggedShard) else place
+            for place in vars(param)["placements"]
+        )
+        tensor.describe(vars(param)["device_mesh"], tuple(placements))
     return tensor
 
 
@@ -130,8 +136,8 @@ def distribute_tensor(
     Returns:
         A part as in ``model.state_dict()``.
     """
-    place = placements[-1] if placements else None
-    if not isinstance(place, RaggedShard):
+    place = next((one for one in placements or () if isinstance(one, RaggedShard)), None)
+    if place is None:
         return theirs.distribute_tensor(tensor, device_mesh, placements, src_data_rank=src_data_rank)
     comm = place.mesh.shard_group
     full = tensor.detach().to(comm.device, copy=src_data_rank is not None).contiguous()
@@ -141,7 +147,8 @@ def distribute_tensor(
             work.wait()
             settle(work)
     start, stop = place.elements
-    part = part_or_full(full.shape, start, full.view(-1)[start:stop].clone(), comm=comm)
+    flat = run_of(full, place.block, start, stop).clone()
+    part = part_or_full(full.shape, start, flat, comm=comm if place.block is None else None, block=place.block)
     assert isinstance(part, (ShardTensor, UnsplitTensor))
     part.describe(device_mesh, tuple(placements or ()))
     return part

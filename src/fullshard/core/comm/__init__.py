@@ -3,6 +3,12 @@
 from fullshard.core.comm.clock import Clock as Clock, clock_of as clock_of
 from fullshard.core.comm.device import Device as Device, add_rows as add_rows, device_of as device_of
 from fullshard.core.comm.gloo import GlooComm as GlooComm
+from fullshard.core.comm.grid import (
+    GridComm as GridComm,
+    comm_of_axis as comm_of_axis,
+    grid_of as grid_of,
+    world_ranks as world_ranks,
+)
 from fullshard.core.comm.heartbeat import ENDINGS as ENDINGS
 from fullshard.core.comm.memory import (
     MemoryMeter as MemoryMeter,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -74,6 +75,15 @@ def _group_of_one(world: Any) -> Any:
 @functools.lru_cache(maxsize=4)
 def _mesh_once(group: Any, device_type: str) -> DeviceMesh:
     return DeviceMesh.from_group(group, device_type)
+
+
+def dtensor_around(block: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Any], shape: Sequence[int]) -> Any:
+    """Return a DTensor of the same memory as ``block``, this rank's part; any rank, no communication, no autograd."""
+    from torch.distributed.tensor import DTensor  # noqa: PLC0415 (only for models whose owner has imported it)
+
+    strides = torch.empty(tuple(shape), device="meta").stride()
+    with torch.no_grad():
+        return DTensor.from_local(block, mesh, placements, run_check=False, shape=torch.Size(shape), stride=strides)
 
 
 def torch_policy(precision: MixedPrecision) -> Any:

@@ -27,6 +27,7 @@ from fullshard.core.engine.full.state import (
     local_tensors as local_tensors,
     persistent_buffers as persistent_buffers,
     require_one_state as require_one_state,
+    require_undivided as require_undivided,
     unsharded as unsharded,
 )
 from fullshard.core.engine.full.stream import (

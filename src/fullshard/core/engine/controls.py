@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from torch import nn
 
 from fullshard.core.comm import Mesh
+from fullshard.core.engine.full.state import ranks_of
 from fullshard.core.engine.full.table import UnitTable, unit_table
 from fullshard.core.engine.registry import runtime_of
 from fullshard.core.engine.step.recorder import SILENT
@@ -112,8 +113,8 @@ def unreduced(model: nn.Module) -> list[str]:
 
 
 def mesh_of(model: nn.Module) -> Mesh:
-    """Return the ranks that share a sharded model."""
-    return runtime_of(model).mesh
+    """Return the ranks that share a sharded model; of a tensor parallel one, all that have parts of it."""
+    return ranks_of(runtime_of(model))
 
 
 def has_tables_at_home(model: nn.Module) -> bool:

@@ -1,14 +1,17 @@
 """Pure integer arithmetic of sharding: where every element of every parameter is stored. Imports no torch."""
 
 from .sharded import (
+    Block as Block,
     Box as Box,
     Fingerprint as Fingerprint,
     ShardMeta as ShardMeta,
     StatePart as StatePart,
     along_rows as along_rows,
     boxes as boxes,
+    boxes_in as boxes_in,
     by_block as by_block,
     elementwise as elementwise,
+    interleaved as interleaved,
     on_all_owners as on_all_owners,
 )
 from .unit_layout import (

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
+from operator import add
 
 from fullshard.core.layout.unit_layout import LaneLayout, Placement
 from fullshard.errors import InvariantError
@@ -19,6 +20,34 @@ Fingerprint = dict[str, tuple[int, tuple[str, ...]]]
 
 This rank's are in a list that every sharded parameter has as ``param.shard_fingerprints``.
 """
+
+
+@dataclass(frozen=True)
+class Block:
+    """Which part of a parameter a rank has that tensor parallelism divides, into equal parts along one dimension.
+
+    Attributes:
+        dim: The dimension.
+        index: This rank's part.
+        count: The number of parts.
+
+    Examples:
+        >>> block = Block(dim=1, index=1, count=2)
+        >>> block.shape((4, 6)), block.offsets((4, 6))
+        ((4, 3), (0, 3))
+    """
+
+    dim: int
+    index: int
+    count: int
+
+    def shape(self, full: Sequence[int]) -> tuple[int, ...]:
+        """Return the shape of a part of a tensor of shape ``full``."""
+        return tuple(size // self.count if dim == self.dim else size for dim, size in enumerate(full))
+
+    def offsets(self, full: Sequence[int]) -> tuple[int, ...]:
+        """Return the first index of this rank's part in each dimension of a tensor of shape ``full``."""
+        return tuple(self.index * (size // self.count) if dim == self.dim else 0 for dim, size in enumerate(full))
 
 
 @dataclass(frozen=True)
@@ -32,6 +61,8 @@ class ShardMeta:
         layout: The layout of the lane that holds it.
         placement: Its place in that lane.
         rank: The rank whose shard this is.
+        block: Which part of it the ranks of the lane share, if tensor parallelism divides it too; else None. Then rows
+            and elements are those of this part.
 
     Examples:
         >>> from fullshard.core.layout.unit_layout import plan_unit
@@ -47,6 +78,12 @@ class ShardMeta:
     layout: LaneLayout
     placement: Placement
     rank: int
+    block: Block | None = None
+
+    @property
+    def block_shape(self) -> tuple[int, ...]:
+        """Shape of what the ranks of the lane share: the full parameter, or one block of it."""
+        return self.global_shape if self.block is None else self.block.shape(self.global_shape)
 
     @property
     def element_range(self) -> tuple[int, int]:
@@ -76,7 +113,7 @@ class ShardMeta:
         if not self.global_shape:
             return () if stop > start else (0,)
         if self.placement.full_rows:
-            return ((stop - start) // self.placement.row_numel, *self.global_shape[1:])
+            return ((stop - start) // self.placement.row_numel, *self.block_shape[1:])
         return ((stop - start) // self.placement.granule, self.placement.granule)
 
 
@@ -111,12 +148,14 @@ class StatePart:
         local_shape: Shape on this rank; empty along dimension 0 if it holds none.
         held: First and past-the-last element that this rank holds; ``(0, 0)`` if none.
         written: The run of them that it writes when state is saved; together the ranks write each element once.
+        block: If tensor parallelism divides the tensor, the block whose elements ``held`` and ``written`` count.
     """
 
     shape: tuple[int, ...]
     local_shape: tuple[int, ...]
     held: tuple[int, int]
     written: tuple[int, int]
+    block: Block | None = None
 
     @property
     def numel(self) -> int:
@@ -131,9 +170,9 @@ def elementwise(meta: ShardMeta) -> StatePart:
         >>> from fullshard.core.layout.unit_layout import plan_unit
         >>> lane = plan_unit(((9, 8),), 3).lanes[0]
         >>> elementwise(ShardMeta("w", (), (9, 8), lane, lane.placements[0], rank=1))
-        StatePart(shape=(9, 8), local_shape=(4, 8), held=(32, 64), written=(32, 64))
+        StatePart(shape=(9, 8), local_shape=(4, 8), held=(32, 64), written=(32, 64), block=None)
     """
-    return StatePart(meta.global_shape, meta.local_shape, meta.element_range, meta.element_range)
+    return StatePart(meta.global_shape, meta.local_shape, meta.element_range, meta.element_range, meta.block)
 
 
 def along_rows(meta: ShardMeta, shape: tuple[int, ...]) -> StatePart:
@@ -150,7 +189,7 @@ def along_rows(meta: ShardMeta, shape: tuple[int, ...]) -> StatePart:
         >>> from fullshard.core.layout.unit_layout import plan_unit
         >>> lane = plan_unit(((9, 8),), 3).lanes[0]
         >>> along_rows(ShardMeta("w", (), (9, 8), lane, lane.placements[0], rank=1), (9,))
-        StatePart(shape=(9,), local_shape=(4,), held=(4, 8), written=(4, 8))
+        StatePart(shape=(9,), local_shape=(4,), held=(4, 8), written=(4, 8), block=None)
     """
     rows = meta.row_range
     if rows is None or shape[:1] != meta.global_shape[:1]:
@@ -171,7 +210,7 @@ def on_all_owners(meta: ShardMeta, shape: tuple[int, ...]) -> StatePart:
         >>> from fullshard.core.layout.unit_layout import plan_unit
         >>> lane = plan_unit(((9, 8),), 3).lanes[0]
         >>> on_all_owners(ShardMeta("w", (), (9, 8), lane, lane.placements[0], rank=1), (8,))
-        StatePart(shape=(8,), local_shape=(8,), held=(0, 8), written=(0, 0))
+        StatePart(shape=(8,), local_shape=(8,), held=(0, 8), written=(0, 0), block=None)
     """
     numel = prod(shape)
     if meta.rank not in meta.owners:
@@ -192,7 +231,7 @@ def by_block(meta: ShardMeta, block: int) -> StatePart:
         >>> from fullshard.core.layout.unit_layout import plan_unit
         >>> lane = plan_unit(((9, 8),), 3).lanes[0]  # elements 32 to 64
         >>> by_block(ShardMeta("w", (), (9, 8), lane, lane.placements[0], rank=1), 24)
-        StatePart(shape=(3,), local_shape=(2,), held=(1, 3), written=(2, 3))
+        StatePart(shape=(3,), local_shape=(2,), held=(1, 3), written=(2, 3), block=None)
     """
     start, stop = meta.element_range
     shape = (-(-meta.placement.numel // block),)
@@ -221,6 +260,37 @@ class Box:
     def numel(self) -> int:
         """Elements of the box."""
         return prod(self.sizes)
+
+
+def boxes_in(shape: Sequence[int], block: Block | None, start: int, stop: int) -> list[Box]:
+    """Divide a run of the elements of a block of a tensor of ``shape`` into boxes of the tensor; None: of all of it.
+
+    Examples:
+        >>> [(box.offsets, box.sizes, box.start) for box in boxes_in((4, 6), Block(1, 1, 2), 3, 9)]
+        [((1, 3), (2, 3), 3)]
+    """
+    if block is None:
+        return boxes(shape, start, stop)
+    first = block.offsets(shape)
+    return [
+        Box(tuple(map(add, first, box.offsets)), box.sizes, box.start) for box in boxes(block.shape(shape), start, stop)
+    ]
+
+
+def interleaved(shape: Sequence[int], block: Block, start: int, stop: int) -> tuple[tuple[int, int], int]:
+    """Return which elements ``start`` to ``stop``, the same of each block, are runs of the full tensor of ``shape``.
+
+    Returns:
+        The first and the past-the-last element of the part of the run that consists of full stretches, which all
+        blocks' stretches together make one run of the full tensor; and the length of a stretch.
+
+    Examples:
+        >>> interleaved((4, 6), Block(1, 0, 2), 2, 11)
+        ((3, 9), 3)
+    """
+    stretch = prod(block.shape(shape)[block.dim :])
+    low, high = -(-start // stretch) * stretch, stop // stretch * stretch
+    return (low, high) if low < high else (start, start), stretch
 
 
 def boxes(shape: Sequence[int], start: int, stop: int) -> list[Box]:

@@ -29,7 +29,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from fullshard.core.layout import Fingerprint, ShardMeta
-from fullshard.core.optim.shards import is_split, meta_of
+from fullshard.core.optim.shards import is_shared, is_split, meta_of
 from fullshard.core.optim.trial import (
     STEPS,
     Split,
@@ -305,13 +305,17 @@ def refuse_parts(optimizer: Optimizer) -> None:
     settings = getattr(optimizer, "args", None) if kind.__module__.startswith("bitsandbytes.") else None
     if sums or _name(kind) in _MATRICES or getattr(settings, "max_unorm", 0) > 0:
         used = "sums over all parameters of the model" if sums else "full matrices"
-        concerned = [p for p in _sharded(optimizer) if is_split(p) or (sums and meta_of(p).layout.world_size > 1)]
+        concerned = [p for p in _sharded(optimizer) if is_split(p) or (sums and is_shared(p))]
         rule = f"{kind.__name__} uses {used}, and ranks hold parts of them"
         _refuse(concerned, rule, _remedy_for(kind))
     elif _is_of_blocks(optimizer):
         rule = f"{kind.__name__} quantises blocks of {BLOCK} elements, and ranks hold parts of blocks"
         metas = [(p, meta_of(p)) for p in _sharded(optimizer)]
-        shared = [p for p, m in metas if any(m.layout.local_range(m.placement, rank)[0] % BLOCK for rank in m.owners)]
+        shared = [
+            p
+            for p, m in metas
+            if m.block is not None or any(m.layout.local_range(m.placement, rank)[0] % BLOCK for rank in m.owners)
+        ]
         _refuse(shared, rule, "fullshard.optim.AdamW8bit")
     elif settings is None and not kind.__module__.startswith("torchao."):  # on the CPU theirs fail, or compile kernels
         _judge(optimizer)
@@ -322,7 +326,7 @@ def _judge(optimizer: Optimizer) -> None:
     kind, verdicts = type(optimizer).__name__, _on_trial(optimizer)
     for split, verdict in verdicts.items():
         if split is None:
-            concerned = [p for p in _sharded(optimizer) if meta_of(p).layout.world_size > 1]
+            concerned = [p for p in _sharded(optimizer) if is_shared(p)]
             rule = f"{kind} uses several parameters at once, and each rank has different ones"
         else:
             concerned = [p for p in _sharded(optimizer) if is_split(p) and _split(meta_of(p)) is split]
@@ -344,7 +348,7 @@ def _on_trial(optimizer: Optimizer) -> _Verdicts:
     """
     verdicts = _tried.get(optimizer)
     if verdicts is None:
-        sharded = [param for param in _sharded(optimizer) if meta_of(param).layout.world_size > 1]
+        sharded = [param for param in _sharded(optimizer) if is_shared(param)]
         splits: set[Split | None] = {_split(meta_of(param)) for param in sharded if is_split(param)}
         splits |= {None} if sharded else set()
         options = [
@@ -409,17 +413,20 @@ def _split(meta: ShardMeta) -> Split:
     """Return how ranks hold a parameter; the same on every rank."""
     if len(meta.global_shape) == 1:
         return Split.VECTOR
-    return Split.ROWS if meta.row_range is not None else Split.WITHIN_ROWS
+    full_rows = meta.row_range is not None and (meta.block is None or meta.block.dim == 0)
+    return Split.ROWS if full_rows else Split.WITHIN_ROWS
 
 
 def _refuse(params: list[nn.Parameter], rule: str, remedy: str, result: str = "would") -> None:
     if not params:
         return
     first = meta_of(params[0])
+    remedy = remedy if first.block is None else "an elementwise optimizer of torch, such as torch.optim.AdamW"
+    blocks = "" if first.block is None else f", each of {first.block.count} blocks (tensor parallel)"
     raise ConfigError(
         f"{rule}: {len(params)} of its parameters are sharded, such as {first.name}, {first.global_shape}, over "
-        f"{len(first.owners)} of {first.layout.world_size} ranks. It would run, but the result {result} differ from "
-        f"unsharded training. Use {remedy}."
+        f"{len(first.owners)} of {first.layout.world_size} ranks{blocks}. It would run, but the result {result} differ "
+        f"from unsharded training. Use {remedy}."
     )
 
 

@@ -44,7 +44,14 @@ def holds_rows(param: nn.Parameter) -> bool:
 
 def is_split(param: nn.Parameter) -> bool:
     """Return True if several ranks hold parts of a parameter; any rank, including ranks that hold none of it."""
-    return len(meta_of(param).owners) > 1
+    meta = meta_of(param)
+    return len(meta.owners) > 1 or meta.block is not None
+
+
+def is_shared(param: nn.Parameter) -> bool:
+    """Return True if other ranks may hold parameters, or parts of them, that this one does not."""
+    meta = meta_of(param)
+    return meta.layout.world_size > 1 or meta.block is not None
 
 
 def everyone_of(param: nn.Parameter) -> Comm:
@@ -116,6 +123,22 @@ def require_model(model: object, what: str) -> None:
 
 class RowsOptimizer(Optimizer):
     """An optimizer of fullshard, whose step computes with this rank's rows as plain tensors."""
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group, as torch's optimizers do.
+
+        Raises:
+            ConfigError: Tensor parallelism divides one of its parameters, of which the step would need more.
+        """
+        super().add_param_group(param_group)
+        for param in self.param_groups[-1]["params"]:
+            meta = meta_of(param)
+            if meta.block is not None:
+                raise ConfigError(
+                    f"{type(self).__name__} computes with rows, columns or blocks of full parameters, and tensor "
+                    f"parallelism divides {meta.name} {meta.global_shape} over {meta.block.count} ranks. Use an "
+                    "elementwise optimizer of torch, such as torch.optim.AdamW."
+                )
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]

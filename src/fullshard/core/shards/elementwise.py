@@ -12,7 +12,7 @@ import torch
 from torch.nn import init
 
 from fullshard.core.comm import same_group
-from fullshard.core.shards.shard import RowSplit, Shard, as_shard, joined, refusal, tensors_in
+from fullshard.core.shards.shard import RowSplit, Shard, as_shard, joined, refusal, run_of, tensors_in
 from fullshard.core.torch_private import fan_in_and_out, plain_functions
 from fullshard.errors import ShardingError
 
@@ -57,6 +57,12 @@ def rows_of_full(value: Any, row_split: RowSplit, like: torch.Tensor) -> Any:
     """
     if not isinstance(value, torch.Tensor) or isinstance(value, Shard):
         return value
+    if row_split.divided is not None and not _fits(value, like):
+        raise ShardingError(
+            f"{row_split.name} is a shard: {tuple(like.shape)} on this rank, of {row_split.divided.global_shape}, "
+            f"which tensor parallelism divides too. It was combined with a tensor of shape {tuple(value.shape)}. Give "
+            "one of the shape on this rank, or compute with what full_tensor() returns, on every rank."
+        )
     if row_split.shape and not row_split.whole_rows and value.numel() != 1 and value.shape != like.shape:
         return _part_of_rows(value, row_split, like)
     if value.dim() < max(1, like.dim()):
@@ -72,6 +78,12 @@ def rows_of_full(value: Any, row_split: RowSplit, like: torch.Tensor) -> Any:
         f"{row_split.name} is a shard: {here} rows on this rank, of {row_split.total}. It was combined with a tensor "
         f"of shape {tuple(value.shape)}. Give one of the full shape, whose rows are selected, or of the rows here."
     )
+
+
+def _fits(value: torch.Tensor, like: torch.Tensor) -> bool:
+    """Return True if ``value`` can be broadcast to the shape of ``like``."""
+    sizes = zip(reversed(value.shape), reversed(like.shape), strict=False)
+    return value.dim() <= like.dim() and all(given in (1, wanted) for given, wanted in sizes)
 
 
 def _part_of_rows(value: torch.Tensor, row_split: RowSplit, like: torch.Tensor) -> torch.Tensor:
@@ -403,7 +415,8 @@ _INITIALISERS = (
 def _full_like(shard: torch.Tensor, func: Any) -> torch.Tensor:
     """Return an uninitialised plain tensor of the full shape and this rank's dtype and device."""
     assert isinstance(shard, Shard)
-    shape = shard.row_split.full_shape(shard)
+    divided = shard.row_split.divided
+    shape = shard.row_split.full_shape(shard) if divided is None else divided.global_shape
     if shape is None or shard.row_split.parts:
         raise refusal(getattr(func, "__name__", str(func)), (shard,))
     return torch.empty(shape, dtype=shard.dtype, device=shard.device)
@@ -412,6 +425,9 @@ def _full_like(shard: torch.Tensor, func: Any) -> torch.Tensor:
 def _rows(full: torch.Tensor, shard: torch.Tensor) -> torch.Tensor:
     """Return this rank's part of a tensor of the full shape, in the shape of the rows here."""
     assert isinstance(shard, Shard)
+    divided = shard.row_split.divided
+    if divided is not None:
+        return run_of(full, divided.block, *divided.element_range).view(shard.shape)
     start = shard.row_split.first_element(shard)
     return full.reshape(-1)[start : start + torch.Tensor.numel(shard)].view(shard.shape)
 

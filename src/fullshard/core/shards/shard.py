@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from fullshard.core.comm import Comm, same_group, settle
-from fullshard.core.layout import ShardMeta
+from fullshard.core.layout import Block, ShardMeta
 from fullshard.core.torch_private import lists_of_fast_types, plain_functions, set_eval_frame
 from fullshard.errors import ShardingError
 
@@ -52,6 +52,8 @@ class RowSplit:
         shape: Full shape if it does not follow from the rows here: for scalars, and if rows are divided too.
         whole_rows: True if this rank holds full rows.
         parts: For a vector joined from several: the row split, elements in full and elements here of each.
+        divided: For a parameter that tensor parallelism divides too, its place; then there is no key, as this rank's
+            rows are not rows of the full tensor.
     """
 
     name: str
@@ -62,6 +64,7 @@ class RowSplit:
     shape: tuple[int, ...] | None = None
     whole_rows: bool = True
     parts: tuple[tuple[RowSplit, int, int], ...] = ()
+    divided: ShardMeta | None = None
 
     def full_shape(self, rows: torch.Tensor) -> tuple[int, ...] | None:
         """Return the shape of the full tensor that ``rows``, (rows here, *rest), belong to; None if not known."""
@@ -71,7 +74,7 @@ class RowSplit:
 
     def full_numel(self, rows: torch.Tensor) -> int | None:
         """Return the number of elements of the full tensor; None if not known without communication."""
-        shape = self.full_shape(rows)
+        shape = self.full_shape(rows) if self.divided is None else self.divided.global_shape
         return None if shape is None else prod(shape)
 
     def first_element(self, rows: torch.Tensor) -> int:
@@ -93,7 +96,9 @@ class RowSplit:
 
 
 def row_split_of(meta: ShardMeta, comm: Comm) -> RowSplit:
-    """Return the row split of a sharded parameter."""
+    """Return the row split of a sharded parameter; ``comm``: all ranks that hold parts of it."""
+    if meta.block is not None:
+        return RowSplit(meta.name, comm, None, 0, meta.global_shape[0], whole_rows=False, divided=meta)
     start, _ = meta.element_range
     placement, layout = meta.placement, meta.layout
     shape = None if meta.global_shape and placement.full_rows else meta.global_shape
@@ -181,6 +186,30 @@ def gather_full(comm: Comm, shape: Sequence[int], start: int, flat: torch.Tensor
         settle(work)
         done = stop
     return full.view(tuple(shape))
+
+
+def gather_blocks(grid: Any, shape: Sequence[int], block: Block, start: int, rows: torch.Tensor) -> torch.Tensor:
+    """Gather a full tensor that tensor parallelism divides, from rows of each rank's block; every rank calls it.
+
+    Args:
+        grid: All ranks that hold parts of it, a :class:`fullshard.core.comm.GridComm`.
+        shape: Shape of the full tensor.
+        block: This rank's block.
+        start: First element that this rank holds, counted in the flattened block.
+        rows: Its elements, in any shape.
+    """
+    mine = gather_full(grid.shards, block.shape(shape), start, rows.reshape(-1))
+    blocks = mine.new_empty(block.count, *mine.shape)
+    _all_gather(grid.blocks, blocks.view(-1).view(torch.uint8), mine.view(-1).view(torch.uint8))
+    return torch.cat(blocks.unbind(), block.dim)
+
+
+def run_of(full: torch.Tensor, block: Block | None, start: int, stop: int) -> torch.Tensor:
+    """Return elements ``start`` to ``stop`` of a block of a full tensor, flattened; None: of all of it."""
+    if block is not None:
+        offsets, sizes = block.offsets(full.shape), block.shape(full.shape)
+        full = torch.narrow(full, block.dim, offsets[block.dim], sizes[block.dim])
+    return torch.reshape(full, (-1,))[start:stop]
 
 
 def _all_gather(comm: Comm, full: torch.Tensor, mine: torch.Tensor) -> None:
@@ -272,6 +301,10 @@ class Shard(torch.Tensor):
             ShardingError: The elements were picked by a mask, or form a vector of several shards.
         """
         rows, shape = rows_of(self), self.row_split.full_shape(self)
+        if self.row_split.divided is not None:
+            place = self.row_split.divided
+            assert place.block is not None
+            return gather_blocks(self.row_split.comm, place.global_shape, place.block, place.element_range[0], rows)
         if shape is None or self.row_split.parts:
             raise refusal("full_tensor", (self,))
         return gather_full(self.row_split.comm, shape, self.row_split.first_element(rows), rows.reshape(-1))
@@ -287,6 +320,8 @@ class Shard(torch.Tensor):
         Raises:
             ShardingError: It is not known, because a mask picked the elements.
         """
+        if self.row_split.divided is not None:
+            return self.row_split.divided.global_shape
         with plain_functions():
             shape = self.row_split.full_shape(self)
         if shape is None:

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.storage import WriteResult
 
 from fullshard.core.comm import Mesh, together
-from fullshard.core.engine import local_tensors, mesh_of, plain_name, require_one_state
+from fullshard.core.engine import LocalTensor, local_tensors, mesh_of, plain_name, require_one_state
 from fullshard.core.optim import load_parameter_states
 from fullshard.errors import CheckpointError
 from fullshard.state.saving.dcp_reader import MARKER, DcpPlanner, DcpReader, read_metadata
@@ -70,7 +70,7 @@ def save_dcp(model: nn.Module, optimizer: Stepping | None, path: str | Path, *, 
             )
         held = local_tensors(model)
         written = [one for one in held if frozen or not one.is_frozen]
-        state: dict[str, Any] = {"model": {one.name: part_or_full(one.shape, one.start, one.tensor) for one in written}}
+        state: dict[str, Any] = {"model": {one.name: _part(one) for one in written}}
         return state if optimizer is None else {**state, "optim": {"state": _states(stepped(held, optimizer))}}
 
     state = together(mesh, prepare)
@@ -251,6 +251,11 @@ class _Saved:
         plan.add_optimizer(own, states, groups)
 
 
+def _part(one: LocalTensor | Piece) -> torch.Tensor:
+    """Return the tensor by which DCP writes and reads the memory of ``one``."""
+    return part_or_full(one.shape, one.start, one.tensor, block=one.block)
+
+
 def _names(model: nn.Module) -> dict[str, list[str]]:
     """Return all names of each parameter and persistent buffer in torch's ``state_dict``, by its first name."""
     names: dict[int, list[str]] = {}
@@ -274,7 +279,7 @@ def _states(own: Sequence[ParameterState]) -> dict[str, dict[str, Any]]:
 
 def _read_pieces(mesh: Mesh, saved: _Saved, pieces: Sequence[Piece]) -> None:
     """Have DCP fill ``pieces``; every rank calls it."""
-    _read(mesh, saved, {one.name: part_or_full(one.shape, one.start, one.tensor) for one in pieces})
+    _read(mesh, saved, {one.name: _part(one) for one in pieces})
 
 
 def _read(mesh: Mesh, saved: _Saved, wanted: dict[str, Any]) -> None:

@@ -75,7 +75,7 @@ class LoadPlan:
             elif stored[name].shape != local.shape:
                 misshaped.append(f"{name} {stored[name].shape} instead of {local.shape}")
             elif local.tensor.numel():
-                self.pieces.append(Piece(stored[name].name, local.shape, local.start, local.tensor))
+                self.pieces.append(Piece(stored[name].name, local.shape, local.start, local.tensor, local.block))
                 if local.tensor.data_ptr() != local.home.data_ptr():
                     self._copies.append(local)
         problems = [
@@ -123,7 +123,7 @@ class LoadPlan:
         state = dict(saved)
         for key, spec in specs.items():
             part = parts[key]
-            start = 0 if part is None else part.held[0]
+            start, block = (0, None) if part is None else (part.held[0], part.block)
             if key in constants:
                 # Every parameter may share this tensor: it is compared and kept, never read into.
                 state[key] = constants[key]
@@ -131,7 +131,7 @@ class LoadPlan:
                 self.constants.append((Piece(spec.name, spec.shape, start, read), constants[key]))
             else:
                 state[key] = room = one.room(key, part, spec.dtype, options)
-                self.pieces.append(Piece(spec.name, spec.shape, start, rows_of(room).view(-1)))
+                self.pieces.append(Piece(spec.name, spec.shape, start, rows_of(room).view(-1), block))
         return state
 
     def compare(self) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from fullshard.core.comm import device_of, together, together_in_background
-from fullshard.core.engine import LocalTensor, local_tensors, mesh_of, require_one_state
+from fullshard.core.engine import LocalTensor, local_tensors, mesh_of, require_one_state, require_undivided
 from fullshard.core.optim.average import ExponentialMovingAverage
 from fullshard.core.optim.shards import holds_rows
 from fullshard.core.shards import rows_of
@@ -91,6 +91,7 @@ def load_checkpoint(
             not fit, nothing has changed; if a file turns out to be damaged, part of the model has changed.
     """
     require_one_state(model)
+    require_undivided(model, "fullshard's own format of checkpoints")
     ranks, path = mesh_of(model), as_place(path)
     index = together_in_background(ranks, lambda: read_index(path))
     target = together(ranks, lambda: Target(model, optimizer, index, average))
@@ -181,6 +182,7 @@ class Target:
             CheckpointError: Names or shapes do not fit, or the optimizer's state or the average of the weights is to be
                 loaded and was not saved.
         """
+        require_undivided(model, "fullshard's own format of checkpoints")
         self.index, self.plan, self._source = index, LoadPlan(), source
         self._specs = {name: TensorSpec(name, e.shape, dtype_of(e)) for name, e in index.tensors.items()}
         self._own: list[ParameterState] = []

@@ -14,12 +14,13 @@ import torch
 from torch import nn
 
 from fullshard.core.comm import Mesh, together
-from fullshard.core.engine import gathered, local_tensors, mesh_of, plain_name, require_one_state
+from fullshard.core.engine import gathered, local_tensors, mesh_of, plain_name, require_one_state, require_undivided
 from fullshard.core.layout import StatePart, elementwise
 from fullshard.core.optim.exchange import PieceExchange
 from fullshard.core.optim.in_backward import StepInBackward
 from fullshard.core.optim.shards import comm_of, meta_of
 from fullshard.core.optim.walk import load_parameter_states
+from fullshard.core.shards import run_of
 from fullshard.errors import CheckpointError
 from fullshard.state.saving.load_plan import LoadPlan
 from fullshard.state.saving.parameter_state import ParameterState, Stepping, stepped
@@ -112,7 +113,7 @@ def _plan(
 
 
 def _read_piece(piece: Piece, tensors: Mapping[str, torch.Tensor]) -> None:
-    piece.tensor.copy_(tensors[piece.name].detach().reshape(-1)[piece.start : piece.stop])
+    piece.tensor.copy_(run_of(tensors[piece.name].detach(), piece.block, piece.start, piece.stop))
 
 
 def _state_dicts(state: UnshardedState | Sequence[UnshardedState]) -> list[Mapping[str, Any]]:
@@ -134,7 +135,7 @@ def _state_dicts(state: UnshardedState | Sequence[UnshardedState]) -> list[Mappi
 
 def cut(full: torch.Tensor, part: StatePart) -> torch.Tensor:
     """Return this rank's part of a full tensor of state: a view."""
-    return full.detach().reshape(-1)[slice(*part.held)].view(part.local_shape)
+    return run_of(full.detach(), part.block, *part.held).view(part.local_shape)
 
 
 def _names_of_groups(
@@ -238,6 +239,7 @@ def full_optimizer_state(model: nn.Module, optimizer: Stepping, *, groups: Seque
             ranks step different parameters; on every rank, with the same text.
     """
     require_one_state(model)
+    require_undivided(model, "The unsharded state of an optimizer on rank 0")
     mesh = mesh_of(model)
     own = together(mesh, lambda: stepped(local_tensors(model), optimizer))
     named = named_groups(model, optimizer)

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from fullshard.core.comm import Mesh, device_of, together
-from fullshard.core.engine import LocalTensor, local_tensors, mesh_of, require_one_state, unreduced
+from fullshard.core.engine import LocalTensor, local_tensors, mesh_of, require_one_state, require_undivided, unreduced
 from fullshard.core.optim.average import ExponentialMovingAverage
 from fullshard.core.shards import on_rows
 from fullshard.errors import CheckpointError
@@ -85,6 +85,7 @@ def require_between_steps(ranks: Mesh, model: nn.Module, step: int) -> None:
     Raises:
         CheckpointError: The state cannot be saved as it is.
     """
+    require_undivided(model, "fullshard's own format of checkpoints")
     if ranks.size != mesh_of(model).size:
         raise CheckpointError(
             f"The model is on {mesh_of(model).size} ranks and these checkpoints are on {ranks.size}. Pass the "
@@ -126,6 +127,7 @@ def plan_save(
     Raises:
         CheckpointError: The optimizer has parameters of another model, or state that cannot be cut by rows.
     """
+    require_undivided(model, "fullshard's own format of checkpoints")
     if not everything:
         require_one_state(model)
     plan = SavePlan()

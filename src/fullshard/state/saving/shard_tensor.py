@@ -12,8 +12,8 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from fullshard.core.comm import Comm
-from fullshard.core.layout import Box, StatePart, boxes
-from fullshard.core.shards import gather_full, rows_of
+from fullshard.core.layout import Block, Box, StatePart, boxes_in
+from fullshard.core.shards import gather_blocks, gather_full, rows_of
 from fullshard.core.torch_private import plain_subclass
 from fullshard.errors import ShardingError
 
@@ -85,6 +85,7 @@ class ShardTensor(_Described, torch.Tensor):
         flat: This rank's elements, 1-D, possibly none.
         start: The first of them, counted in the flattened full tensor.
         written: First and past-the-last element that this rank writes; other ranks write the rest of ``flat``.
+        block: If tensor parallelism divides the tensor, the block of it whose elements ``start`` and ``written`` count.
         place: Number of the rank whose part it is and of the ranks that share the tensor, also after it was pickled;
             None if not known.
     """
@@ -92,6 +93,7 @@ class ShardTensor(_Described, torch.Tensor):
     flat: torch.Tensor
     start: int
     written: tuple[int, int]
+    block: Block | None
     place: tuple[int, int] | None
     _ranks: _Ranks
 
@@ -102,6 +104,7 @@ class ShardTensor(_Described, torch.Tensor):
         flat: torch.Tensor,
         written: tuple[int, int] | None = None,
         comm: Comm | None = None,
+        block: Block | None = None,
     ) -> ShardTensor:
         """Create one from the elements ``flat``, (numel,), starting at element ``start`` of a full tensor of ``shape``.
 
@@ -109,7 +112,7 @@ class ShardTensor(_Described, torch.Tensor):
         it ends: DCP identifies boxes by where they begin.
         """
         shard = flat.new_empty(()).expand(tuple(shape)).as_subclass(ShardTensor)
-        shard.flat, shard.start, shard._ranks = flat, start, _Ranks(comm)
+        shard.flat, shard.start, shard.block, shard._ranks = flat, start, block, _Ranks(comm)
         shard.place = None if comm is None else (comm.rank, comm.size)
         shard.written = (start, start + flat.numel()) if written is None else written
         return shard
@@ -119,19 +122,23 @@ class ShardTensor(_Described, torch.Tensor):
         """The ranks that share the tensor; None if not known."""
         return self._ranks.comm
 
-    def elements(self, name: str, held: tuple[int, int], comm: Comm | None = None) -> torch.Tensor:
+    def elements(
+        self, name: str, held: tuple[int, int], comm: Comm | None = None, block: Block | None = None
+    ) -> torch.Tensor:
         """Return ``flat`` if it is what this rank, of ``comm``, holds of ``name``: elements from ``held[0]`` on.
 
         Raises:
             ShardingError: It is another rank's part, or from another number of ranks.
         """
         stop = self.start + self.flat.numel()
-        if self.flat.numel() != held[1] - held[0] or (self.flat.numel() and self.start != held[0]):
+        other = self.flat.numel() != held[1] - held[0] or (self.flat.numel() and self.start != held[0])
+        if other or self.block != block:
             here = None if comm is None else (comm.rank, comm.size)
             raise ShardingError(
-                f"{name} has elements {self.start} to {stop}{_of_rank(self.place)}, but this rank{_of_rank(here)} "
-                f"holds {held[0]} to {held[1]}. A rank's part loads on the same rank of as many ranks with the same "
-                "units. For other ranks write it with torch.distributed.checkpoint.save, and load that."
+                f"{name} has elements {self.start} to {stop}{_of(self.block)}{_of_rank(self.place)}, but this rank"
+                f"{_of_rank(here)} holds {held[0]} to {held[1]}{_of(block)}. A rank's part loads on the same rank of "
+                "as many ranks with the same units. For other ranks write it with torch.distributed.checkpoint.save, "
+                "and load that."
             )
         return self.flat
 
@@ -146,11 +153,13 @@ class ShardTensor(_Described, torch.Tensor):
                 f"{self!r:.60}… was loaded or copied and cannot reach the other ranks. "
                 "Take it from the sharded model's state dict."
             )
+        if self.block is not None:
+            return gather_blocks(self.comm, self.shape, self.block, self.start, self.flat)
         return gather_full(self.comm, self.shape, self.start, self.flat)
 
     def to_local(self) -> torch.Tensor:
         """Return this rank's rows, (rows here, *rest), of the same memory; a run of elements, 1-D, if it cuts a row."""
-        shape = tuple(self.shape)[1:]
+        shape = tuple(self.shape if self.block is None else self.block.shape(self.shape))[1:]
         row = math.prod(shape)
         if row == 0 or self.start % row or self.flat.numel() % row:
             return self.flat
@@ -178,7 +187,7 @@ class ShardTensor(_Described, torch.Tensor):
         if name in _MOVES and isinstance(args[0], ShardTensor):
             part = args[0]
             flat = func(part.flat, *args[1:], **(kwargs or {}))
-            moved = _placed(ShardTensor.of(part.shape, part.start, flat, part.written), part.place)
+            moved = _placed(ShardTensor.of(part.shape, part.start, flat, part.written, block=part.block), part.place)
             moved._ranks = part._ranks
             return moved
         if name in _FILLS:
@@ -187,7 +196,8 @@ class ShardTensor(_Described, torch.Tensor):
         if name == "data_ptr":
             return 0
         if name == "new_empty" and tuple(args[1]) == tuple(args[0].shape):
-            return ShardTensor.of(args[1], args[0].start, args[0].flat.new_empty(0, **(kwargs or {})))
+            flat = args[0].flat.new_empty(0, **(kwargs or {}))
+            return ShardTensor.of(args[1], args[0].start, flat, block=args[0].block)
         raise ShardingError(
             f"{name} of a ShardTensor: it is one rank's part of a tensor (in .flat), for torch.distributed.checkpoint. "
             "Every rank can call its full_tensor(). For full models use get_model_state_dict with "
@@ -205,7 +215,7 @@ class ShardTensor(_Described, torch.Tensor):
             warnings.warn(_PICKLED, stacklevel=2)
         # A clone of a view: pickling one would write all of the memory that it is a view of.
         flat = self.flat if self.flat.untyped_storage().nbytes() == self.flat.nbytes else self.flat.clone()
-        return unpickled_part, (tuple(self.shape), self.start, flat, tuple(self.written), self.place)
+        return unpickled_part, (tuple(self.shape), self.start, flat, tuple(self.written), self.place, self._of_block())
 
     def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
         properties = TensorProperties.create_from_tensor(self.flat)
@@ -215,22 +225,30 @@ class ShardTensor(_Described, torch.Tensor):
                 type=WriteItemType.SHARD,
                 tensor_data=TensorWriteData(chunk=_chunk(box), properties=properties, size=self.size()),
             )
-            for box in boxes(self.shape, *self.written)
+            for box in boxes_in(self.shape, self.block, *self.written)
         ]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
         return [_chunk(box) for box in self._boxes()]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
-        box = next(box for box in (*boxes(self.shape, *self.written), *self._boxes()) if box.offsets == index.offset)
+        written = boxes_in(self.shape, self.block, *self.written)
+        box = next(box for box in (*written, *self._boxes()) if box.offsets == index.offset)
         return self.flat[box.start - self.start :][: box.numel].view(box.sizes)
 
     def _boxes(self) -> list[Box]:
-        return boxes(self.shape, self.start, self.start + self.flat.numel())
+        return boxes_in(self.shape, self.block, self.start, self.start + self.flat.numel())
+
+    def _of_block(self) -> tuple[int, int, int] | None:
+        return None if self.block is None else (self.block.dim, self.block.index, self.block.count)
 
 
 def _chunk(box: Box) -> ChunkStorageMetadata:
     return ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
+
+
+def _of(block: Block | None) -> str:
+    return "" if block is None else f" of block {block.index} of {block.count} along dimension {block.dim}"
 
 
 def _of_rank(place: tuple[int, int] | None) -> str:
@@ -243,10 +261,16 @@ def _placed(part: ShardTensor, place: tuple[int, int] | None) -> ShardTensor:
 
 
 def unpickled_part(
-    shape: tuple[int, ...], start: int, flat: torch.Tensor, written: tuple[int, int], place: tuple[int, int] | None
+    shape: tuple[int, ...],
+    start: int,
+    flat: torch.Tensor,
+    written: tuple[int, int],
+    place: tuple[int, int] | None,
+    block: tuple[int, int, int] | None = None,
 ) -> ShardTensor:
     """Return the part that was pickled; it does not know the other ranks. Called by unpicklers."""
-    return _placed(ShardTensor.of(shape, start, flat, written), place)
+    of_block = None if block is None else Block(*block)
+    return _placed(ShardTensor.of(shape, start, flat, written, block=of_block), place)
 
 
 torch.serialization.add_safe_globals([unpickled_part])  # for torch.load(weights_only=True)
@@ -318,6 +342,7 @@ def part_or_full(
     flat: torch.Tensor,
     written: tuple[int, int] | None = None,
     comm: Comm | None = None,
+    block: Block | None = None,
 ) -> torch.Tensor:
     """Return the tensor by which DCP reads and writes the memory of ``flat``, (numel,), from element ``start`` on.
 
@@ -325,7 +350,7 @@ def part_or_full(
     """
     shape, flat = torch.Size(shape), rows_of(flat)
     if flat.numel() < shape.numel() or written not in (None, (0, flat.numel())):
-        return ShardTensor.of(shape, start, flat, written, comm)
+        return ShardTensor.of(shape, start, flat, written, comm, block)
     if comm is None:
         return flat.view(shape)
     return UnsplitTensor.of(flat.view(shape), comm)
@@ -333,4 +358,4 @@ def part_or_full(
 
 def state_as_part(part: StatePart, value: torch.Tensor, comm: Comm | None = None) -> torch.Tensor:
     """Convert as :func:`part_or_full` does, for a rank's part of a tensor of optimizer state."""
-    return part_or_full(part.shape, part.held[0], rows_of(value).view(-1), part.written, comm)
+    return part_or_full(part.shape, part.held[0], rows_of(value).view(-1), part.written, comm, part.block)

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from fullshard.core.layout import Block
 from fullshard.errors import CheckpointError
 from fullshard.state.storage.index import SHARD_NAME, PieceEntry, TensorEntry
 from fullshard.state.storage.object_path import Place
@@ -35,6 +36,7 @@ class Piece:
     shape: tuple[int, ...]  # shape of the full tensor; ``()`` for a scalar
     start: int  # first element, counted in the flattened full tensor
     tensor: torch.Tensor  # the elements, (stop - start,), contiguous, on any device. Written from, or read into
+    block: Block | None = None  # whose elements are counted, if tensor parallelism divides the tensor; only for DCP
 
     @property
     def stop(self) -> int:

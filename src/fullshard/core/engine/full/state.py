@@ -16,15 +16,18 @@ from typing import Any
 import torch
 from torch import nn
 
+from fullshard.core.comm import Mesh, grid_of
+from fullshard.core.engine.parallel.parallel_lane import ParallelParam
 from fullshard.core.engine.registry import runtime_of
 from fullshard.core.engine.step.param import ShardedParam
 from fullshard.core.engine.step.precision import Dtypes
 from fullshard.core.engine.step.runtime import Runtime
 from fullshard.core.engine.step.unit import Keep, Unit
 from fullshard.core.engine.tables.table_lane import request_tables
+from fullshard.core.layout import Block
 from fullshard.core.layout.names import plain_name
 from fullshard.core.policy import MixedPrecision, UnitPolicy
-from fullshard.core.shards import on_rows, rows_of, untraced
+from fullshard.core.shards import on_rows, rows_of, run_of, untraced
 from fullshard.core.torch_private import in_backward
 from fullshard.errors import ShardingError
 
@@ -265,13 +268,13 @@ def full_tensors(model: nn.Module) -> Iterator[tuple[str, dict[str, torch.Tensor
     require_one_state(model)
     runtime = runtime_of(model)
     runtime.follow_changes()
-    writes = runtime.mesh.rank == 0
+    writes = ranks_of(runtime).rank == 0
     for unit in runtime.units:
         tensors: dict[str, torch.Tensor | None] = {}
         for lane in unit.lanes:
             full = None
             mine = lane.shard.to(runtime.mesh.device)
-            if writes:
+            if runtime.mesh.rank == 0:
                 full = torch.empty(lane.numel, dtype=mine.dtype, device=mine.device)
             if lane.mesh.replica_group.rank == 0:  # other replicas hold the same values
                 runtime.mesh.announce(f"gather of unit {unit.name} to rank 0")
@@ -279,8 +282,10 @@ def full_tensors(model: nn.Module) -> Iterator[tuple[str, dict[str, torch.Tensor
             full = None if full is None else full.cpu()
             for param in unit.params_of(lane):
                 start, numel = param.meta.placement.start, param.meta.placement.numel
-                view = None if full is None else full[start : start + numel].view(param.meta.global_shape)
-                tensors[param.meta.name] = view
+                view = None if full is None else full[start : start + numel].view(param.meta.block_shape)
+                if view is not None and isinstance(param, ParallelParam):
+                    view = param.whole_on_first(view)
+                tensors[param.meta.name] = view if writes else None
         yield unit.name, tensors
     yield "(ignored)", {name: (p.detach().cpu() if writes else None) for name, p in left_out(model).items()}
     yield "(buffers)", {name: (b.cpu() if writes else None) for name, b in persistent_buffers(model)}
@@ -300,6 +305,7 @@ class LocalTensor:
         replica: Index of this copy among the copies of these elements.
         replicas: Number of ranks that hold a copy.
         param: The Parameter that an optimizer steps; None for a buffer.
+        block: If tensor parallelism divides the parameter, the block of it whose elements ``start`` counts.
     """
 
     name: str
@@ -311,6 +317,7 @@ class LocalTensor:
     replica: int
     replicas: int
     param: nn.Parameter | None
+    block: Block | None = None
 
     @property
     def is_frozen(self) -> bool:
@@ -330,7 +337,9 @@ def local_tensors(model: nn.Module) -> list[LocalTensor]:
     for _, param in runtime.all_params():
         meta, copies, shard = param.meta, param.lane.mesh.replica_group, param.sharded
         names = (meta.name, meta.aliases, meta.global_shape, meta.element_range[0])
-        found.append(LocalTensor(*names, rows_of(shard).reshape(-1), shard, copies.rank, copies.size, shard))
+        found.append(
+            LocalTensor(*names, rows_of(shard).reshape(-1), shard, copies.rank, copies.size, shard, meta.block)
+        )
     rank, size = runtime.mesh.rank, runtime.mesh.size
     ignored = [(name, param, param) for name, param in left_out(model).items()]
     for name, tensor, param in [*ignored, *((name, buffer, None) for name, buffer in persistent_buffers(model))]:
@@ -354,6 +363,32 @@ def require_one_state(model: nn.Module) -> None:
             "ranks only (another mesh or process_group). Each group of ranks holds its own values, so what all ranks "
             "save together, or rank 0 alone, would have one group's. Save a full state dict on each rank, in a file "
             "of its own. Use StateDictType.FULL_STATE_DICT, or model.state_dict() inside `with unsharded(model):`."
+        )
+
+
+def ranks_of(runtime: Runtime) -> Mesh:
+    """Return all ranks that hold parts of a model: those that share shards and, if it is tensor parallel, blocks."""
+    divided = next((param for _, param in runtime.all_params() if isinstance(param, ParallelParam)), None)
+    if divided is None:
+        return runtime.mesh
+    mesh = runtime.mesh
+    return Mesh(grid_of(mesh.shard_group, divided.parallel.comm), mesh.replica_group)
+
+
+def require_undivided(model: nn.Module, what: str) -> None:
+    """Refuse what is not there for a model that is tensor parallel; any rank.
+
+    Raises:
+        ShardingError: It is.
+    """
+    runtime = runtime_of(model)
+    found = next((param for _, param in runtime.all_params() if isinstance(param, ParallelParam)), None)
+    if found is not None:
+        raise ShardingError(
+            f"{what} is not supported for a model that is tensor parallel, as {found.meta.name} "
+            f"{found.meta.global_shape} is, over {found.parallel.comm.size} ranks. Use fullshard.saving.dcp.save_dcp "
+            "and load_dcp for checkpoints, fullshard.save or fullshard.full_state_dict for the full model, and "
+            "model.load_state_dict(full tensors)."
         )
 
 
@@ -403,8 +438,8 @@ def load_full_state(
     with torch.no_grad():
         for name, (target, _) in targets.items():
             if isinstance(target, ShardedParam):
-                start, stop = target.meta.element_range
-                target.sharded.copy_(state[name].reshape(-1)[start:stop].view(target.meta.local_shape))
+                rows = run_of(state[name], target.meta.block, *target.meta.element_range)
+                target.sharded.copy_(rows.view(target.meta.local_shape))
             else:
                 target.copy_(state[name])
     return missing, unexpected

@@ -15,11 +15,14 @@ from math import prod
 import torch
 from torch import nn
 
-from fullshard.core.engine.full.state import left_out, persistent_buffers, require_one_state
+from fullshard.core.comm import Comm, SoloComm
+from fullshard.core.engine.full.state import left_out, persistent_buffers, ranks_of, require_one_state
+from fullshard.core.engine.parallel.parallel_lane import ParallelLane
 from fullshard.core.engine.registry import runtime_of
 from fullshard.core.engine.step.lane import Lane
 from fullshard.core.engine.step.runtime import Runtime
 from fullshard.core.engine.step.unit import Unit
+from fullshard.core.layout import ShardMeta, interleaved
 from fullshard.core.layout.names import plain_name
 
 
@@ -157,8 +160,10 @@ def full_runs(
     runtime = runtime_of(model)
     runtime.follow_changes()
     warn_if_buffers_differ(runtime)
+    ranks = ranks_of(runtime)
+    writes = ranks.rank == 0
     # At least eight bytes, the largest element, of each rank.
-    words = max(limit_bytes // (ahead + 1) // 8, runtime.mesh.size)
+    words = max(limit_bytes // (ahead + 1) // 8, ranks.size)
     host = _Host(8 * words, ahead + 1)
     for unit in runtime.units:
         for lane in unit.lanes:
@@ -169,7 +174,7 @@ def full_runs(
         if names is not None and name not in names:
             continue
         for start, piece in _pieces(tensor.detach(), 0, host.step_bytes // tensor.dtype.itemsize):
-            yield [(name, start, host.flat(piece))] if runtime.mesh.rank == 0 else []
+            yield [(name, start, host.flat(piece))] if writes else []
 
 
 def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -187,7 +192,7 @@ def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
     Raises:
         ShardingError: The model is not sharded.
     """
-    writes = runtime_of(model).mesh.rank == 0
+    writes = ranks_of(runtime_of(model)).rank == 0
     saved = saved_tensors(model) if writes else []
     full = {one.names[0]: torch.empty(one.shape, dtype=one.dtype) for one in saved}
     for runs in full_runs(model):
@@ -229,15 +234,50 @@ class _Host:
 
 def _lane_runs(runtime: Runtime, unit: Unit, lane: Lane, host: _Host) -> Iterator[list[Run]]:
     """Yield one lane step by step, with equally many elements of every rank's shard."""
-    names = {param.place: param.meta.name for param in unit.params if param.lane is lane}
+    metas = {param.place: param.meta for param in unit.params if param.lane is lane}
     size = lane.mesh.shard_group.size
-    step = host.step_bytes // (lane.shard.dtype.itemsize * size)
+    blocks = lane.blocks if isinstance(lane, ParallelLane) else SoloComm(runtime.mesh.device)
+    step = host.step_bytes // (lane.shard.dtype.itemsize * size * blocks.size)
+    writes = ranks_of(runtime).rank == 0
     for low in range(0, lane.layout.shard_numel, step):
         runtime.mesh.announce(f"gather of unit {unit.name} to rank 0")
         part = _gather(runtime, lane, lane.shard[low : low + step], host)
-        slices = [] if part is None else part.view(size, -1).unbind()
-        firsts = (lane.layout.shard_bounds(rank)[0] + low for rank in range(size))
-        yield [run for first, slice_ in zip(firsts, slices, strict=False) for run in _split(lane, names, first, slice_)]
+        part = _of_all_blocks(blocks, part) if blocks.size > 1 else part
+        runs: list[Run] = []
+        for rank, slices in enumerate(() if part is None or not writes else part.view(blocks.size, size, -1).unbind(1)):
+            for place, first, inside in _split(lane, lane.layout.shard_bounds(rank)[0] + low, slices.shape[1]):
+                runs += _in_full(metas[place], first, slices[:, inside])
+        yield runs
+
+
+def _of_all_blocks(blocks: Comm, part: torch.Tensor | None) -> torch.Tensor | None:
+    """Gather each block's elements of one step on the first of the ranks that divide parameters; else None."""
+    if part is None:  # not a first rank of those that share a block
+        return None
+    every = part.new_empty(blocks.size * part.numel()) if blocks.rank == 0 else None
+    blocks.announce("gather of blocks to rank 0")
+    sent, received = part.to(blocks.device), None if every is None else every.to(blocks.device)
+    blocks.gather(sent, received).wait()
+    return None if received is None else received.to(part.device)
+
+
+def _in_full(meta: ShardMeta, first: int, elements: torch.Tensor) -> Iterator[Run]:
+    """Yield the runs of the full parameter that elements from ``first`` on are, (blocks, n), the same of each block."""
+    block, stop = meta.block, first + elements.shape[1]
+    if block is None:  # every rank that divides others has all of it
+        yield meta.name, first, elements[0]
+        return
+    (low, high), stretch = interleaved(meta.global_shape, block, first, stop)
+    if low < high:
+        together = elements[:, low - first : high - first].reshape(block.count, -1, stretch).transpose(0, 1)
+        yield meta.name, low * block.count, together.reshape(-1)
+    for start, end in ((first, low), (max(low, high), stop)):
+        while start < end:
+            here = min(end, (start // stretch + 1) * stretch)
+            for index in range(block.count):
+                at = (start // stretch * block.count + index) * stretch + start % stretch
+                yield meta.name, at, elements[index, start - first : here - first]
+            start = here
 
 
 def _gather(runtime: Runtime, lane: Lane, mine: torch.Tensor, host: _Host) -> torch.Tensor | None:
@@ -255,15 +295,19 @@ def _gather(runtime: Runtime, lane: Lane, mine: torch.Tensor, host: _Host) -> to
     return None if full is None else host.flat(full)
 
 
-def _split(lane: Lane, names: dict[int, str], first: int, elements: torch.Tensor) -> Iterator[Run]:
-    """Split consecutive elements of a lane, from ``first`` on, into runs of its parameters, without padding."""
-    placements, stop = lane.layout.placements, first + elements.numel()
+def _split(lane: Lane, first: int, numel: int) -> Iterator[tuple[int, int, slice]]:
+    """Yield which parameters ``numel`` consecutive elements of a lane are, from ``first`` on, without padding.
+
+    Yields:
+        The parameter's place in the lane, the first of its elements, and where they are among the elements.
+    """
+    placements, stop = lane.layout.placements, first + numel
     place = max(0, bisect_right(placements, first, key=lambda placement: placement.start) - 1)
     while place < len(placements) and placements[place].start < stop:
         placement = placements[place]
         low, high = max(first, placement.start), min(stop, placement.stop)
         if low < high:
-            yield names[place], low - placement.start, elements[low - first : high - first]
+            yield place, low - placement.start, slice(low - first, high - first)
         place += 1
 
 

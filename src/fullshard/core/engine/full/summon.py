@@ -11,6 +11,7 @@ from torch import nn
 
 from fullshard.core.comm import settle
 from fullshard.core.engine.extension.extension_lane import ExtensionParam
+from fullshard.core.engine.full.state import require_undivided
 from fullshard.core.engine.registry import home_of, runtime_of
 from fullshard.core.engine.step.lane import Lane
 from fullshard.core.engine.step.param import ShardedParam
@@ -47,6 +48,7 @@ def gathered(
     Raises:
         ShardingError: Only rank 0 has the full parameters at present.
     """
+    require_undivided(model, "Gathering full tensors on each rank at once (FULL_STATE_DICT, full optimizer state)")
     runtime = runtime_of(model)
     for unit in runtime.units:
         for lane in unit.lanes:

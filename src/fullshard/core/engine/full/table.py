@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
+from math import prod
 from typing import Any
 
 from fullshard.core.engine.step.unit import Unit
@@ -50,18 +51,21 @@ class UnitTable:
     Attributes:
         rows: One for each unit.
         world_size: Ranks that share each unit.
+        blocks: Ranks among which tensor parallelism divides parameters; 1 if there is none. Bytes are a rank's.
     """
 
     rows: tuple[UnitRow, ...]
     world_size: int
+    blocks: int = 1
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain values for JSON."""
-        return {"world_size": self.world_size, "units": [asdict(row) for row in self.rows]}
+        return {"world_size": self.world_size, "blocks": self.blocks, "units": [asdict(row) for row in self.rows]}
 
     def __str__(self) -> str:
         """Return the table as text, at most 120 characters wide; runs of similar units take one line."""
         title = f"{_count(len(self.rows), 'unit')} over {_count(self.world_size, 'rank')}"
+        title += f", times {self.blocks} that divide parameters (tensor parallel)" if self.blocks > 1 else ""
         frozen = any(row.trainable < row.parameters for row in self.rows)
         counts = ("parameters", "trainable") if frozen else ("parameters",)
         head = ("unit", "class", *counts, "tensors", "lanes", "padding", "bytes/rank", "gathered")
@@ -156,18 +160,20 @@ def _same_kind(one: UnitRow, two: UnitRow) -> bool:
 
 def unit_table(units: Sequence[Unit], world_size: int) -> UnitTable:
     """Return the table of ``units``, root first, each shared by ``world_size`` ranks."""
-    return UnitTable(tuple(make_row(unit) for unit in units), world_size)
+    divided = (param.meta.block for unit in units for param in unit.params)
+    blocks = max((block.count for block in divided if block is not None), default=1)
+    return UnitTable(tuple(make_row(unit) for unit in units), world_size, blocks)
 
 
 def make_row(unit: Unit) -> UnitRow:
     """Return the row of one unit."""
-    numels = [(p.numel, p.trainable) for p in unit.params]
-    total = sum(n for n, _ in numels)
+    numels = [(prod(p.meta.global_shape), p.trainable) for p in unit.params]
+    total = sum(p.numel for p in unit.params)  # in the lanes: of divided parameters this rank's blocks
     held = sum(lane.layout.world_size * lane.layout.shard_numel for lane in unit.lanes)
     return UnitRow(
         unit=unit.name,
         kind=" + ".join(dict.fromkeys(type(module).__name__ for module in unit.modules)),
-        parameters=total,
+        parameters=sum(n for n, _ in numels),
         trainable=sum(n for n, trainable in numels if trainable),
         tensors=len(numels),
         lanes=len(unit.lanes),

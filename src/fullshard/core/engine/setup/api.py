@@ -25,6 +25,8 @@ from fullshard.core.engine.extension.extension_lane import ExtensionParam, even_
 from fullshard.core.engine.full.model_class import sharded_class
 from fullshard.core.engine.full.state import follow_mode, remember_buffers
 from fullshard.core.engine.full.stream import warn_if_buffers_differ
+from fullshard.core.engine.parallel.parallel import Parallel, check_axes
+from fullshard.core.engine.parallel.parallel_lane import ParallelParam
 from fullshard.core.engine.registry import attach, follow_tree, refuse_added
 from fullshard.core.engine.setup.build import (
     UnitBuilder,
@@ -78,9 +80,10 @@ _SITE = "_fullshard_site"  # in a module's __dict__
 
 def fuse(hooks: UnitHooks) -> None:
     """Make the plain linear and embedding modules of a unit write their weight gradients into the lane."""
+    own_forward = (ExtensionParam, ParallelParam)  # theirs computes with their class
     for param in hooks.unit.params:
         for module, key in param.slots:
-            if key != "weight" or "forward" in module.__dict__ or isinstance(param, ExtensionParam):
+            if key != "weight" or "forward" in module.__dict__ or isinstance(param, own_forward):
                 continue
             home = isinstance(param, TableParam)
             if plain_type(module) is nn.Linear:
@@ -142,7 +145,7 @@ def _in_graph(tensor: Any) -> Any:
     full = getattr(tensor, "__dict__", {}).get("full_parameter")
     if full is None:
         return tensor
-    full().__class__ = torch.nn.Parameter
+    full().__class__ = full().watcher().plain_class
     return full()
 
 
@@ -350,6 +353,7 @@ def _agree(request: _Request) -> _Agreed:
     specs, unwrapped = _specs(request)
     specs[0].modules = request.members
     check_messages(specs, policy)
+    check_axes(_parallels(request, specs), request.ranks)
     for extension in (member.extension for spec in specs for member in spec.params):
         if extension is not None:
             # Both refuse before anything changes.
@@ -362,6 +366,22 @@ def _agree(request: _Request) -> _Agreed:
     differing = _compare_ranks(request, specs, own)
     kept = [module for module in modules_kept(request.root, policy.precision.keep_fp32) if id(module) not in inside]
     return _Agreed(policy, specs, unwrapped, own, kept, differing)
+
+
+def _parallels(request: _Request, specs: Sequence[UnitSpec]) -> list[Parallel]:
+    """Return how tensor parallelism divides parameters, those that were sharded before included.
+
+    Raises:
+        ConfigError: There are such parameters, and weights are to be read, of which each rank would need its blocks.
+    """
+    found = [p.parallel for one in request.inner for _, p in one.all_params() if isinstance(p, ParallelParam)]
+    found += [member.parallel for spec in specs for member in spec.params if member.parallel is not None]
+    if found and request.weights is not None:
+        raise ConfigError(
+            f"weights= reads rows of full parameters, and tensor parallelism divides {found[0].name} {found[0].shape}. "
+            "Load the weights before the model is divided, or model.load_state_dict(full tensors) after fully_shard."
+        )
+    return found
 
 
 def _compare_ranks(request: _Request, specs: Sequence[UnitSpec], own: Iterable[nn.Module]) -> Differing:

@@ -13,6 +13,7 @@ from torch import nn
 from fullshard.core.comm import Comm, Device, Mesh, SoloComm, same_group, same_ranks
 from fullshard.core.engine.extension.extension_lane import ExtensionLane, ExtensionParam, even_layout
 from fullshard.core.engine.full.model_class import plain_class
+from fullshard.core.engine.parallel.parallel_lane import ParallelLane, ParallelParam
 from fullshard.core.engine.registry import detach, is_sharded, runtime_of
 from fullshard.core.engine.setup.wrap import ParamSpec, UnitSpec, can_stay_home, is_table
 from fullshard.core.engine.step.lane import BufferTracker, Lane, ReusableBuffer
@@ -53,6 +54,7 @@ def sharded_inside(root: nn.Module, ranks: Mesh) -> list[Runtime]:
                     "modules first, then a module that contains all of them."
                 )
             _check_ranks(name, root, runtime.mesh, ranks)
+            _check_divided(name, runtime, ranks)
     return list(found.values())
 
 
@@ -72,6 +74,21 @@ def _check_ranks(name: str, root: nn.Module, inner: Mesh, ranks: Mesh) -> None:
             f"{name} was sharded over {inner.replica_group.size} x {inner.shard_group.size} ranks (replicas x shards), "
             f"and the call on {type(root).__name__} names {ranks.replica_group.size} x {ranks.shard_group.size}. The "
             "ranks of a part must be those of the model in the same order, or some of them: pass such a mesh to each "
+            "call of fully_shard."
+        )
+
+
+def _check_divided(name: str, inner: Runtime, ranks: Mesh) -> None:
+    """Refuse a tensor parallel part that is sharded over some of the model's ranks only.
+
+    Raises:
+        ProcessGroupError: It is.
+    """
+    divided = next((param for _, param in inner.all_params() if isinstance(param, ParallelParam)), None)
+    if divided is not None and inner.mesh.size < ranks.size:
+        raise ProcessGroupError(
+            f"{name} was sharded over {inner.mesh.size} of the model's {ranks.size} ranks, and tensor parallelism "
+            f"divides {divided.meta.name}: norms would count its elements more than once. Pass the same mesh to each "
             "call of fully_shard."
         )
 
@@ -208,6 +225,8 @@ class UnitBuilder:
         # The full values are not needed any more. Freed before the gathered buffers are allocated: otherwise two units
         # would be in memory at once.
         for member in spec.params:
+            if member.parallel is not None:
+                member.parallel.leave(member.slots, member.param)
             if not member.param.is_meta:
                 member.param.data = member.param.data.new_empty(0)
         params: list[ShardedParam] = []
@@ -279,8 +298,7 @@ class UnitBuilder:
                 _copy_values(group, layout, mesh.shard_group.rank, shard)
             members = [group[placement.index] for placement in layout.placements]
             extension = group[0].extension
-            kind = TableLane if id(group[0]) in homes else Lane if extension is None else ExtensionLane
-            lane = kind(
+            lane = self._kind(members, homes)(
                 layout,
                 mesh,
                 self._host(shard),
@@ -294,10 +312,21 @@ class UnitBuilder:
             )
             if isinstance(lane, TableLane):
                 lane.forced = self.policy.tables == "home"
+            if isinstance(lane, ParallelLane):
+                lane.parallels = [member.parallel for member in members]
             if isinstance(lane, ExtensionLane) and extension is not None:
                 lane.extension, extension.precision = extension, self.policy.precision
                 extension.cut(lane.rows.shape, lane.shard.dtype, self.device)
             yield lane, members
+
+    @staticmethod
+    def _kind(members: list[ParamSpec], homes: set[int]) -> type[Lane]:
+        """Return the class of the lane of ``members``."""
+        if any(member.parallel is not None for member in members):
+            return ParallelLane
+        if members[0].extension is not None:
+            return ExtensionLane
+        return TableLane if id(members[0]) in homes else Lane
 
     @staticmethod
     def _layouts(group: list[ParamSpec], ranks: int) -> Iterable[LaneLayout]:
@@ -309,8 +338,10 @@ class UnitBuilder:
     def _sharded_params(self, lane: Lane, members: list[ParamSpec], tables: set[int]) -> Iterable[ShardedParam]:
         rank = lane.mesh.shard_group.rank
         for placement, shape, member in zip(lane.layout.placements, lane.shapes, members, strict=True):
-            meta = ShardMeta(member.names[0], tuple(member.names[1:]), shape, lane.layout, placement, rank)
-            kind = _PARAMS.get(type(lane), ShardedParam)
+            parallel = member.parallel
+            shape, block = (shape, None) if parallel is None else (parallel.shape, parallel.block)
+            meta = ShardMeta(member.names[0], tuple(member.names[1:]), shape, lane.layout, placement, rank, block)
+            kind = _PARAMS.get(type(lane), ShardedParam) if parallel is None else ParallelParam
             yield kind(meta, lane, member.param, member.slots, is_table=id(member) in tables)
 
 

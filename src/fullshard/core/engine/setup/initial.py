@@ -55,6 +55,7 @@ def _describe(unit: UnitSpec) -> str:
     """Describe everything about a unit that ranks must agree on, except values."""
     params = ", ".join(
         f"{'='.join(s.names)} {tuple(s.param.shape)} {s.param.dtype}{'' if s.param.requires_grad else ' frozen'}"
+        f"{'' if s.parallel is None else f' of {s.parallel.shape}, {s.parallel.placements}'}"
         for s in unit.params
     )
     return f"{unit.name}: {params}"

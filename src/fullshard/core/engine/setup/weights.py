@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from fullshard.core.comm import Comm, Mesh, together_in_background
-from fullshard.core.engine.full.state import left_out, local_tensors
+from fullshard.core.engine.full.state import left_out, local_tensors, require_undivided
 from fullshard.core.engine.registry import runtime_of
 from fullshard.core.engine.step.unit import Keep
 from fullshard.core.layout.names import plain_name
@@ -381,5 +381,6 @@ def load_weights(model: nn.Module, source: WeightSource) -> None:
         UserError: The weights do not fit, or cannot be read; raised on every rank with the same text. If they do not
             fit, nothing has changed.
     """
+    require_undivided(model, "Loading weights from files into the shards")
     reader = open_weights(model, runtime_of(model).mesh, source, frozenset(left_out(model).values()))
     fill(model, reader)

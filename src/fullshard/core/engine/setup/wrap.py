@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from fullshard.core.engine.extension.extension import METHODS, Extension, extension_of
+from fullshard.core.engine.parallel.parallel import Parallel, is_distributed
 from fullshard.core.engine.step.unit import is_plain_embedding, plain_type
 from fullshard.core.layout.names import plain_name
 from fullshard.core.policy import MinNumel, Named, TransformerBlocks, WrapPolicy
@@ -48,22 +49,26 @@ class ParamSpec:
         names: Fully qualified names; several when it is tied.
         slots: ``(module, key)`` of each registration, on distinct modules.
         extension: The tensor subclass around it that says what is gathered; None for plain parameters.
+        parallel: How tensor parallelism divides it; None if it does not. Then ``param`` is this rank's block.
     """
 
     param: nn.Parameter
     names: list[str] = field(default_factory=list)
     slots: list[tuple[nn.Module, str]] = field(default_factory=list)
     extension: Extension | None = None
+    parallel: Parallel | None = None
 
     def take_apart(self) -> None:
-        """Find the extension of the parameter, if its class has one.
+        """Find the extension of the parameter, if its class has one, or how tensor parallelism divides it.
 
         Raises:
-            WrapError: It is made of other tensors, and cannot be gathered.
+            WrapError: It is made of other tensors, and cannot be gathered; or it is divided in a way that is not known.
         """
-        distributed = hasattr(self.param, "placements")  # refused by refuse_distributed
-        made_of_others = is_traceable_wrapper(self.param) or any(hasattr(self.param, name) for name in METHODS)
-        if distributed or not made_of_others:
+        if is_distributed(self.param):
+            self.parallel = Parallel(self.names[0], self.param)
+            self.param = nn.Parameter(self.parallel.values, self.param.requires_grad)
+            return
+        if not is_traceable_wrapper(self.param) and not any(hasattr(self.param, name) for name in METHODS):
             return
         self.extension = extension_of(self.names[0], self.param, self.slots[0][0])
         self.param = nn.Parameter(self.extension.values, self.param.requires_grad)
@@ -84,6 +89,8 @@ class UnitSpec:
 
 def is_table(spec: ParamSpec) -> bool:
     """Return whether the parameter is a large embedding, possibly tied to linear heads, and nothing else."""
+    if spec.parallel is not None:
+        return False
     modules = [module for module, key in spec.slots if key == "weight"]
     known = all(is_plain_embedding(module) or plain_type(module) is nn.Linear for module in modules)
     embeds = any(is_plain_embedding(module) for module in modules)
@@ -93,7 +100,7 @@ def is_table(spec: ParamSpec) -> bool:
 def can_stay_home(spec: ParamSpec, unit: UnitSpec) -> bool:
     """Return True if tokens may travel to the parameter: a large embedding, or a large head in a unit of its own."""
     modules = [module for module, key in spec.slots if key == "weight"]
-    if spec.param.ndim != 2 or spec.param.numel() < LARGE_NUMEL or not modules:
+    if spec.param.ndim != 2 or spec.param.numel() < LARGE_NUMEL or not modules or spec.parallel is not None:
         return False
     is_head = len(spec.slots) == 1 and unit.modules == (modules[0],) and plain_type(modules[0]) is nn.Linear
     return is_head or any(isinstance(module, nn.Embedding) for module in modules)
@@ -374,13 +381,12 @@ def check_parameters(units: list[UnitSpec], *, sharded: int = 0) -> None:
     """Refuse parameters that cannot be sharded, before memory moves; ``sharded``: number sharded before.
 
     Raises:
-        WrapError: There are no parameters, one has no elements, is not strided or is torch's DTensor, or two of them,
-            of which one is trained, are different views of the same memory.
+        WrapError: There are no parameters, one has no elements or is not strided, or two of them, of which one is
+            trained, are different views of the same memory.
     """
     specs = [spec for unit in units for spec in unit.params]
     if not specs and not sharded:
         raise WrapError("The model has no parameters to shard.")
-    refuse_distributed((spec.names[0], spec.param) for spec in specs)
     for spec in specs:
         if spec.param.numel() == 0:
             raise WrapError(
@@ -410,9 +416,10 @@ def refuse_distributed(params: Iterable[tuple[str, nn.Parameter]]) -> None:
         WrapError: One is a DTensor.
     """
     for name, param in params:
-        if hasattr(param, "placements") and not hasattr(param, "shard_meta"):
+        if is_distributed(param):
             raise WrapError(
-                f"Parameter {name} is a DTensor: torch has divided the model over ranks already. fullshard shards "
+                f"Parameter {name} is a DTensor: torch has divided the model over ranks already. Here fullshard shards "
                 "plain parameters: leave out what divided these, which is distributed_config= or tp_plan= of "
-                "from_pretrained, parallelize_module or torch's own fully_shard. Or train without fullshard."
+                "from_pretrained, parallelize_module or torch's own fully_shard. Or call fullshard.fully_shard or "
+                "fully_shard of fullshard.compat.torch_fsdp, which take parameters divided by tensor parallelism."
             )
