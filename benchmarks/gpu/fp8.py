@@ -87,7 +87,7 @@ def _on_rank(
     prepare(device, 1, devices, limit_s)
     if precision == "fp8":
         _require_float8(device)
-    model = _model(contest.method, shape, precision, device, emulate=device.type == "cpu")
+    model = _model(contest.method, shape, precision, world, device, emulate=device.type == "cpu")
     flops = flops_of(model, comm, devices)
     racer = Racer(Entry("fullshard"), model, shape.inputs(0, device), comm, shape.block)
     precompute_float8_scales(racer.model)  # torchao's own first scales need a process group that reduces
@@ -126,11 +126,13 @@ def _require_float8(device: torch.device) -> None:
         raise Lacking(f"{torch.cuda.get_device_name(device)} has no fp8, which needs compute capability 8.9")
 
 
-def _model(method: Method, shape: Shape, precision: str, device: torch.device, *, emulate: bool) -> torch.nn.Module:
+def _model(
+    method: Method, shape: Shape, precision: str, world: int, device: torch.device, *, emulate: bool
+) -> torch.nn.Module:
     """Return the model before it is sharded; Method.model compiles its blocks, which read their layers later."""
     model = method.model(shape, device)
     if precision == "fp8":
-        compute_in_float8(model, scales="tensorwise", emulate=emulate)  # compiled: gathered in bf16, as in a run
+        compute_in_float8(model, scales="tensorwise", emulate=emulate, ranks=world)
     return model
 
 
@@ -138,7 +140,7 @@ def _planned(method: Method, shape: Shape, precision: str, world: int) -> int:
     """Return a plan's peak of a step, of uncompiled blocks: an upper bound of compiled ones."""
     plain = Method(method.lora, method.checkpointing)
     plan = fullshard.plan(
-        partial(_model, plain, shape, precision, torch.device("meta"), emulate=False),
+        partial(_model, plain, shape, precision, world, torch.device("meta"), emulate=False),
         partial(shape.inputs, 0, torch.device("cpu")),
         world_size=world,
         gpu="h100",

@@ -11,7 +11,7 @@ from torch import nn
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import fullshard
-from dist.compat.fsdp2_extensions_main import float8
+from dist.compat.fsdp2_extensions_main import float8, over_nf4
 from dist.planner.plan_main import STEPS, measured
 from fullshard import MixedPrecision, ShardingStrategy
 from fullshard.core.comm import GlooComm
@@ -42,6 +42,7 @@ CASES = {
     "codes": (functools.partial(blocks_over_codes, wide=WIDE), {"frozen": "shard"}),
     "codes_replicated": (functools.partial(blocks_over_codes, wide=WIDE), {"frozen": "replicate"}),
     "bf16_kept": (functools.partial(make, Halved), {"strategy": ShardingStrategy.SHARD_GRAD_OP}),
+    "nf4": (over_nf4, {"frozen": "shard"}),
     "float8": (functools.partial(float8, functools.partial(make, None)), {}),
     "float8_in_bf16": (functools.partial(float8, functools.partial(make, None)), {"mp_policy": BF16}),
     "float8_replicated": (

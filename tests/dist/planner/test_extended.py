@@ -12,6 +12,7 @@ from support.torchao_folder import needs_torchao
 pytestmark = pytest.mark.dist
 
 SCRIPT = Path(__file__).with_name("extended_main.py")
+OF_TORCHAO = ("float8", "nf4")
 CASES = re.findall(r'^    "(\w+)": \(', SCRIPT.read_text(), re.MULTILINE)
 
 
@@ -25,11 +26,11 @@ def results():
 
 
 @pytest.mark.parametrize(
-    "case", [pytest.param(name, marks=needs_torchao) if name.startswith("float8") else name for name in CASES]
+    "case", [pytest.param(name, marks=needs_torchao) if name.startswith(OF_TORCHAO) else name for name in CASES]
 )
 def test_a_plan_is_what_ranks_hold_and_send(results, case):
-    of_torchao = case.startswith("float8")
-    found = results(",".join(name for name in CASES if name.startswith("float8") is of_torchao))[case]
+    of_torchao = case.startswith(OF_TORCHAO)
+    found = results(",".join(name for name in CASES if name.startswith(OF_TORCHAO) is of_torchao))[case]
     for name in ("collectives", "account", "sent_bytes"):
         measured, planned = ({k: v for k, v in one.items() if k != "all_gather_object"} for one in found[name])
         assert planned == measured, name

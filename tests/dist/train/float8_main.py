@@ -16,11 +16,12 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard as torchs
 
 import fullshard
 from dist.planner.plan_main import STEPS, measured
-from fullshard.core.comm import SoloComm
+from fullshard.core.comm import RecordingComm, SoloComm
 from fullshard.core.engine.extension.float8 import precompute_float8_scales
+from fullshard.core.torch_private import graphs_compiled
 from fullshard.errors import RunStopped
 from fullshard.program.config import load_run
-from fullshard.program.models import blocks_of
+from fullshard.program.models import blocks_of, compile_blocks, uncompiled
 from fullshard.program.models.float8 import Float8Layers, compute_in_float8
 from fullshard.program.train import FileSink, StopRequest, train
 from fullshard.program.train.run.assemble import assemble
@@ -41,9 +42,9 @@ def batches(rank):
 
 
 def trained(model, rank, after=lambda model: None):
-    """The losses of some steps of a sharded model, with what is done ``after`` each."""
+    """The losses of some steps of a sharded model, with what is done ``after`` each, and how many graphs there are."""
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
-    losses = []
+    losses, graphs = [], []
     for inputs in batches(rank):
         loss = model(**inputs).loss
         loss.backward()
@@ -51,11 +52,21 @@ def trained(model, rank, after=lambda model: None):
         after(model)
         optimizer.zero_grad()
         losses.append(loss.item())
-    return losses
+        graphs.append(graphs_compiled())
+    return losses, graphs
 
 
-def beside_fsdp2(comm, kind, scales, *, gathers=False):
+def evaluated(model, rank):
+    """The losses of some batches in evaluation mode."""
+    model.eval()
+    with torch.no_grad():
+        return [model(**inputs).loss.item() for inputs in batches(rank)]
+
+
+def beside_fsdp2(comm, kind, scales, *, gathers=False, compiled=False):
     """Losses and weights of our steps and of FSDP2's, of the same model and batches; or with weights gathered in fp8.
+
+    ``compiled`` are our blocks only, without a change of rounding.
 
     Embeddings are frozen: FSDP2 adds up their gradients in bf16, as it does without fp8 too, and fullshard in fp32.
     """
@@ -66,7 +77,10 @@ def beside_fsdp2(comm, kind, scales, *, gathers=False):
                 module.weight.requires_grad_(requires_grad=False)
     chosen = set(Float8Layers.of(ours).chosen)
     compute_in_float8(ours, scales=scales, emulate=True, ranks=2 if gathers else None)
+    if compiled:
+        compile_blocks(ours, backend="aot_eager")
     policy = fullshard.MixedPrecision(param="bfloat16", reduce="float32")
+    comm = RecordingComm(comm)
     ours = fullshard.fully_shard(ours, comm, mp_policy=policy)
     torchao = import_module("torchao.float8")
     config = torchao.Float8LinearConfig.from_recipe_name(scales)
@@ -76,11 +90,16 @@ def beside_fsdp2(comm, kind, scales, *, gathers=False):
     for module in (*blocks_of(theirs), theirs):
         torchs(module, mp_policy=policy)
     scale = torchao.precompute_float8_dynamic_scale_for_fsdp if gathers else lambda model: None
-    losses = trained(ours, comm.rank, precompute_float8_scales), trained(theirs, comm.rank, scale)
+    losses, graphs = trained(ours, comm.rank, precompute_float8_scales)
+    gathered = sum(entry.sent_bytes for entry in comm.entries if entry.collective == "all_gather")
+    others, _ = trained(theirs, comm.rank, scale)
     mine = fullshard.full_state_dict(ours)  # on rank 0
     weights = {name: p.full_tensor() for name, p in theirs.named_parameters() if p.requires_grad}
     apart = [name for name, value in weights.items() if mine and not torch.equal(value, mine[name])]
-    return {"ours": losses[0], "theirs": losses[1], "apart": apart, "weights": len(weights), "layers": len(chosen)}
+    found = {"ours": losses, "theirs": others, "apart": apart, "weights": len(weights), "layers": len(chosen)}
+    found |= {"graphs": graphs, "gathered": gathered, "evaluated": evaluated(ours, comm.rank)}
+    with uncompiled(ours):
+        return found | {"evaluated_uncompiled": evaluated(ours, comm.rank)}
 
 
 class StopAfter(StopRequest):
@@ -151,6 +170,9 @@ def planned(comm, directory, name):
 CASES = {
     "beside_llama": lambda comm, directory: beside_fsdp2(comm, "llama", "tensorwise"),
     "beside_llama_gathers": lambda comm, directory: beside_fsdp2(comm, "llama", "tensorwise", gathers=True),
+    "beside_llama_compiled": lambda comm, directory: beside_fsdp2(
+        comm, "llama", "tensorwise", gathers=True, compiled=True
+    ),
     "beside_t5": lambda comm, directory: beside_fsdp2(comm, "t5", "rowwise"),
     **{name: lambda comm, directory, name=name: whole(comm, directory, name) for name in RUNS},
     **{name: lambda comm, directory, name=name: planned(comm, directory, name) for name in PLANNED},

@@ -23,6 +23,16 @@ def test_losses_and_weights_are_those_of_fsdp2_to_the_bit(case, ranks):
     assert found["weights"] > found["layers"] >= 14  # all but the embeddings were trained
 
 
+@pytest.mark.slow
+def test_compiled_blocks_compute_with_weights_gathered_in_fp8_by_the_graphs_of_the_first_step(tmp_path):
+    in_bf16, compiled = float8_cases(["beside_llama", "beside_llama_compiled"], tmp_path).values()
+    assert compiled["ours"] == compiled["theirs"]  # FSDP2's, uncompiled
+    assert compiled["apart"] == []
+    assert 0 < compiled["graphs"][0] == compiled["graphs"][-1]
+    assert compiled["gathered"] < 0.6 * in_bf16["gathered"]  # of blocks, the head and embeddings
+    assert compiled["evaluated"] == compiled["evaluated_uncompiled"]
+
+
 def test_a_resumed_run_ends_with_the_weights_of_one_that_was_not_interrupted(ranks):
     whole, resumed = ranks["run"], ranks["run_interrupted"]
     assert resumed["ended"].startswith("stopped after")

@@ -36,10 +36,22 @@ class CommMesh:
         """Return this rank's place."""
         return self._comm.rank
 
-    def get_group(self, mesh_dim: int | str | None = None) -> CommGroup | None:
-        """Return what stands for their process group; None, torch's default group, where torch has process groups."""
-        # A plan beside real ranks: torchao's float8 calls torch's collectives, which take no stand-in.
-        return None if dist.is_initialized() else CommGroup(self._comm)
+    def get_group(self, mesh_dim: int | str | None = None) -> PlannedGroup | CommGroup:
+        """Return what stands for their process group."""
+        kind: Any = PlannedGroup if dist.is_initialized() else None
+        return CommGroup(self._comm) if kind is None else kind(self._comm.rank, self._comm.size)
+
+
+class PlannedGroup(dist.ProcessGroup):
+    """A group of a plan's ranks beside real ones: torch's collectives, which torchao's float8 calls, take no stand-in.
+
+    It has no backend: tensors of a plan, which have no values, do not get so far.
+    """
+
+    @property
+    def group_name(self) -> str:
+        """The default group's, by which torch finds a group."""
+        return dist.group.WORLD.group_name  # type: ignore[union-attr]
 
 
 class CommGroup:

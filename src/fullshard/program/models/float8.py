@@ -141,6 +141,7 @@ def compute_in_float8(model: nn.Module, *, scales: str, emulate: bool, ranks: in
 def _kind() -> type[nn.Module]:
     """Return the class of converted layers. It is made when first needed: importing torchao takes seconds."""
     theirs: Any = import_module("torchao.float8.float8_linear").Float8Linear
+    gathered: Any = import_module("torchao.float8.float8_training_tensor").Float8TrainingTensor
 
     class Float8InTraining(theirs):
         """torchao's layer while training, a plain one in evaluation mode."""
@@ -150,7 +151,7 @@ def _kind() -> type[nn.Module]:
             if self.training:
                 return theirs.forward(self, input)
             weight = self.weight
-            if hasattr(weight, "to_original_precision"):  # it was gathered in fp8
+            if isinstance(weight, gathered):  # in fp8; asked for its methods, the compiler says that it has none
                 weight = weight.to_original_precision()
             return functional.linear(input, weight, self.bias)
 

@@ -34,7 +34,7 @@ from fullshard.program.train.setup.devices import (
     precision_of,
     with_precision,
 )
-from fullshard.program.train.setup.float8 import float8_notes, require_float8, use_float8
+from fullshard.program.train.setup.float8 import float8_notes, require_float8
 from fullshard.program.train.setup.frozen import frozen_notes
 from fullshard.program.train.setup.model import UnreadWeights, outline_model, own_loss, refuses_fp16, shard_model
 from fullshard.program.train.setup.optimizers import expected_state_bytes
@@ -267,6 +267,5 @@ def lay_out(config: RunConfig, tokenizer: PreTrainedTokenizerBase, world_size: i
 
 def _laid_out(model: nn.Module, config: RunConfig, world_size: int, rank: int = 0) -> nn.Module:
     ranks = Ledger(rank, world_size, torch.device("meta")).world
-    use_float8(model, config, world_size)
     shard_model(model, uncompiled(config), ranks, None if config.model.path is None else UnreadWeights())
     return model

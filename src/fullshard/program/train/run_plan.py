@@ -56,7 +56,6 @@ from fullshard.program.train.run.step import StepSpec, issue_step
 from fullshard.program.train.setup.activation_offload import ActivationOffload
 from fullshard.program.train.setup.choices import choices
 from fullshard.program.train.setup.devices import Choice, Devices, for_devices, may_accumulate_unsharded, with_unsharded
-from fullshard.program.train.setup.float8 import use_float8
 from fullshard.program.train.setup.model import (
     UnreadWeights,
     outline_model,
@@ -445,7 +444,7 @@ class _Told:
 
 def _sharded(config: RunConfig, data: Prepared, comm: Comm) -> Any:
     """Return the run's model, sharded, without its weights; blocks are not compiled, so each operator is seen."""
-    asked, config = config, uncompiled(config)
+    config = uncompiled(config)
     if config.model.path is None:
         model, weights, values = prepare_model(config, data.tokenizer).model, None, []
     else:
@@ -453,7 +452,6 @@ def _sharded(config: RunConfig, data: Prepared, comm: Comm) -> Any:
             model, weights = outline_model(config, data.tokenizer), UnreadWeights()
         # A run holds its adapter's first values until the whole model is sharded.
         values = [param.detach() for param in model.parameters()]
-    use_float8(model, asked, comm.size)
     shard_model(model, config, comm, weights=weights)
     del values
     return model.train()

@@ -16,7 +16,7 @@ from fullshard.program.models import AdapterSpec, add_adapter, float8
 from fullshard.program.models.float8 import Float8Layers
 from fullshard.program.train.dry_run import dry_run
 from fullshard.program.train.setup.devices import Devices, for_devices, usable
-from fullshard.program.train.setup.float8 import float8_notes, require_float8
+from fullshard.program.train.setup.float8 import float8_notes, gathers_float8, require_float8
 from support.float8_runs import FP8, adapted, make, new
 
 H100 = Devices.of_sheet(hardware("h100"))
@@ -98,12 +98,24 @@ def test_without_torchao_the_extra_is_named(config, monkeypatch):
 
 def test_a_line_says_what_makes_it_slow(config):
     layers, slow = float8_notes(make("llama"), config)
-    assert layers == f"{Float8Layers.of(make('llama'))}; scales are tensorwise"
+    assert layers == f"{Float8Layers.of(make('llama'))}; scales are tensorwise, weights are gathered in fp8"
     assert "emulated" in slow
     _, slow = float8_notes(make("llama"), for_devices(config, H100))
     assert "add compile to speed.ways" in slow
     compiled = config.model_copy(update={"speed": config.speed.model_copy(update={"ways": ("compile",)})})
     assert len(float8_notes(make("llama"), for_devices(compiled, H100))) == 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "gathers"),
+    [
+        (["speed.ways=[compile]"], True),
+        (["training.fp8_scales=rowwise"], False),
+        (["model.adapter.options={use_dora: true}"], False),
+    ],
+)
+def test_weights_are_gathered_in_fp8_unless_rows_have_scales_or_dora_reads_them(tmp_path, changes, gathers):
+    assert gathers_float8(load_run(adapted("t5", tmp_path, **FP8), changes)) is gathers
 
 
 @pytest.mark.parametrize(

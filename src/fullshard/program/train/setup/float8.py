@@ -6,7 +6,7 @@ from torch import nn
 
 from fullshard.errors import ConfigError
 from fullshard.program.config import RunConfig
-from fullshard.program.models.float8 import Float8Layers, compute_in_float8, is_float8, require_torchao
+from fullshard.program.models.float8 import Float8Layers, compute_in_float8, require_torchao
 from fullshard.program.train.setup.devices import Devices
 
 
@@ -40,22 +40,16 @@ def use_float8(model: nn.Module, config: RunConfig, ranks: int) -> None:
         ConfigError: torchao is not installed.
         ModelError: No layer of the model can compute in fp8.
     """
-    # A plan converts before, with the ways of the run, and shards without them.
-    if config.training.precision == "fp8" and not any(map(is_float8, model.modules())):
+    if config.training.precision == "fp8":
         scales, emulate = config.training.fp8_scales, config.training.allow_emulation
         compute_in_float8(model, scales=scales, emulate=emulate, ranks=ranks if gathers_float8(config) else None)
 
 
 def gathers_float8(config: RunConfig) -> bool:
-    """Return whether a run gathers weights in fp8.
-
-    Not with a scale for each row, nor if DoRA reads the weights, nor with compiled blocks: torch's compiler fails on
-    torchao's gathered weights as they are shown here.
-    """
+    """Return whether a run gathers weights in fp8: not with a scale for each row, nor if DoRA reads the weights."""
     training, adapter = config.training, config.model.adapter
     reads = adapter is not None and (adapter.type == "dora" or adapter.options.get("use_dora", False))
-    tensorwise = training.precision == "fp8" and training.fp8_scales == "tensorwise"
-    return tensorwise and not reads and "compile" not in config.ways
+    return training.precision == "fp8" and training.fp8_scales == "tensorwise" and not reads
 
 
 def float8_notes(model: nn.Module, config: RunConfig) -> tuple[str, ...]:
@@ -66,7 +60,8 @@ def float8_notes(model: nn.Module, config: RunConfig) -> tuple[str, ...]:
     if config.training.precision != "fp8":
         return ()
     training = config.training
-    lines = [f"{Float8Layers.of(model)}; scales are {training.fp8_scales}"]
+    gathered = "fp8" if gathers_float8(config) else "bf16"
+    lines = [f"{Float8Layers.of(model)}; scales are {training.fp8_scales}, weights are gathered in {gathered}"]
     if training.allow_emulation:
         lines.append("fp8 is emulated: products are computed in fp32 from rounded numbers, slower than without it")
     elif "compile" not in config.ways:
