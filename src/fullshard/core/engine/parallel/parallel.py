@@ -138,5 +138,6 @@ def check_axes(parallels: Sequence[Parallel], ranks: Mesh) -> None:
             f"{first.name} is a DTensor over ranks {divided}, and fully_shard was asked to shard over ranks {own}: "
             f"{sorted(common)} are in both, so they have different parts of it and cannot share its rows. Make one "
             'mesh, init_device_mesh(device, (data, tensor), mesh_dim_names=("dp", "tp")), divide over mesh["tp"], and '
-            'call fully_shard(model, mesh=mesh["dp"]). torch\'s own fully_shard must be left out.'
+            'call fully_shard(model, mesh=mesh["dp"]); and leave out torch\'s own fully_shard and distributed_config= '
+            "of from_pretrained."
         )
