@@ -7,9 +7,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 from torch import nn
 from torch.distributed import fsdp
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 import fullshard
@@ -49,6 +51,7 @@ def test_the_installed_torch_has_every_attribute_that_is_read_in_place():
         "torch.optim.SGD": torch.optim.SGD([tensor]),
         "torch.amp.GradScaler": torch.amp.GradScaler("cpu"),
         "torch._ops.OpOverload": torch.ops.aten.add.Tensor,
+        "torch.distributed.device_mesh.DeviceMesh": DeviceMesh,
         "torch.distributed.fsdp.MixedPrecision": fsdp.MixedPrecision,
         "torch.distributed.fsdp.ShardingStrategy": fsdp.ShardingStrategy,
         "torch.distributed.fsdp.wrap.ModuleWrapPolicy": ModuleWrapPolicy,
@@ -103,6 +106,7 @@ for module, name, code in {cases!r}:
 """
 
 
+@pytest.mark.slow
 def test_without_one_of_the_names_importing_works_and_its_user_says_which_is_missing():
     cases = [(*key, code) for key, code in USERS.items()]
     cases += [(*name, f"torch_private.{use}()") for use, *name in NAMES if tuple(name) not in USERS]

@@ -11,7 +11,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_op
 from support.models import TinyLM
 from support.processes import run_processes
 
-pytestmark = [pytest.mark.dist, pytest.mark.parity, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.dist, pytest.mark.parity, pytest.mark.slow, pytest.mark.timeout(300)]
 
 SCRIPT = Path(__file__).with_name("accelerate_main.py")
 TEXT = SCRIPT.read_text()

@@ -41,6 +41,7 @@ def small(directory, **changes):
 
 
 @pytest.mark.parametrize("model", ["t5", pytest.param("llama", marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_a_tuning_leaves_out_what_is_wrong_or_too_large_and_writes_the_fastest(model, fakes, tmp_path, capfd):
     path = small(tmp_path, **({} if model == "t5" else {"model": LLAMA, "sharding__wrap": "auto"}))
     path.write_text(f"# my run\n{path.read_text()}")

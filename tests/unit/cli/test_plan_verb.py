@@ -43,6 +43,7 @@ def test_overrides_change_the_plan(run_file, capsys):
     assert peaks[0] < peaks[1]
 
 
+@pytest.mark.slow
 def test_a_gpu_gives_time_price_and_a_verdict(run_file, done):
     out = done("plan", run_file, "--world", "2", "--gpu", "h100", "--price", "2.5")
     assert "\ntraining.precision: bf16 (h100 computes it in hardware)\n" in out
@@ -75,6 +76,7 @@ def test_the_search_prints_what_to_type(run_file, capsys):
     assert "fullshard: as it is: " in err
 
 
+@pytest.mark.slow
 def test_the_search_keeps_to_a_smaller_memory(run_file, capsys):
     kept = ["sharding.strategy=full_shard", "training.fused_cross_entropy=false"]
     assert main(["plan", run_file, *kept, "--world", "1", "--gpu", "h100", "--memory", "1MB", "--fit"]) == 1

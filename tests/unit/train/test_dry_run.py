@@ -192,6 +192,7 @@ def test_frozen_parameters_that_are_replicated_if_they_are_small_are_told(tmp_pa
     assert {one.setting: one.value for one in found.chosen}["sharding.frozen"] == place
 
 
+@pytest.mark.slow
 def test_what_a_plan_decides_is_decided_too(tmp_path):
     training = {"training__gradient_accumulation_steps": 2, "training__eval_strategy": "no"}
     run = write_run(tmp_path, training__per_device_train_batch_size=2, **training)

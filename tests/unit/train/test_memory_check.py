@@ -86,6 +86,7 @@ def overrides(planned):
     return [one.override for one in planned.chosen]
 
 
+@pytest.mark.slow
 def test_the_fewest_blocks_are_recomputed_with_which_all_ranks_fit(start, run_file, peak):
     """Also where ranks share the memory; of four blocks, one is not enough here."""
     needs = [needed_bytes(plan_run(load_run(run_file, [f"{BLOCKS}={number}"]), 1), "cpu") for number in (1, 2)]
@@ -303,6 +304,7 @@ def test_nothing_is_kept_in_full_where_that_would_send_no_less(start, override):
     assert planned.values["accumulate"] == (None if "steps" in override else "sharded")
 
 
+@pytest.mark.slow
 def test_full_gradients_that_cannot_fit_are_refused_with_what_fits(start, peaks, monkeypatch):
     monkeypatch.setattr(fit, "MOST", 1)  # each takes a plan
     sharded, unsharded = peaks
@@ -345,6 +347,7 @@ def test_without_a_plan_a_run_takes_what_needs_least_or_what_it_took_before(run_
 
 
 @pytest.mark.parametrize("room", [1.2, 1.0])
+@pytest.mark.slow
 def test_evaluations_gather_once_where_that_fits_in_nine_tenths(start, tmp_path, monkeypatch, room):
     """Of the two phases alone: a step of so small a model needs more."""
 
@@ -421,6 +424,7 @@ SETTINGS = [
 
 @pytest.mark.parametrize(("kind", "settings"), SETTINGS)
 @pytest.mark.parametrize("gpu", [None, "a10g"])
+@pytest.mark.slow
 def test_it_is_never_more_than_the_plan(tmp_path, kind, settings, gpu):
     """The plan was compared with measured peaks; a run that it lets start must not be refused."""
     config = load_run(RUNS[kind](tmp_path), settings)

@@ -31,7 +31,9 @@ from support.tiny_run import MODEL
 def rows(*lengths):
     sources, targets = zip(*lengths, strict=True)
     return SimpleNamespace(
-        source_ids=SimpleNamespace(lengths=np.array(sources)), target_ids=SimpleNamespace(lengths=np.array(targets))
+        together=1,
+        source_ids=SimpleNamespace(lengths=np.array(sources)),
+        target_ids=SimpleNamespace(lengths=np.array(targets)),
     )
 
 
@@ -240,6 +242,7 @@ def planned_roughly(path, *overrides, ranks=2, **options):
 @pytest.mark.parametrize(
     ("model", "beams"), [("t5", 1), ("llama", 1), *(pytest.param(one, 3, marks=pytest.mark.slow) for one in ("t5",))]
 )
+@pytest.mark.slow
 def test_of_a_few_tokens_the_memory_of_the_last_one_is_told(tmp_path, monkeypatch, model, beams):
     changes = {"model": {"config": LLAMA, "tokenizer": {"vocab_size": 60}}} if model == "llama" else {}
     path = write_run(tmp_path, evaluation={"max_new_tokens": 24, "num_beams": beams}, **changes)
@@ -304,6 +307,7 @@ def test_offloaded_shards_are_the_hosts_on_a_gpu_and_change_nothing_on_the_cpu(t
 
 
 @pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op"])
+@pytest.mark.slow
 def test_a_rough_plan_of_equal_batches_is_the_exact_one(tmp_path, strategy):
     config = load_run(write_run(tmp_path), [f"sharding.strategy={strategy}"])
     data = prepare(config)
@@ -325,6 +329,7 @@ def test_compiled_blocks_are_planned_uncompiled_and_the_figures_are_upper_bounds
 
 
 @pytest.mark.parametrize("way", ["flex", "varlen", "flash", "liger"])
+@pytest.mark.slow
 def test_ways_for_gpus_are_planned_and_laid_out_without_one(tmp_path, way):
     model = {"config": LLAMA, "tokenizer": {"vocab_size": 60}}
     overrides = ["training.packing=true", "training.precision=bf16", "training.eval_strategy=no"]

@@ -223,6 +223,7 @@ def test_a_resumed_run_keeps_only_what_the_run_file_still_leaves_open(run_file, 
     assert again("training.torch_compile=false") == ((), False, (2, 2))
 
 
+@pytest.mark.slow
 def test_a_predicted_step_is_as_far_off_as_those_that_were_measured(run_file, data):
     """Or a tuned setting would lose to each one that was never measured: data sheets are optimistic."""
     fixed = ["training.precision=bf16", "training.fused_cross_entropy=false", "training.gradient_checkpointing=false"]

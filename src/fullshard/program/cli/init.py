@@ -121,7 +121,7 @@ def _choose(starter: Any, look: Any, machine: Any, *, asks: bool) -> Any:
         )
     if not asks:
         print(f"source: {' and '.join(usual[0])}; target: {usual[1]}; model: {model}")
-        return starter.Choice(*usual, model)
+        return starter.Choice(*usual, model, look.prefers)
 
     def column(text: str) -> str:
         if text not in names:
@@ -134,7 +134,7 @@ def _choose(starter: Any, look: Any, machine: Any, *, asks: bool) -> Any:
     target = ask("Which column does it write?", "" if against else likely, column)
     model = _ask_model(starter, machine, model)
     kept = (source, target) == (usual[0][0], usual[1])
-    return starter.Choice(usual[0] if kept else (source,), target, model)
+    return starter.Choice(usual[0] if kept else (source,), target, model, look.prefers and kept)
 
 
 def _ask_model(starter: Any, machine: Any, usual: str) -> str:

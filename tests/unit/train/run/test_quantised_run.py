@@ -167,6 +167,7 @@ def test_merged_it_is_the_dequantised_base_with_the_adapter_as_peft_merges_it(fi
     [{"type": "dora", "r": 4}, {"type": "lora", "r": 4, "options": {"modules_to_save": ["final_layer_norm", "wo"]}}],
     ids=["dora", "in full"],
 )
+@pytest.mark.slow
 def test_dora_and_modules_trained_in_full_resume_predict_and_merge(base, adapter, tmp_path):
     settings = options(base)
     settings["model"] = settings["model"] | {"adapter": adapter}

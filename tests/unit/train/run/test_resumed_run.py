@@ -248,6 +248,7 @@ def split_run(directory, split, sampling, stop_at=None):
         (4, 5, "random"),
     ],
 )
+@pytest.mark.slow
 def test_on_other_ranks_the_same_rows_give_nearly_the_same_losses(tmp_path, one_at_a_time, first, second, sampling):
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     whole.mkdir()

@@ -84,6 +84,7 @@ def test_a_checkpoint_of_another_directory_is_not_forgotten(snapshots_too, tmp_p
     ],
     ids=["streaming", "no accumulation", "adafactor", "saves under way", "early stop", "logging"],
 )
+@pytest.mark.slow
 def test_killed_twice_it_ends_the_same_to_the_bit_however_it_trains(changes, tmp_path, monkeypatch):
     calm, killed = tmp_path / "calm", tmp_path / "killed"
     for directory in (calm, killed):

@@ -86,6 +86,7 @@ def with_rounded_weights(model, kind):
 @pytest.mark.parity
 @pytest.mark.parametrize("type", ["nf4", "fp4", "int8", "fp8"])
 @pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.slow
 def test_dora_equals_pefts_whose_norms_are_of_the_full_dequantised_weights(base, tokenizer, type, size):
     config = config_of(base, "dora", quantization={"type": type, "skip": SKIP})
 
