@@ -7,11 +7,8 @@ l for the rejected one::
     ipo     ((p_w - r_w) - (p_l - r_l) - 1 / (2 beta))^2                        arXiv:2310.12036, equation 17
     simpo   -log sigmoid(beta (p_w - p_l) - gamma)                              arXiv:2405.14734, equation 6
     orpo    -p_w - beta log sigmoid(log odds(p_w) - log odds(p_l))              arXiv:2403.07691, equations 6 and 7
-    kto     w_D (1 - sigmoid(beta (p - r - z)))   of a desirable completion     arXiv:2402.01306, equations 7 and 8
-            w_U (1 - sigmoid(beta (z - (p - r)))) of an undesirable one
 
-In dpo and kto p is the sum over the completion's tokens; in simpo, orpo and, as in TRL, ipo it is their mean. kto's z
-is the mean of p - r over completions that answer other prompts, at least 0; it has no gradient.
+In dpo p is the sum over the completion's tokens; in simpo, orpo and, as in TRL, ipo it is their mean.
 """
 
 from __future__ import annotations
