@@ -99,3 +99,9 @@ def test_so_do_two_machines_of_which_one_is_lost_with_all_it_keeps(tmp_path):
 
 def test_so_do_replicas_of_two_machines(tmp_path):
     assert_same(*calm_and_killed(tmp_path, 4, each=2, sharding__strategy="hybrid_shard"))
+
+
+@pytest.mark.parametrize(("size", "each"), [(2, None), (4, 2)])
+def test_so_do_ranks_that_share_rows(tmp_path, size, each):
+    """Four ranks are two groups, on a machine each."""
+    assert_same(*calm_and_killed(tmp_path, size, each, sharding__sequence_parallel=2))

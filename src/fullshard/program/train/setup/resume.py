@@ -16,7 +16,6 @@ from fullshard.program.config.section import EVALUATION, STATE, Option
 from fullshard.program.data import split_lists
 from fullshard.program.train.reporting.reports import EndedBy
 from fullshard.program.train.setup.prepare import source_spec
-from fullshard.program.train.setup.sequence import readers
 from fullshard.program.train.setup.steps import BatchPartition, began_with
 from fullshard.state.resilience import OfOtherRanks, Snapshot
 from fullshard.state.storage import (
@@ -213,10 +212,10 @@ def choose_starting_point(
 ) -> StartingPoint:
     """Decide where a run starts, without changing anything; on rank 0, under the lock on the checkpoints.
 
-    ``begun`` is the number of ranks of the first attempt of the same launcher that has passed its start; 0: none has.
-    After that, all checkpoints are the run's own, whatever ``resume`` says, and damaged ones are passed over. If there
-    are none, the run starts again from the checkpoint that ``resume`` names. With a snapshot ``in_memory``, damaged
-    checkpoints are passed over even if there is no other one.
+    ``begun`` is the number of readers (ranks, or groups that share rows) of the first attempt of the same launcher that
+    has passed its start; 0: none has. After that, all checkpoints are the run's own, whatever ``resume`` says, and
+    damaged ones are passed over. If there are none, the run starts again from the checkpoint that ``resume`` names.
+    With a snapshot ``in_memory``, damaged checkpoints are passed over even if there is no other one.
 
     Raises:
         ConfigError: The settings differ from the checkpoint's.
@@ -252,7 +251,7 @@ def choose_starting_point(
     if newest is None:
         damaged = tuple(one.path for one in aside)
         fresh = replace(fresh, damaged=damaged, notes=tuple(_aside_notes(damaged)))
-        return fresh.keeping(replace(asked, ranks=readers(config, begun))) if begun else fresh
+        return fresh.keeping(replace(asked, ranks=begun)) if begun else fresh
     return _newest(newest, fresh, found, tuple(one.path for one in aside), _other_data(config, fresh.settings))
 
 
