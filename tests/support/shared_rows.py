@@ -78,10 +78,29 @@ def nothing(model):
     return model
 
 
+def checkpointed(model):
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable({"use_reentrant": False})
+    return model
+
+
 def assert_shared_rows_train_alike(
-    make, *, each, groups=1, steps=10, change=nothing, optimizer=adamw, hybrid=False, clip=nothing, context=nullcontext
+    make,
+    *,
+    each,
+    groups=1,
+    steps=10,
+    change=nothing,
+    shared=nothing,
+    optimizer=adamw,
+    hybrid=False,
+    clip=nothing,
+    context=nullcontext,
 ):
-    """Runs of ``groups`` groups of ``each`` ranks that share rows equal that of one rank on all groups' full rows."""
+    """Runs of ``groups`` groups of ``each`` ranks that share rows equal that of one rank on all groups' full rows.
+
+    ``change`` is done to all models, ``shared`` to those whose rows are shared.
+    """
     torch.manual_seed(0)
     reference = change(make().train())
     models = [copy.deepcopy(reference) for _ in range(each * groups)]
@@ -99,6 +118,7 @@ def assert_shared_rows_train_alike(
     def work(comm):
         group = comm.split([list(range(first, first + each)) for first in range(0, comm.size, each)])
         model = sequence_parallel(models[comm.rank], group)
+        shared(model)
         if hybrid:
             across = comm.split([list(range(place, comm.size, each)) for place in range(each)])
             model = fully_shard(model, (across, group), strategy=ShardingStrategy.HYBRID_SHARD)

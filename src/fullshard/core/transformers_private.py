@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -72,8 +73,8 @@ def set_attention(model: Any, name: str) -> None:
 def attention_function(name: str, module: Any) -> Callable[..., Any]:
     """Return a registered attention; ``eager`` is in the file of an attention module. Gone: an error says so."""
     if name != "eager":
-        return importlib.import_module("transformers").AttentionInterface()[name]
-    return private_name(importlib.import_module(type(module).__module__), "eager_attention_forward", "transformers")
+        return sys.modules["transformers"].AttentionInterface()[name]
+    return private_name(sys.modules[type(module).__module__], "eager_attention_forward", "transformers")
 
 
 def own_loss(model: Any) -> Callable[..., Any] | None:

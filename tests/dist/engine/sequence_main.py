@@ -1,8 +1,12 @@
-"""One of two gloo processes that share rows; prints the largest difference of a weight to the run on full rows."""
+"""One of two gloo processes that share rows; prints the largest difference of a weight to the run on full rows.
+
+Of blocks as they are, and of compiled ones, with the number of graphs: blocks of a stack share one for each shape.
+"""
 
 import copy
 import json
 import sys
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -12,6 +16,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import fullshard
 from fullshard.core.comm import SoloComm
+from fullshard.program.models import compile_blocks
 from support.models import t5
 from support.shared_rows import adamw, batches_of
 
@@ -34,6 +39,13 @@ if __name__ == "__main__":
     data, alone = batches_of(model, steps=3), copy.deepcopy(model)
     full = train(fullshard.fully_shard(alone, SoloComm(torch.device("cpu"))), data)
     mesh = dist.init_device_mesh("cpu", (1, 2), mesh_dim_names=("rows", "sequence"))
-    shared = train(fullshard.fully_shard(fullshard.sequence_parallel(model, mesh["sequence"])), data)
-    print("RESULT " + json.dumps([max((shared[name] - weight).abs().max().item() for name, weight in full.items())]))
+
+    def difference(model, changed=lambda model: None):
+        model = fullshard.sequence_parallel(model, mesh["sequence"])
+        changed(model)
+        shared = train(fullshard.fully_shard(model), data)
+        return max((shared[name] - weight).abs().max().item() for name, weight in full.items())
+
+    found = [difference(copy.deepcopy(model)), difference(model, partial(compile_blocks, backend="eager"))]
+    print("RESULT " + json.dumps([found, torch._dynamo.utils.counters["stats"]["unique_graphs"]]))
     fullshard.shutdown()

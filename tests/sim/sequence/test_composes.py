@@ -8,15 +8,9 @@ import fullshard
 from fullshard import clip_grad_norm_
 from fullshard.optim import Adafactor, Muon, muon_groups
 from support.models import t5
-from support.shared_rows import MODELS, assert_shared_rows_train_alike
+from support.shared_rows import MODELS, assert_shared_rows_train_alike, checkpointed
 
 pytestmark = [pytest.mark.parity, pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")]
-
-
-def checkpointed(model):
-    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-    enable({"use_reentrant": False})
-    return model
 
 
 def with_lora(model):

@@ -53,9 +53,9 @@ from fullshard.core.comm.protocol import (
 )
 from fullshard.core.comm.recording import LedgerEntry as LedgerEntry, RecordingComm as RecordingComm
 from fullshard.core.comm.resplit import (
+    Resplit as Resplit,
     Split as Split,
     even_split as even_split,
-    resplit as resplit,
     sum_over as sum_over,
     take_part as take_part,
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -61,37 +62,107 @@ Change = tuple[Split, Split]
 """The split that a tensor has, and the one that it shall have."""
 
 
-def resplit(
-    comm: Comm, purpose: str, tensors: Sequence[torch.Tensor], changes: Sequence[Change]
-) -> tuple[torch.Tensor, ...]:
-    """Return ``tensors`` split along another dimension, in one exchange; every rank calls it, and its backward.
+class Resplit:
+    """The exchanges by which a group of ranks splits tensors along other dimensions.
 
-    Args:
+    Attributes:
         comm: The ranks that hold the parts.
-        purpose: What the exchange is for, reported if it does not complete.
-        tensors: Floating point, each with this rank's part of one dimension and all of the other.
-        changes: For each tensor, the split that it has and the one that it shall have.
-
-    Returns:
-        For each tensor, all of the first dimension and this rank's part of the other. The gradient of what several
-        ranks get is the sum of theirs.
+        count: Exchanges so far, on this rank.
     """
-    return _Resplit.apply(comm, purpose, changes, *tensors)
+
+    def __init__(self, comm: Comm) -> None:
+        """Exchange over ``comm``; any rank."""
+        self.comm, self.count = comm, 0
+        self._number = next(_numbers)  # by which graphs of the compiler know it
+        _numbered[self._number] = self
+
+    def __call__(
+        self, purpose: str, tensors: Sequence[torch.Tensor], changes: Sequence[Change]
+    ) -> tuple[torch.Tensor, ...]:
+        """Return ``tensors`` split along another dimension, in one exchange; every rank calls it, and its backward.
+
+        Args:
+            purpose: What the exchange is for, reported if it does not complete.
+            tensors: Floating point, each with this rank's part of one dimension and all of the other.
+            changes: For each tensor, the split that it has and the one that it shall have.
+
+        Returns:
+            For each tensor, all of the first dimension and this rank's part of the other. The gradient of what several
+            ranks get is the sum of theirs.
+        """
+        if torch.compiler.is_compiling():
+            splits = [split for change in changes for split in change]
+            numbers = [number for split in splits for number in (split.dim, *itertools.chain(*split.ranges))]
+            return tuple(_resplit(list(tensors), self._number, numbers, purpose))
+        return _Resplit.apply(self, purpose, changes, *tensors)
+
+    def run(self, purpose: str, tensors: Sequence[torch.Tensor], changes: Sequence[Change]) -> tuple[torch.Tensor, ...]:
+        """Do it, without a gradient."""
+        self.count += 1
+        return _exchanged(self.comm, purpose, changes, tensors)
+
+    def decoded(self, numbers: Sequence[int]) -> list[Change]:
+        """Return the changes that a graph has as numbers."""
+        each = 1 + 2 * self.comm.size
+        splits = [
+            Split(dim, tuple(zip(bounds[::2], bounds[1::2], strict=True)))
+            for dim, *bounds in (numbers[start : start + each] for start in range(0, len(numbers), each))
+        ]
+        return list(zip(splits[::2], splits[1::2], strict=True))
+
+
+_numbers = itertools.count()
+_numbered: weakref.WeakValueDictionary[int, Resplit] = weakref.WeakValueDictionary()
 
 
 class _Resplit(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, comm: Comm, purpose: str, changes: Sequence[Change], *tensors: torch.Tensor
+        ctx: Any, resplit: Resplit, purpose: str, changes: Sequence[Change], *tensors: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
-        ctx.comm, ctx.purpose, ctx.changes = comm, purpose, changes
-        return _exchanged(comm, purpose, changes, tensors)
+        ctx.resplit, ctx.purpose, ctx.changes = resplit, purpose, changes
+        return resplit.run(purpose, tensors, changes)
 
     @staticmethod
     @once_differentiable  # its exchange would be lost to a gradient of gradients
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
         back = [(wanted, held) for held, wanted in ctx.changes]
-        return None, None, None, *_exchanged(ctx.comm, f"{ctx.purpose}, backward", back, gradients)
+        return None, None, None, *ctx.resplit.run(f"{ctx.purpose}, backward", gradients, back)
+
+
+_SCHEMA = "(Tensor[] tensors, int number, int[] changes, str purpose) -> Tensor[]"
+
+
+@torch.library.custom_op("fullshard::resplit", mutates_args=(), schema=_SCHEMA)
+def _resplit(tensors: list[torch.Tensor], number: int, changes: list[int], purpose: str) -> list[torch.Tensor]:
+    """Exchange inside of a graph, which holds the changes as numbers."""
+    resplit = _numbered[number]
+    return list(resplit.run(purpose, tensors, resplit.decoded(changes)))
+
+
+@_resplit.register_fake
+def _(tensors: list[torch.Tensor], number: int, changes: list[int], purpose: str) -> list[torch.Tensor]:
+    resplit, made = _numbered[number], []
+    for tensor, (held, wanted) in zip(tensors, resplit.decoded(changes), strict=True):
+        start, stop = wanted.ranges[resplit.comm.rank]
+        shape = list(tensor.shape)
+        shape[held.dim], shape[wanted.dim] = held.total, stop - start
+        made.append(tensor.new_empty(shape))
+    return made
+
+
+def _note_changes(ctx: Any, inputs: tuple[Any, ...], output: list[torch.Tensor]) -> None:
+    _, ctx.number, ctx.changes, ctx.purpose = inputs
+
+
+def _backward(ctx: Any, gradients: list[torch.Tensor]) -> tuple[Any, ...]:
+    each = len(ctx.changes) // (2 * len(gradients))
+    splits = [ctx.changes[start : start + each] for start in range(0, len(ctx.changes), each)]
+    back = [number for held, wanted in zip(splits[::2], splits[1::2], strict=True) for number in (*wanted, *held)]
+    return _resplit(gradients, ctx.number, back, f"{ctx.purpose}, backward"), None, None, None
+
+
+_resplit.register_autograd(_backward, setup_context=_note_changes)
 
 
 def _exchanged(

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from fullshard.core.comm import Split, even_split, resplit
+from fullshard.core.comm import Split, even_split
 from fullshard.core.sequence.rows import KEY, SharedRows
 from fullshard.core.transformers_private import attention_function, register_attention
 from fullshard.errors import InvariantError
@@ -73,24 +73,26 @@ def _attend(
     Returns:
         (B, own tokens, H, D), and None for the weights.
     """
-    comm, name = rows.comm, rows.names.get(module, type(module).__name__)
-    rows.attended.add(module)
+    comm, name = rows.comm, type(module).__name__
+    if not torch.compiler.is_compiling():  # with names, no two blocks would share a graph
+        name = rows.names.get(module, name)
     # A decoder's attention that is not causal reads the encoder; torch's kernels rely on that too.
     crosses = "encoder" in rows.lengths and rows.stack == "decoder" and not module.is_causal
     queries, keys = rows.tokens(dim=_PLACES), rows.tokens("encoder" if crosses else None, dim=_PLACES)
     heads = even_split(_HEADS, states[0].shape[_HEADS], comm.size)
     read, repeats = _heads_read(heads, heads.total // states[1].shape[_HEADS], comm.rank)
     changes = ((queries, heads), (keys, read), (keys, read))
-    query, key, value = resplit(comm, f"tokens for heads of {name}", states, changes)
+    query, key, value = rows.resplit(f"tokens for heads of {name}", states, changes)
     if isinstance(repeats, torch.Tensor):
         key, value = (one.index_select(_HEADS, repeats.to(one.device)) for one in (key, value))
         repeats = 1
     if mask is not None:
         _check_mask(mask, queries.total, keys.total, name)
         mask = mask if mask.shape[_HEADS] == 1 else heads.part(mask, comm.rank)
+        mask = mask.to(query.dtype) if mask.is_floating_point() else mask  # autocast changes that of queries
     output, _ = compute(_OwnHeads(module, repeats), query, key, value, mask)
     back = (Split(2, heads.ranges), Split(1, queries.ranges))
-    (output,) = resplit(comm, f"heads for tokens of {name}", (output,), (back,))
+    (output,) = rows.resplit(f"heads for tokens of {name}", (output,), (back,))
     return output, None
 
 

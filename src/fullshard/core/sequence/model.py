@@ -16,11 +16,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from fullshard.core.comm import Comm, SoloComm, as_mesh, even_split, sum_over, take_part
+from fullshard.core.comm import Comm, Resplit, SoloComm, as_mesh, even_split, sum_over, take_part
 from fullshard.core.policy import ShardingStrategy
 from fullshard.core.sequence.attention import attention_for, is_registered, own_bias, plain_attentions
 from fullshard.core.sequence.checks import refuse_arguments, require_same_batch, require_tokens, tokens_of
 from fullshard.core.sequence.rows import KEY, TOKENS, SharedRows
+from fullshard.core.shards import untraced
 from fullshard.core.transformers_private import attention_of, class_of, layers_of, lm_classes, set_attention
 from fullshard.errors import ConfigError, ModelError, ProcessGroupError, ShardingError
 
@@ -158,11 +159,7 @@ def _hook_blocks(base: Any) -> None:
         stacks = {"encoder": base.get_encoder(), "decoder": base.get_decoder()}
     for stack, root in stacks.items():
         for number, block in enumerate(layers_of(root)):
-            enter = partial(_enter_block, stack, number == 0)
-            block.register_forward_pre_hook(enter, with_kwargs=True)
-            for module in block.modules():
-                if hasattr(module, "relative_attention_num_buckets"):  # T5's
-                    module.register_forward_pre_hook(_give_bias, with_kwargs=True)
+            block.register_forward_pre_hook(partial(_enter_block, stack, number == 0), with_kwargs=True)
     shaped = _SHAPED_AGAIN.get(base.config.model_type)
     if shaped is not None:
         getattr(base.base_model, shaped).register_forward_hook(_fill_up)
@@ -170,10 +167,11 @@ def _hook_blocks(base: Any) -> None:
     base.get_output_embeddings().register_forward_pre_hook(_note_tokens)
 
 
+@untraced  # compiled blocks are alike but for what the first one does here
 def _enter_block(
     stack: str,
     first: bool,  # noqa: FBT001
-    _block: nn.Module,
+    block: nn.Module,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
@@ -190,18 +188,22 @@ def _enter_block(
         args = (take_part(rows.comm, args[0], rows.tokens()), *args[1:])
     elif first:
         changed["hidden_states"] = take_part(rows.comm, kwargs["hidden_states"], rows.tokens())
-    return args, {**kwargs, **changed}
+    kwargs = {**kwargs, **changed}
+    attention: Any = getattr(next(iter(getattr(block, "layer", ())), None), "SelfAttention", None)
+    if attention is None:
+        dtype = (args[0] if args else kwargs["hidden_states"]).dtype
+        return tuple(rows.added(one, dtype) for one in args), {k: rows.added(one, dtype) for k, one in kwargs.items()}
+    biases = _biases(attention, rows) if first else {}  # T5's, which have the mask put in by each block
+    # Arguments stay positional or by name, as the other blocks get them.
+    names = [*inspect.signature(type(block).forward).parameters][1:]
+    args = tuple(biases.pop(name, value) for name, value in zip(names, args, strict=False))
+    return args, kwargs | biases
 
 
-def _give_bias(
-    layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Give an attention of T5 the bias of full rows where it would make one of this rank's tokens."""
-    rows: SharedRows | None = kwargs.get(KEY)
-    if rows is None or kwargs.get("position_bias") is not None:
-        return None
-    none = torch.zeros((), device=layer.q.weight.device)  # in place of zeros of the size of all scores
-    return args, {**kwargs, "position_bias": own_bias(layer, rows) if layer.has_relative_attention_bias else none}
+def _biases(attention: Any, rows: SharedRows) -> dict[str, torch.Tensor]:
+    """Return the biases that the first block of a stack is given in place of those of this rank's tokens."""
+    none = torch.zeros((), device=attention.q.weight.device)  # in place of zeros of the size of all scores
+    return {"position_bias": own_bias(attention, rows), "encoder_decoder_position_bias": none}
 
 
 def _fill_up(_module: nn.Module, _args: Any, hidden: torch.Tensor) -> torch.Tensor | None:
@@ -229,12 +231,13 @@ def _replace_forward(base: Any, comm: Comm) -> None:
     original = base.forward.__func__
     arguments = [*inspect.signature(original).parameters][1:]
     names = weakref.WeakKeyDictionary({module: name for name, module in base.named_modules()})
+    resplit = Resplit(comm)
 
     @functools.wraps(original)
     def forward(model: Any, *args: Any, **kwargs: Any) -> Any:
         given = dict(zip(arguments, args, strict=False)) | kwargs
         if given.get("labels") is not None or _splits.get():
-            return _shared_forward(model, partial(original, model), given, partial(SharedRows, comm, names))
+            return _shared_forward(model, partial(original, model), given, partial(SharedRows, resplit, names))
         if model.training and torch.is_grad_enabled():
             raise ShardingError(
                 "Ranks share this model's rows, which it splits where it computes the loss: pass labels in training. "
@@ -279,11 +282,11 @@ def _shared_forward(
 def _require_shared(rows: SharedRows, model: Any) -> None:
     """Raise if blocks computed without exchange, or logits are not those of this rank's tokens."""
     start, stop = rows.tokens("decoder").ranges[rows.comm.rank]
-    blocks = len(layers_of(model))
-    if len(rows.attended) < blocks or rows.projected != stop - start:
+    blocks, attended = len(layers_of(model)), (rows.resplit.count - rows.begun) // 2  # there and back
+    if attended < blocks or rows.projected != stop - start:
         raise ModelError(
             f"{type(model).__name__} of this release of transformers does not hand its attention what it needs to "
-            f"share rows: {len(rows.attended)} attentions of {blocks} blocks exchanged tokens, and logits are of "
+            f"share rows: {attended} attentions of {blocks} blocks exchanged tokens, and logits are of "
             f"{rows.projected} tokens for {stop - start}. Train it without sequence_parallel."
         )
 

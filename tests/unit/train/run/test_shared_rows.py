@@ -1,17 +1,22 @@
 """Runs whose ranks share rows (``sharding.sequence_parallel``) equal the run of one rank on full rows."""
 
 import re
+from functools import partial
 
 import pytest
 import torch
 from pydantic import ValidationError
 from safetensors.torch import load_file
+from torch._dynamo.utils import counters
 
+from fullshard.core.torch_private import limits_each_function
 from fullshard.errors import ConfigError
 from fullshard.program.config import RunConfig
-from fullshard.program.models import load_tokenizer
+from fullshard.program.models import compile_blocks, load_tokenizer
+from fullshard.program.speed import compiled
 from fullshard.program.train.dry_run import dry_run
 from fullshard.program.train.setup.model import outline_model
+from fullshard.program.train.setup.resume import choose_starting_point
 from support.interrupted_run import run, run_until_stopped
 from support.t5_directory import write_t5
 from support.tiny_run import MODEL, settings
@@ -93,6 +98,23 @@ def test_every_run_equals_that_of_one_rank(tmp_path, kind, case, world):
     assert_a_run_equals_that_of_one_rank(tmp_path, kind, case, world)
 
 
+@pytest.mark.slow
+@pytest.mark.parity
+@pytest.mark.timeout(900)
+@pytest.mark.skipif(not limits_each_function, reason="torch 2.11: fake tensors crash after a compile in a thread")
+@pytest.mark.filterwarnings("ignore")  # torch's compiler warns about its own code
+@pytest.mark.parametrize("kind", ["t5", "llama"])
+def test_a_run_of_compiled_blocks_equals_that_of_one_rank(tmp_path, monkeypatch, kind):
+    monkeypatch.setattr(compiled, "compile_blocks", partial(compile_blocks, backend="aot_eager"))
+    torch._dynamo.reset()
+    # Two ranks that evaluate as threads of one process may leave the compiler off.
+    torch.compiler.set_stance("default")
+    counters.clear()
+    ours = trained(tmp_path / "shared", kind, 2, 2, training__torch_compile=True)
+    assert counters["stats"]["unique_graphs"] > 0
+    assert_alike(ours, trained(tmp_path / "alone", kind))
+
+
 @pytest.mark.parametrize(("then", "now"), [((2, 2), (4, 2)), ((1, 1), (4, 4))])
 def test_a_run_resumes_with_other_ranks_to_a_row(tmp_path, then, now):
     """The rows of a step stay, as groups are counted: four ranks in pairs read as two."""
@@ -113,11 +135,15 @@ def config_of(tmp_path, **changes):
     return RunConfig.model_validate(settings(tmp_path, **options("llama", 2, 1, **changes)))
 
 
+@pytest.mark.parametrize(("ranks", "begun"), [(2, 1), (4, 2), (2, 2)])
+def test_a_further_attempt_keeps_the_readers_that_the_first_one_began_with(tmp_path, ranks, begun):
+    assert choose_starting_point(config_of(tmp_path), ranks, begun=begun).began.ranks == begun
+
+
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
         ({"speed": {"ways": ["liger"]}}, "liger"),
-        ({"training__torch_compile": True}, "compile"),
         ({"training__speed": "auto"}, "training.speed: auto"),
         ({"training__precision": "fp8"}, "training.precision: fp8"),
         ({"training__objective": "dpo"}, "training.objective: dpo"),
