@@ -16,6 +16,7 @@ def test_encoder_decoder_batch(t5_like):
     assert batch.attention_mask_BS.tolist() == [[1, 1, 1, 1], [1, 1, 0, 0]]
     assert batch.labels_BT.tolist() == [[8, 1, -100], [8, 8, 1]]
     assert batch.target_tokens == 5
+    assert batch.targets_T == (2, 2, 1)
     assert batch.indices == (0, 1)
     assert batch.fillers == (False, False)
     assert batch.prompt_ids_BP is batch.input_ids_BS
@@ -53,6 +54,7 @@ def test_causal_batch_joins_masks_the_prompt_and_pads_prompts_on_the_left(gpt_li
     assert batch.prompt_ids_BP.tolist() == [[3, 4, 5], [0, 0, 3]]
     assert batch.prompt_mask_BP.tolist() == [[1, 1, 1], [0, 0, 1]]
     assert batch.target_tokens == 5
+    assert batch.targets_T == (1, 1, 2, 1)
 
 
 def test_causal_filler_has_no_labels(gpt_like):

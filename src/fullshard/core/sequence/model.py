@@ -108,9 +108,15 @@ def sharers_of(model: Any) -> Comm | None:
     return getattr(base.forward, "shared_by", None)
 
 
+def own_places(sharers: Comm, length: int) -> tuple[int, int]:
+    """Return the first of this rank's tokens in a row of so many, and the one after the last."""
+    return even_split(TOKENS, length, sharers.size).ranges[sharers.rank]
+
+
 def own_tokens(sharers: Comm, full: torch.Tensor) -> torch.Tensor:
     """Return a view of this rank's tokens in ``full``, (B, T) or (B, T, …) of full rows."""
-    return even_split(TOKENS, full.shape[TOKENS], sharers.size).part(full, sharers.rank)
+    start, stop = own_places(sharers, full.shape[TOKENS])
+    return full[:, start:stop]
 
 
 def _check(base: Any, ranks: int) -> None:

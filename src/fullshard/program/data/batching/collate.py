@@ -82,6 +82,7 @@ class Batch:
     # first token of each row, which the preceding row must not predict
     labels_BT: Tensor
     target_tokens: int  # number of tokens that count in the loss: all labels except -100, after the model's shift
+    targets_T: tuple[int, ...]  # of these, the number at each place, when causal at that which predicts them
     tokens: int  # number of source and target tokens of all rows except fillers
     indices: tuple[int, ...]  # index of each row in the tokenized set
     fillers: tuple[bool, ...]  # for each row, whether it is a filler, which does not count in loss and metrics
@@ -191,6 +192,7 @@ def collate(rows: Sequence[RowRef], tokenized: TokenizedSet, spec: CollateSpec) 
     return Batch(
         **fields,
         target_tokens=target_tokens,
+        targets_T=tuple(counted.sum(0).tolist()),
         target_weight=float(target_weight if pairs is None else pairs.counts_P.sum()),
         pairs=pairs,
         tokens=sum(real),

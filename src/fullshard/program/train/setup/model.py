@@ -27,7 +27,7 @@ from fullshard.core.policy import (
     TransformerBlocks,
     WrapPolicy,
 )
-from fullshard.core.sequence import own_tokens, rows_split, sharers_of
+from fullshard.core.sequence import own_places, own_tokens, rows_split, sharers_of
 from fullshard.core.transformers_private import rows_apart, set_attention
 from fullshard.errors import ConfigError, ModelError, WrapError
 from fullshard.program.config import RunConfig, require_base
@@ -588,10 +588,11 @@ def losses(
     inputs = model_inputs(model, batch, causal=causal, routed=router is not None)
     own: list[Tensor] = []
     sharers = sharers_of(model)
-    labels_BT, weights_BT = _predicted(batch, causal=causal), batch.weights_BT
+    labels_BT, weights_BT, targets = _predicted(batch, causal=causal), batch.weights_BT, batch.target_tokens
     if causal:
         weights_BT = None if weights_BT is None else functional.pad(weights_BT[:, 1:], (0, 1), value=1.0)
     if sharers is not None:
+        targets = sum(batch.targets_T[slice(*own_places(sharers, labels_BT.shape[1]))])
         labels_BT = own_tokens(sharers, labels_BT)
         weights_BT = None if weights_BT is None else own_tokens(sharers, weights_BT)
 
@@ -612,7 +613,7 @@ def losses(
         objective,
         expected_gradient=expected_gradient,
         weights_BT=weights_BT,
-        targets=batch.target_tokens if sharers is None else None,
+        targets=targets,
     )
     return loss, own[0] if own else None
 
