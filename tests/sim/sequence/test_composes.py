@@ -41,7 +41,10 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+SLOW = ("recomputed blocks", "LoRA")  # T5's run by default
+
+
+@pytest.mark.parametrize("case", [pytest.param(one, marks=pytest.mark.slow if one in SLOW else ()) for one in CASES])
 def test_what_composes(case):
     options = {"make": MODELS["llama"], "steps": 3} | CASES[case]
     assert_shared_rows_train_alike(options.pop("make"), each=2, **options)
