@@ -1,5 +1,6 @@
 """Models that tensor parallelism has divided, sharded further: on four gloo ranks, as 2 x 2, 1 x 4 and 4 x 1."""
 
+import json
 import sys
 import tempfile
 from functools import cache
@@ -28,9 +29,13 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import fullshard
 from fullshard.compat.torch_fsdp import fsdp2, tensor as ours_tensors
 from fullshard.core.shards import run_of
-from fullshard.errors import ConfigError, ProcessGroupError, ShardingError, UserError, WrapError
+from fullshard.errors import CheckpointError, ConfigError, ProcessGroupError, ShardingError, UserError, WrapError
 from fullshard.optim import Adafactor
 from fullshard.saving.dcp import load_dcp, save_dcp
+from fullshard.state.resilience import OfOtherRanks, Snapshot, SnapshotHeader
+from fullshard.state.saving.snapshot import put_back, take
+from fullshard.state.storage import as_json
+from fullshard.state.storage.contents import verify
 from support.models import batches, causal_loss, llama, lm_loss, seq2seq_loss, t5_untied
 from support.rank_script import parse, print_result, run_checks
 
@@ -375,6 +380,99 @@ def distributed_checkpoints_fit_other_meshes(directory):
     assert_close(state, expected)
 
 
+def adamw(model):
+    return torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+
+def held_by(model, optimizer):
+    """What this rank holds, by name."""
+    named = {name: param.detach() for name, param in model.named_parameters()}
+    states = {
+        f"{name}/{key}": value
+        for name, param in model.named_parameters()
+        for key, value in optimizer.state[param].items()
+    }
+    return {name: torch.as_tensor(one.as_subclass(torch.Tensor)).clone() for name, one in {**named, **states}.items()}
+
+
+def assert_same(found, expected):
+    assert found.keys() == expected.keys()
+    for name, one in expected.items():
+        assert torch.equal(found[name], one), name
+
+
+def loaded(model, path, step=STEPS):
+    optimizer = adamw(model)
+    restored = fullshard.load_checkpoint(model, optimizer, path / f"step-{step:08d}")
+    return held_by(model, optimizer), optimizer, restored
+
+
+def saved(model, optimizer, path, **options):
+    with fullshard.Checkpoints(path) as checkpoints:
+        checkpoints.save(model, optimizer, step=STEPS, **options)
+
+
+def checkpoints_fit_other_meshes(directory, kind="sequence"):
+    """Written at 2 x 2, read at 1 x 4, by 4 ranks, 2 and 1 without division, and back: bit for bit, and trained on."""
+    make, _, loss_of, _ = MODELS[kind]
+    path, (model, optimizer) = Path(directory) / f"own-{kind}", trained(kind)
+    torch.manual_seed(dist.get_rank())
+    saved(model, optimizer, path, background=True)
+    drawn, expected, held = torch.rand(4), full(model), held_by(model, optimizer)
+    alone, pair = (lambda: core(make(), mesh=mesh_of(4, 1)["tp"])), (lambda: core(make(), mesh=mesh_of(2, 2)["dp"]))
+    everything, _, _ = loaded(alone(), path)
+    assert_same({name: everything[name] for name in expected}, expected)
+    assert_same(full((two := pair(), loaded(two, path))[0]), expected)
+    train(model, loss_of, mesh_of(2, 2), optimizer=optimizer)
+    for data, tensor in ((2, 2), (1, 4), (4, 1)):
+        other = sharded(kind, data, tensor) if tensor > 1 else core(make(), mesh=mesh_of(4, 1)["dp"])
+        found, steps, restored = loaded(other, path)
+        assert restored.rng_restored == (tensor == 2)
+        if tensor == 2:
+            assert_same(found, held)
+            assert torch.equal(torch.rand(4), drawn)
+        assert_same(full(other), expected)
+        saved(other, steps, back := path.with_name(f"own-{kind}-{tensor}"))
+        assert_same(loaded(alone(), back)[0], everything)
+        assert_same(loaded(sharded(kind), back)[0], held)
+        train(other, loss_of, mesh_of(data, tensor), optimizer=steps)
+        assert_close(full(other), full(model))
+    if dist.get_rank() == 0:
+        assert verify(path).problems == verify(back).problems == 0
+        index = json.loads((path / f"step-{STEPS:08d}" / "index.json").read_text())
+        assert (index["version"], index["divided_by"]) == (3, 2)
+        assert json.loads((back / f"step-{STEPS:08d}" / "index.json").read_text())["version"] == 2
+
+
+def checkpoints_of_a_llama_fit_other_meshes(directory):
+    checkpoints_fit_other_meshes(directory, "llama")
+
+
+def snapshots_are_put_back(directory):
+    """A rank's own state, bit for bit; refused on another mesh; and saved as a checkpoint for other ranks."""
+    (model, optimizer), rank = trained("sequence"), dist.get_rank()
+    tensors, plain = take(model, optimizer, None, torch.device("cpu"), cut=True)
+    tensors, plain = {name: one.clone() for name, one in tensors.items()}, as_json(plain)
+    expected, held = full(model), held_by(model, optimizer)
+    train(model, lm_loss, mesh_of(2, 2), optimizer=optimizer)
+    put_back(model, optimizer, None, tensors, plain)
+    assert_same(held_by(model, optimizer), held)
+    other = sharded("sequence", 1, 4)
+    with expect(CheckpointError, "Shard the model as before"):
+        put_back(other, adamw(other), None, tensors, plain)
+    described = [SnapshotHeader(STEPS, rank, 4, 0, 0, 1, plain=plain)]
+    own = Snapshot(Path(directory), described[0], tensors)
+    dist.broadcast_object_list(described)
+    with fullshard.Checkpoints(path := Path(directory) / "snapshots") as checkpoints:
+        checkpoints.save_snapshots(OfOtherRanks(described[0], (own,)), model)
+    found, _, restored = loaded(sharded("sequence"), path)
+    assert restored.rng_restored
+    assert_same(found, held)
+    alone = core(sequence(), mesh=mesh_of(4, 1)["dp"])
+    assert not loaded(alone, path)[2].rng_restored
+    assert_same(full(alone), expected)
+
+
 def fsdp2s_face_takes_them(directory):
     """Under FSDP2's names: training, torch's getters and setters, and DCP, to and from torch's own FSDP2."""
     mesh = mesh_of(2, 2)
@@ -459,8 +557,6 @@ def what_is_not_there_is_refused_by_name(directory):
     with expect(ConfigError, "Use an elementwise optimizer"):
         train(model, lm_loss, mesh, optimizer=torch.optim.Adafactor(model.parameters()))
     for use in (
-        lambda: fullshard.Checkpoints(path).save(model, optimizer, step=1),
-        lambda: fullshard.load_checkpoint(model, optimizer, path),
         lambda: fullshard.core.engine.load_weights(model, fullshard.Pretrained(path)),
         lambda: fullshard.full_optimizer_state(model, optimizer),
     ):
@@ -485,6 +581,9 @@ CASES = {
     "full_parameters_are_dtensors_inside_unsharded": full_parameters_are_dtensors_inside_unsharded,
     "full_state_dicts_have_full_tensors": full_state_dicts_have_full_tensors,
     "distributed_checkpoints_fit_other_meshes": distributed_checkpoints_fit_other_meshes,
+    "checkpoints_fit_other_meshes": checkpoints_fit_other_meshes,
+    "snapshots_are_put_back": snapshots_are_put_back,
+    "checkpoints_of_a_llama_fit_other_meshes": checkpoints_of_a_llama_fit_other_meshes,
     "fsdp2s_face_takes_them": fsdp2s_face_takes_them,
     "what_is_not_there_is_refused_by_name": what_is_not_there_is_refused_by_name,
 }
