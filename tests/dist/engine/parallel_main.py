@@ -28,8 +28,9 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import fullshard
 from fullshard.compat.torch_fsdp import fsdp2, tensor as ours_tensors
+from fullshard.core.engine import load_weights
 from fullshard.core.shards import run_of
-from fullshard.errors import CheckpointError, ConfigError, ProcessGroupError, ShardingError, UserError, WrapError
+from fullshard.errors import CheckpointError, ConfigError, MismatchError, ProcessGroupError, ShardingError, WrapError
 from fullshard.optim import Adafactor
 from fullshard.saving.dcp import load_dcp, save_dcp
 from fullshard.state.resilience import OfOtherRanks, Snapshot, SnapshotHeader
@@ -473,6 +474,69 @@ def snapshots_are_put_back(directory):
     assert_same(full(alone), expected)
 
 
+def full_optimizer_states_are_those_of_unsharded_optimizers(_):
+    """On the first rank; and back from it, on another mesh."""
+    model, optimizer = trained("sequence")
+    shared = [fullshard.full_optimizer_state(model, optimizer)]
+    assert bool(shared[0]) == (dist.get_rank() == 0)
+    dist.broadcast_object_list(shared)
+    alone = sequence()
+    train(alone, lm_loss, optimizer=(of_alone := adamw(alone)))
+    expected = of_alone.state_dict()
+    for number, values in expected["state"].items():
+        assert_close(shared[0]["state"][number], values)
+    adamw(sequence()).load_state_dict(shared[0])
+    other = sharded("sequence", 1, 4)
+    fullshard.load_optimizer_state(other, of_other := adamw(other), shared[0])
+    again = fullshard.full_optimizer_state(other, of_other)
+    for number, values in (again["state"] if again else {}).items():
+        assert_same(values, shared[0]["state"][number])
+
+
+def weights_are_read_into_models_on_the_meta_device(directory):
+    """Each rank its part, also of a model that has values or was sharded before."""
+    for kind in ("sequence", "llama"):
+        source, path = sharded(kind), Path(directory) / f"weights-{kind}"
+        with torch.no_grad():
+            for param in source.parameters():
+                nn.init.normal_(param)
+        fullshard.save(source, path)
+        expected, mesh = full(source), mesh_of(2, 2)
+        with torch.device("meta"):
+            model = divided(kind)
+        fullshard.fully_shard(model, mesh["dp"], weights=(read := fullshard.Pretrained(path)))
+        assert_same(full(model), expected)
+        assert read.bytes_read < sum(param.nbytes for param in expected.values())
+        assert_same(
+            full(fullshard.fully_shard(divided(kind), mesh["dp"], weights=fullshard.Pretrained(path))), expected
+        )
+        other = sharded(kind, 1, 4)
+        load_weights(other, fullshard.Pretrained(path))
+        assert_same(full(other), expected)
+        MODELS[kind][2](model, batches(1, 2)[0]).backward()
+
+
+def meta_models_are_initialised_as_full_ones(_):
+    """The draws of ``reset_parameters`` and of a function are those of full shapes, whatever each rank's seed."""
+
+    def function(module):
+        module.to_empty(device="cpu", recurse=False)
+        for param in module.parameters(recurse=False):
+            param.normal_(std=param.shape[0])
+
+    for initialize in (None, function):
+        first = fullshard.engine.FirstValues(initialize=initialize)
+        found = []
+        for data, tensor in ((4, 1), (2, 2), (1, 4)):
+            with torch.device("meta"):
+                model = divided("sequence", data, tensor) if tensor > 1 else sequence()
+            torch.manual_seed(7 + dist.get_rank())
+            found.append(full(fullshard.fully_shard(model, mesh_of(data, tensor)["dp"], first_values=first)))
+        assert float(found[0]["blocks.0.down.weight"].std()) > 0.01
+        assert_same(found[1], found[0])
+        assert_same(found[2], found[0])
+
+
 def fsdp2s_face_takes_them(directory):
     """Under FSDP2's names: training, torch's getters and setters, and DCP, to and from torch's own FSDP2."""
     mesh = mesh_of(2, 2)
@@ -534,10 +598,9 @@ class expect:
         return True
 
 
-def what_is_not_there_is_refused_by_name(directory):
+def what_is_not_there_is_refused_by_name(_):
     mesh = mesh_of(2, 2)
-    model, optimizer = trained("sequence")
-    path = Path(directory) / "refused"
+    model, _ = trained("sequence")
     with expect(ProcessGroupError, "are in both"):
         fullshard.fully_shard(divided("sequence"))
     with expect(ProcessGroupError, "are in both"):
@@ -546,22 +609,13 @@ def what_is_not_there_is_refused_by_name(directory):
         fullshard.fully_shard(parallelize_module(nn.Linear(4, 3), mesh["tp"], ColwiseParallel()), mesh["dp"])
     with expect(WrapError, "mesh of 2 axes"):
         fullshard.fully_shard(shard(torchs, divided("sequence"), MODELS["sequence"][3], mesh["dp"]), mesh["dp"])
-    with torch.device("meta"):
-        bare = nn.Linear(4, 4)
-    with expect(WrapError, "on the meta device"):
-        fullshard.fully_shard(parallelize_module(bare, mesh["tp"], ColwiseParallel()), mesh["dp"])
-    with expect(ConfigError, "weights= reads rows"):
-        fullshard.fully_shard(divided("sequence"), mesh["dp"], weights=fullshard.Pretrained(path))
+    with expect(MismatchError, "tensor parallelism hold different values of model.embed_tokens.weight"):
+        torch.manual_seed(mesh["tp"].get_local_rank())
+        fullshard.fully_shard(divide_llama(llama(), mesh["tp"]), mesh["dp"])
     with expect(ConfigError, "tensor parallelism divides"):
         Adafactor(model.parameters())
     with expect(ConfigError, "Use an elementwise optimizer"):
         train(model, lm_loss, mesh, optimizer=torch.optim.Adafactor(model.parameters()))
-    for use in (
-        lambda: fullshard.core.engine.load_weights(model, fullshard.Pretrained(path)),
-        lambda: fullshard.full_optimizer_state(model, optimizer),
-    ):
-        with expect(UserError, "tensor parallel"):
-            use()
     weight = model.blocks[0].up.weight
     with expect(ShardingError, "tensor parallelism divides too"):
         weight.detach() * torch.ones(32, 16)
@@ -582,6 +636,9 @@ CASES = {
     "full_state_dicts_have_full_tensors": full_state_dicts_have_full_tensors,
     "distributed_checkpoints_fit_other_meshes": distributed_checkpoints_fit_other_meshes,
     "checkpoints_fit_other_meshes": checkpoints_fit_other_meshes,
+    "full_optimizer_states_are_those_of_unsharded_optimizers": full_optimizer_states_are_those_of_unsharded_optimizers,
+    "weights_are_read_into_models_on_the_meta_device": weights_are_read_into_models_on_the_meta_device,
+    "meta_models_are_initialised_as_full_ones": meta_models_are_initialised_as_full_ones,
     "snapshots_are_put_back": snapshots_are_put_back,
     "checkpoints_of_a_llama_fit_other_meshes": checkpoints_of_a_llama_fit_other_meshes,
     "fsdp2s_face_takes_them": fsdp2s_face_takes_them,

@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from fullshard.core.comm import Mesh, SoloComm, grid_of
+from fullshard.core.comm import Mesh, SoloComm
+from fullshard.core.engine.parallel.parallel import everyone
 from fullshard.core.engine.parallel.parallel_lane import ParallelParam
 from fullshard.core.engine.registry import runtime_of
 from fullshard.core.engine.step.param import ShardedParam
@@ -375,8 +376,8 @@ def require_one_state(model: nn.Module) -> None:
 
 def ranks_of(runtime: Runtime) -> Mesh:
     """Return all ranks that hold parts of a model: those that share shards and, if it is tensor parallel, blocks."""
-    mesh, divided = runtime.mesh, _divided(runtime)
-    return mesh if divided is None else Mesh(grid_of(mesh.shard_group, divided.parallel.comm), mesh.replica_group)
+    divided = _divided(runtime)
+    return everyone(runtime.mesh, None if divided is None else divided.parallel)
 
 
 def divided_by(model: nn.Module) -> int | None:
