@@ -1,15 +1,18 @@
 """Models that tensor parallelism has divided, sharded further: on four gloo ranks, as 2 x 2, 1 x 4 and 4 x 1."""
 
+import inspect
 import json
+import re
 import sys
 import tempfile
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
+import transformers.distributed.tensor_parallel
 from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
@@ -34,19 +37,23 @@ from fullshard.errors import CheckpointError, ConfigError, MismatchError, Proces
 from fullshard.optim import Adafactor
 from fullshard.saving.dcp import load_dcp, save_dcp
 from fullshard.state.resilience import OfOtherRanks, Snapshot, SnapshotHeader
+from fullshard.state.saving.export import ExportOptions, export
 from fullshard.state.saving.snapshot import put_back, take
 from fullshard.state.storage import as_json
 from fullshard.state.storage.contents import verify
 from support.models import batches, causal_loss, llama, lm_loss, seq2seq_loss, t5_untied
 from support.rank_script import parse, print_result, run_checks
 
-STEPS, ROWS = 3, 4
+STEPS, ROWS, DEVICE = 3, 4, "cpu"
 TOLERANCE = {"rtol": 1e-5, "atol": 1e-5}
+
+
+parallelize = partial(parallelize_module, src_data_rank=None)  # ranks have made the same values
 
 
 @cache
 def mesh_of(data, tensor):
-    return init_device_mesh("cpu", (data, tensor), mesh_dim_names=("dp", "tp"))
+    return init_device_mesh(DEVICE, (data, tensor), mesh_dim_names=("dp", "tp"))
 
 
 class Block(nn.Module):
@@ -88,19 +95,28 @@ def divide_sequence(model, tp):
         "blocks.*.up": ColwiseParallel(input_layouts=rows),
         "blocks.*.down": RowwiseParallel(output_layouts=rows),
     }
-    return parallelize_module(model, tp, plan)
+    return parallelize(model, tp, plan)
 
 
-def make_llama():
+def make_llama(**changes):
     torch.manual_seed(0)
-    return llama(num_attention_heads=4, num_key_value_heads=4)
+    return llama(num_attention_heads=4, num_key_value_heads=4, **changes)
 
 
 def divide_llama(model, tp):
     columns, rows = ColwiseParallel(), RowwiseParallel()
     plan = {f"self_attn.{name}_proj": columns for name in "qkv"} | {"self_attn.o_proj": rows}
     plan |= {"mlp.gate_proj": columns, "mlp.up_proj": columns, "mlp.down_proj": rows}
-    return parallelize_module(model, tp, {f"model.layers.*.{name}": how for name, how in plan.items()})
+    return parallelize(model, tp, {f"model.layers.*.{name}": how for name, how in plan.items()})
+
+
+def divide_by_plan(model, tp):
+    """As transformers itself divides the model, by the plan of its class."""
+    apply, plan = transformers.distributed.tensor_parallel.apply_tensor_parallelism, {}
+    for name, module in model.named_modules():
+        if style := model.tp_plan.get(re.sub(r"\.\d+", ".*", name)):
+            plan |= {f"{name}.{key}": style for key, _ in module.named_parameters(recurse=False)} | {name: style}
+    return apply(model, tp, plan) if "tp_plan" in inspect.signature(apply).parameters else apply(model, tp)
 
 
 def make_t5():
@@ -114,19 +130,18 @@ def divide_t5(model, tp):
         if hasattr(module, "has_relative_attention_bias"):
             module.n_heads, module.inner_dim = module.n_heads // tp.size(), module.inner_dim // tp.size()
             how = {"q": ColwiseParallel(), "k": ColwiseParallel(), "v": ColwiseParallel(), "o": RowwiseParallel()}
-            parallelize_module(module, tp, how)
+            parallelize(module, tp, how)
             if module.has_relative_attention_bias:
-                parallelize_module(module, tp, {"relative_attention_bias": ColwiseParallel()})
+                parallelize(module, tp, {"relative_attention_bias": ColwiseParallel()})
         if hasattr(module, "wi_0"):
-            parallelize_module(
-                module, tp, {"wi_0": ColwiseParallel(), "wi_1": ColwiseParallel(), "wo": RowwiseParallel()}
-            )
+            parallelize(module, tp, {"wi_0": ColwiseParallel(), "wi_1": ColwiseParallel(), "wo": RowwiseParallel()})
     return model
 
 
 MODELS = {
     "sequence": (sequence, divide_sequence, lm_loss, lambda m: m.blocks),
     "llama": (make_llama, divide_llama, causal_loss, lambda m: m.model.layers),
+    "planned": (make_llama, divide_by_plan, causal_loss, lambda m: m.model.layers),
     "t5": (make_t5, divide_t5, seq2seq_loss, lambda m: [*m.encoder.block, *m.decoder.block]),
 }
 
@@ -145,7 +160,7 @@ def train(model, loss_of, mesh=None, clip=None, optimizer=None):
     """The losses and gradient norms of some steps; without a mesh, on the rows of all ranks."""
     clip = clip or torch.nn.utils.clip_grad_norm_
     optimizer, seen = optimizer or torch.optim.AdamW(model.parameters(), lr=1e-3), []
-    for tokens in batches(STEPS, ROWS):
+    for tokens in (tokens.to(DEVICE) for tokens in batches(STEPS, ROWS)):
         mine = tokens if mesh is None else tokens.chunk(mesh["dp"].size())[mesh["dp"].get_local_rank()]
         loss = loss_of(model, mine)
         loss.backward()
@@ -184,7 +199,10 @@ def assert_close(found, expected):
 
 def divided(kind, data=2, tensor=2):
     make, divide, _, _ = MODELS[kind]
-    return divide(make(), mesh_of(data, tensor)["tp"])
+    model = make()
+    return divide(
+        model if any(p.is_meta for p in model.parameters()) else model.to(DEVICE), mesh_of(data, tensor)["tp"]
+    )
 
 
 def sharded(kind, data=2, tensor=2, api=core, **options):
@@ -201,7 +219,7 @@ def trained(kind, data=2, tensor=2, **options):
 def equals_unsharded_and_torchs(kind, data=2, tensor=2):
     """Losses, norms and weights are those of the unsharded model, and of torch's FSDP2 on the same mesh."""
     make, _, loss_of, _ = MODELS[kind]
-    mesh, alone = mesh_of(data, tensor), make()
+    mesh, alone = mesh_of(data, tensor), make().to(DEVICE)
     expected = train(alone, loss_of)
     model = sharded(kind, data, tensor)
     found = train(model, loss_of, mesh, fullshard.clip_grad_norm_)
@@ -215,6 +233,26 @@ def equals_unsharded_and_torchs(kind, data=2, tensor=2):
 
 def llama_as_2_x_2(_):
     equals_unsharded_and_torchs("llama")
+
+
+def llama_by_transformers_plan_as_2_x_2(_):
+    equals_unsharded_and_torchs("planned")
+
+
+def llama_of_from_pretrained_as_1_x_4(directory):
+    """transformers divides what it loads over all ranks: the other axis has one rank."""
+    mesh, path = mesh_of(1, 4), Path(directory) / "pretrained"
+    if dist.get_rank() == 0:
+        make_llama(vocab_size=52).save_pretrained(path)
+    dist.barrier()
+    model = transformers.LlamaForCausalLM.from_pretrained(path, tp_plan="auto", dtype="float32")
+    assert isinstance(model.model.layers[0].mlp.up_proj.weight, DTensor)
+    fullshard.fully_shard(model, mesh["dp"])
+    alone = make_llama(vocab_size=52)
+    torch.testing.assert_close(
+        train(model, causal_loss, mesh, fullshard.clip_grad_norm_), train(alone, causal_loss), **TOLERANCE
+    )
+    assert_close(full(model), full(alone))
 
 
 def t5_as_2_x_2(_):
@@ -440,6 +478,8 @@ def checkpoints_fit_other_meshes(directory, kind="sequence"):
         assert_close(full(other), full(model))
     if dist.get_rank() == 0:
         assert verify(path).problems == verify(back).problems == 0
+        export(path / f"step-{STEPS:08d}", path / "exported", ExportOptions())
+        assert_same(load_file(path / "exported" / "model.safetensors"), expected)
         index = json.loads((path / f"step-{STEPS:08d}" / "index.json").read_text())
         assert (index["version"], index["divided_by"]) == (3, 2)
         assert json.loads((back / f"step-{STEPS:08d}" / "index.json").read_text())["version"] == 2
@@ -606,7 +646,7 @@ def what_is_not_there_is_refused_by_name(_):
     with expect(ProcessGroupError, "are in both"):
         fullshard.fully_shard(shard(torchs, sequence(), MODELS["sequence"][3], mesh["dp"]), mesh["dp"])
     with expect(WrapError, "cannot be cut into equal parts"):
-        fullshard.fully_shard(parallelize_module(nn.Linear(4, 3), mesh["tp"], ColwiseParallel()), mesh["dp"])
+        fullshard.fully_shard(parallelize(nn.Linear(4, 3), mesh["tp"], ColwiseParallel()), mesh["dp"])
     with expect(WrapError, "mesh of 2 axes"):
         fullshard.fully_shard(shard(torchs, divided("sequence"), MODELS["sequence"][3], mesh["dp"]), mesh["dp"])
     with expect(MismatchError, "tensor parallelism hold different values of model.embed_tokens.weight"):
@@ -625,6 +665,8 @@ def what_is_not_there_is_refused_by_name(_):
 
 CASES = {
     "llama_as_2_x_2": llama_as_2_x_2,
+    "llama_by_transformers_plan_as_2_x_2": llama_by_transformers_plan_as_2_x_2,
+    "llama_of_from_pretrained_as_1_x_4": llama_of_from_pretrained_as_1_x_4,
     "t5_as_2_x_2": t5_as_2_x_2,
     "sequence_as_2_x_2": sequence_as_2_x_2,
     "sequence_as_1_x_4": sequence_as_1_x_4,
