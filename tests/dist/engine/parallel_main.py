@@ -451,6 +451,15 @@ def saved(model, optimizer, path, **options):
         checkpoints.save(model, optimizer, step=STEPS, **options)
 
 
+def checkpoints_have_full_parameters(directory):
+    """What ranks write together, one rank reads alone."""
+    path, (model, optimizer) = Path(directory) / "own", trained("sequence")
+    saved(model, optimizer, path)
+    found, _, _ = loaded(core(sequence(), mesh=mesh_of(4, 1)["tp"]), path)
+    expected = full(model)
+    assert_same({name: found[name] for name in expected}, expected)
+
+
 def checkpoints_fit_other_meshes(directory, kind="sequence"):
     """Written at 2 x 2, read at 1 x 4, by 4 ranks, 2 and 1 without division, and back: bit for bit, and trained on."""
     make, _, loss_of, _ = MODELS[kind]
@@ -677,6 +686,7 @@ CASES = {
     "full_parameters_are_dtensors_inside_unsharded": full_parameters_are_dtensors_inside_unsharded,
     "full_state_dicts_have_full_tensors": full_state_dicts_have_full_tensors,
     "distributed_checkpoints_fit_other_meshes": distributed_checkpoints_fit_other_meshes,
+    "checkpoints_have_full_parameters": checkpoints_have_full_parameters,
     "checkpoints_fit_other_meshes": checkpoints_fit_other_meshes,
     "full_optimizer_states_are_those_of_unsharded_optimizers": full_optimizer_states_are_those_of_unsharded_optimizers,
     "weights_are_read_into_models_on_the_meta_device": weights_are_read_into_models_on_the_meta_device,

@@ -76,6 +76,14 @@ def test_only_divided_ones_are_of_a_version_that_earlier_readers_refuse(tmp_path
         parse_index(text.replace(f'"version":{version},', '"version":4,').encode(), tmp_path)
 
 
+def test_runs_that_are_there_twice_are_refused(tmp_path):
+    index = written(tmp_path, {"model/a": torch.randn(4, 6, 4)}, None)
+    entry = index.tensors["model/a"]
+    twice = {"model/a": replace(entry, pieces=(*entry.pieces, entry.pieces[-1]))}
+    with pytest.raises(CheckpointError, match="do not cover its 96 elements: after 96 there is a gap or an overlap"):
+        parse_index(replace(index, tensors=twice).as_json().encode(), tmp_path)
+
+
 @pytest.mark.parametrize("order", [[0, 2], [3, 2], [1, 4], [1, 0], [1], [1, 2, 3], "ab"])
 def test_orders_that_are_none_are_refused(tmp_path, order):
     index = written(tmp_path, {"model/a": torch.randn(4, 6, 4)}, (1, 2))

@@ -248,8 +248,10 @@ def require_covered(tensors: Mapping[str, TensorEntry], where: object) -> None:
             if piece.start != reached or piece.stop <= piece.start:
                 break
             reached = piece.stop
-        if reached != entry.numel:
-            raise CheckpointError(
-                f"{where}: the pieces of {name} {entry.shape} do not cover its {entry.numel:,} elements: "
-                f"after {reached:,} there is a gap or an overlap."
-            )
+        else:
+            if reached == entry.numel:
+                continue
+        raise CheckpointError(
+            f"{where}: the pieces of {name} {entry.shape} do not cover its {entry.numel:,} elements: "
+            f"after {reached:,} there is a gap or an overlap."
+        )
