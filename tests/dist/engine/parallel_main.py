@@ -32,6 +32,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import fullshard
 from fullshard.compat.torch_fsdp import fsdp2, tensor as ours_tensors
 from fullshard.core.engine import load_weights
+from fullshard.core.optim.average import ExponentialMovingAverage
 from fullshard.core.shards import run_of
 from fullshard.errors import CheckpointError, ConfigError, MismatchError, ProcessGroupError, ShardingError, WrapError
 from fullshard.optim import Adafactor
@@ -454,10 +455,19 @@ def saved(model, optimizer, path, **options):
 def checkpoints_have_full_parameters(directory):
     """What ranks write together, one rank reads alone."""
     path, (model, optimizer) = Path(directory) / "own", trained("sequence")
-    saved(model, optimizer, path)
-    found, _, _ = loaded(core(sequence(), mesh=mesh_of(4, 1)["tp"]), path)
-    expected = full(model)
-    assert_same({name: found[name] for name in expected}, expected)
+    average = ExponentialMovingAverage(model, 0.5)
+    lm_loss(model, batches(1, 4)[0]).backward()
+    optimizer.step()
+    average.update()
+    saved(model, optimizer, path, average=average, gradients=True)
+    expected, gradients = full(model), {name: param.grad.full_tensor() for name, param in model.named_parameters()}
+    alone = core(sequence(), mesh=mesh_of(4, 1)["tp"])
+    of_alone = ExponentialMovingAverage(alone, 0.5)
+    fullshard.load_checkpoint(alone, None, path / f"step-{STEPS:08d}", average=of_alone)
+    assert_same(full(alone), expected)
+    assert_same({name: param.grad.full_tensor() for name, param in alone.named_parameters()}, gradients)
+    with average.applied(), of_alone.applied():
+        assert_same(full(alone), full(model))
 
 
 def checkpoints_fit_other_meshes(directory, kind="sequence"):
