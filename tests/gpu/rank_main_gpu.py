@@ -6,6 +6,9 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(1, str(Path(__file__).parents[1] / "dist" / "engine"))
+
+import parallel_main
 
 import fullshard
 from fullshard.core.comm import MemoryMeter, SoloComm
@@ -177,6 +180,13 @@ def extensions(comm):
     return {"gap": worst}
 
 
+def divided(comm):
+    """A Llama whose layers two ranks divide, or one: the unsharded run, and torch's FSDP2 on several GPUs."""
+    parallel_main.DEVICE, tensor = comm.device.type, 2 - comm.size % 2
+    parallel_main.equals_unsharded_and_torchs("llama", comm.size // tensor, tensor)
+    return {"equal": True}
+
+
 def embedding(comm):
     grads = []
     for _ in range(2):
@@ -283,6 +293,7 @@ CASES = {
         wide_sum,
         rounded,
         extensions,
+        divided,
         embedding,
         memory,
         activations,

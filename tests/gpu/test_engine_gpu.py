@@ -67,6 +67,12 @@ def test_parameters_that_gather_themselves_are_computed_with_as_rounded(ranks):
         assert rank["extensions"]["gap"] <= 1e-4, rank["extensions"]
 
 
+def test_a_tensor_parallel_model_trains_as_the_unsharded_one(ranks):
+    """Not run on a GPU yet."""
+    for rank in ranks:
+        assert rank["divided"]["equal"]
+
+
 def test_embedding_gradients_are_deterministic(ranks):
     for rank in ranks:
         assert rank["embedding"]["same"]

@@ -1,14 +1,18 @@
 """Models that tensor parallelism has divided, sharded further: on four gloo ranks, as 2 x 2, 1 x 4 and 4 x 1."""
 
+import inspect
+import json
+import re
 import sys
 import tempfile
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
+import transformers.distributed.tensor_parallel
 from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
@@ -27,20 +31,30 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import fullshard
 from fullshard.compat.torch_fsdp import fsdp2, tensor as ours_tensors
+from fullshard.core.engine import load_weights
+from fullshard.core.optim.average import ExponentialMovingAverage
 from fullshard.core.shards import run_of
-from fullshard.errors import ConfigError, ProcessGroupError, ShardingError, UserError, WrapError
+from fullshard.errors import CheckpointError, ConfigError, MismatchError, ProcessGroupError, ShardingError, WrapError
 from fullshard.optim import Adafactor
 from fullshard.saving.dcp import load_dcp, save_dcp
+from fullshard.state.resilience import OfOtherRanks, Snapshot, SnapshotHeader
+from fullshard.state.saving.export import ExportOptions, export
+from fullshard.state.saving.snapshot import put_back, take
+from fullshard.state.storage import as_json
+from fullshard.state.storage.contents import verify
 from support.models import batches, causal_loss, llama, lm_loss, seq2seq_loss, t5_untied
 from support.rank_script import parse, print_result, run_checks
 
-STEPS, ROWS = 3, 4
+STEPS, ROWS, DEVICE = 3, 4, "cpu"
 TOLERANCE = {"rtol": 1e-5, "atol": 1e-5}
+
+
+parallelize = partial(parallelize_module, src_data_rank=None)  # ranks have made the same values
 
 
 @cache
 def mesh_of(data, tensor):
-    return init_device_mesh("cpu", (data, tensor), mesh_dim_names=("dp", "tp"))
+    return init_device_mesh(DEVICE, (data, tensor), mesh_dim_names=("dp", "tp"))
 
 
 class Block(nn.Module):
@@ -82,19 +96,28 @@ def divide_sequence(model, tp):
         "blocks.*.up": ColwiseParallel(input_layouts=rows),
         "blocks.*.down": RowwiseParallel(output_layouts=rows),
     }
-    return parallelize_module(model, tp, plan)
+    return parallelize(model, tp, plan)
 
 
-def make_llama():
+def make_llama(**changes):
     torch.manual_seed(0)
-    return llama(num_attention_heads=4, num_key_value_heads=4)
+    return llama(num_attention_heads=4, num_key_value_heads=4, **changes)
 
 
 def divide_llama(model, tp):
     columns, rows = ColwiseParallel(), RowwiseParallel()
     plan = {f"self_attn.{name}_proj": columns for name in "qkv"} | {"self_attn.o_proj": rows}
     plan |= {"mlp.gate_proj": columns, "mlp.up_proj": columns, "mlp.down_proj": rows}
-    return parallelize_module(model, tp, {f"model.layers.*.{name}": how for name, how in plan.items()})
+    return parallelize(model, tp, {f"model.layers.*.{name}": how for name, how in plan.items()})
+
+
+def divide_by_plan(model, tp):
+    """As transformers itself divides the model, by the plan of its class."""
+    apply, plan = transformers.distributed.tensor_parallel.apply_tensor_parallelism, {}
+    for name, module in model.named_modules():
+        if style := model.tp_plan.get(re.sub(r"\.\d+", ".*", name)):
+            plan |= {f"{name}.{key}": style for key, _ in module.named_parameters(recurse=False)} | {name: style}
+    return apply(model, tp, plan) if "tp_plan" in inspect.signature(apply).parameters else apply(model, tp)
 
 
 def make_t5():
@@ -108,19 +131,18 @@ def divide_t5(model, tp):
         if hasattr(module, "has_relative_attention_bias"):
             module.n_heads, module.inner_dim = module.n_heads // tp.size(), module.inner_dim // tp.size()
             how = {"q": ColwiseParallel(), "k": ColwiseParallel(), "v": ColwiseParallel(), "o": RowwiseParallel()}
-            parallelize_module(module, tp, how)
+            parallelize(module, tp, how)
             if module.has_relative_attention_bias:
-                parallelize_module(module, tp, {"relative_attention_bias": ColwiseParallel()})
+                parallelize(module, tp, {"relative_attention_bias": ColwiseParallel()})
         if hasattr(module, "wi_0"):
-            parallelize_module(
-                module, tp, {"wi_0": ColwiseParallel(), "wi_1": ColwiseParallel(), "wo": RowwiseParallel()}
-            )
+            parallelize(module, tp, {"wi_0": ColwiseParallel(), "wi_1": ColwiseParallel(), "wo": RowwiseParallel()})
     return model
 
 
 MODELS = {
     "sequence": (sequence, divide_sequence, lm_loss, lambda m: m.blocks),
     "llama": (make_llama, divide_llama, causal_loss, lambda m: m.model.layers),
+    "planned": (make_llama, divide_by_plan, causal_loss, lambda m: m.model.layers),
     "t5": (make_t5, divide_t5, seq2seq_loss, lambda m: [*m.encoder.block, *m.decoder.block]),
 }
 
@@ -139,7 +161,7 @@ def train(model, loss_of, mesh=None, clip=None, optimizer=None):
     """The losses and gradient norms of some steps; without a mesh, on the rows of all ranks."""
     clip = clip or torch.nn.utils.clip_grad_norm_
     optimizer, seen = optimizer or torch.optim.AdamW(model.parameters(), lr=1e-3), []
-    for tokens in batches(STEPS, ROWS):
+    for tokens in (tokens.to(DEVICE) for tokens in batches(STEPS, ROWS)):
         mine = tokens if mesh is None else tokens.chunk(mesh["dp"].size())[mesh["dp"].get_local_rank()]
         loss = loss_of(model, mine)
         loss.backward()
@@ -178,7 +200,10 @@ def assert_close(found, expected):
 
 def divided(kind, data=2, tensor=2):
     make, divide, _, _ = MODELS[kind]
-    return divide(make(), mesh_of(data, tensor)["tp"])
+    model = make()
+    return divide(
+        model if any(p.is_meta for p in model.parameters()) else model.to(DEVICE), mesh_of(data, tensor)["tp"]
+    )
 
 
 def sharded(kind, data=2, tensor=2, api=core, **options):
@@ -195,7 +220,7 @@ def trained(kind, data=2, tensor=2, **options):
 def equals_unsharded_and_torchs(kind, data=2, tensor=2):
     """Losses, norms and weights are those of the unsharded model, and of torch's FSDP2 on the same mesh."""
     make, _, loss_of, _ = MODELS[kind]
-    mesh, alone = mesh_of(data, tensor), make()
+    mesh, alone = mesh_of(data, tensor), make().to(DEVICE)
     expected = train(alone, loss_of)
     model = sharded(kind, data, tensor)
     found = train(model, loss_of, mesh, fullshard.clip_grad_norm_)
@@ -209,6 +234,26 @@ def equals_unsharded_and_torchs(kind, data=2, tensor=2):
 
 def llama_as_2_x_2(_):
     equals_unsharded_and_torchs("llama")
+
+
+def llama_by_transformers_plan_as_2_x_2(_):
+    equals_unsharded_and_torchs("planned")
+
+
+def llama_of_from_pretrained_as_1_x_4(directory):
+    """transformers divides what it loads over all ranks: the other axis has one rank."""
+    mesh, path = mesh_of(1, 4), Path(directory) / "pretrained"
+    if dist.get_rank() == 0:
+        make_llama(vocab_size=52).save_pretrained(path)
+    dist.barrier()
+    model = transformers.LlamaForCausalLM.from_pretrained(path, tp_plan="auto", dtype="float32")
+    assert isinstance(model.model.layers[0].mlp.up_proj.weight, DTensor)
+    fullshard.fully_shard(model, mesh["dp"])
+    alone = make_llama(vocab_size=52)
+    torch.testing.assert_close(
+        train(model, causal_loss, mesh, fullshard.clip_grad_norm_), train(alone, causal_loss), **TOLERANCE
+    )
+    assert_close(full(model), full(alone))
 
 
 def t5_as_2_x_2(_):
@@ -375,6 +420,182 @@ def distributed_checkpoints_fit_other_meshes(directory):
     assert_close(state, expected)
 
 
+def adamw(model):
+    return torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+
+def held_by(model, optimizer):
+    """What this rank holds, by name."""
+    named = {name: param.detach() for name, param in model.named_parameters()}
+    states = {
+        f"{name}/{key}": value
+        for name, param in model.named_parameters()
+        for key, value in optimizer.state[param].items()
+    }
+    return {name: torch.as_tensor(one.as_subclass(torch.Tensor)).clone() for name, one in {**named, **states}.items()}
+
+
+def assert_same(found, expected):
+    assert found.keys() == expected.keys()
+    for name, one in expected.items():
+        assert torch.equal(found[name], one), name
+
+
+def loaded(model, path, step=STEPS):
+    optimizer = adamw(model)
+    restored = fullshard.load_checkpoint(model, optimizer, path / f"step-{step:08d}")
+    return held_by(model, optimizer), optimizer, restored
+
+
+def saved(model, optimizer, path, **options):
+    with fullshard.Checkpoints(path) as checkpoints:
+        checkpoints.save(model, optimizer, step=STEPS, **options)
+
+
+def checkpoints_have_full_parameters(directory):
+    """What ranks write together, one rank reads alone."""
+    path, (model, optimizer) = Path(directory) / "own", trained("sequence")
+    average = ExponentialMovingAverage(model, 0.5)
+    lm_loss(model, batches(1, 4)[0]).backward()
+    optimizer.step()
+    average.update()
+    saved(model, optimizer, path, average=average, gradients=True)
+    expected, gradients = full(model), {name: param.grad.full_tensor() for name, param in model.named_parameters()}
+    alone = core(sequence(), mesh=mesh_of(4, 1)["tp"])
+    of_alone = ExponentialMovingAverage(alone, 0.5)
+    fullshard.load_checkpoint(alone, None, path / f"step-{STEPS:08d}", average=of_alone)
+    assert_same(full(alone), expected)
+    assert_same({name: param.grad.full_tensor() for name, param in alone.named_parameters()}, gradients)
+    with average.applied(), of_alone.applied():
+        assert_same(full(alone), full(model))
+
+
+def checkpoints_fit_other_meshes(directory, kind="sequence"):
+    """Written at 2 x 2, read at 1 x 4, by 4 ranks, 2 and 1 without division, and back: bit for bit, and trained on."""
+    make, _, loss_of, _ = MODELS[kind]
+    path, (model, optimizer) = Path(directory) / f"own-{kind}", trained(kind)
+    torch.manual_seed(dist.get_rank())
+    saved(model, optimizer, path, background=True)
+    drawn, expected, held = torch.rand(4), full(model), held_by(model, optimizer)
+    alone, pair = (lambda: core(make(), mesh=mesh_of(4, 1)["tp"])), (lambda: core(make(), mesh=mesh_of(2, 2)["dp"]))
+    everything, _, _ = loaded(alone(), path)
+    assert_same({name: everything[name] for name in expected}, expected)
+    assert_same(full((two := pair(), loaded(two, path))[0]), expected)
+    train(model, loss_of, mesh_of(2, 2), optimizer=optimizer)
+    for data, tensor in ((2, 2), (1, 4), (4, 1)):
+        other = sharded(kind, data, tensor) if tensor > 1 else core(make(), mesh=mesh_of(4, 1)["dp"])
+        found, steps, restored = loaded(other, path)
+        assert restored.rng_restored == (tensor == 2)
+        if tensor == 2:
+            assert_same(found, held)
+            assert torch.equal(torch.rand(4), drawn)
+        assert_same(full(other), expected)
+        saved(other, steps, back := path.with_name(f"own-{kind}-{tensor}"))
+        assert_same(loaded(alone(), back)[0], everything)
+        assert_same(loaded(sharded(kind), back)[0], held)
+        train(other, loss_of, mesh_of(data, tensor), optimizer=steps)
+        assert_close(full(other), full(model))
+    if dist.get_rank() == 0:
+        assert verify(path).problems == verify(back).problems == 0
+        export(path / f"step-{STEPS:08d}", path / "exported", ExportOptions())
+        assert_same(load_file(path / "exported" / "model.safetensors"), expected)
+        index = json.loads((path / f"step-{STEPS:08d}" / "index.json").read_text())
+        assert (index["version"], index["divided_by"]) == (3, 2)
+        assert json.loads((back / f"step-{STEPS:08d}" / "index.json").read_text())["version"] == 2
+
+
+def checkpoints_of_a_llama_fit_other_meshes(directory):
+    checkpoints_fit_other_meshes(directory, "llama")
+
+
+def snapshots_are_put_back(directory):
+    """A rank's own state, bit for bit; refused on another mesh; and saved as a checkpoint for other ranks."""
+    (model, optimizer), rank = trained("sequence"), dist.get_rank()
+    tensors, plain = take(model, optimizer, None, torch.device("cpu"), cut=True)
+    tensors, plain = {name: one.clone() for name, one in tensors.items()}, as_json(plain)
+    expected, held = full(model), held_by(model, optimizer)
+    train(model, lm_loss, mesh_of(2, 2), optimizer=optimizer)
+    put_back(model, optimizer, None, tensors, plain)
+    assert_same(held_by(model, optimizer), held)
+    other = sharded("sequence", 1, 4)
+    with expect(CheckpointError, "Shard the model as before"):
+        put_back(other, adamw(other), None, tensors, plain)
+    described = [SnapshotHeader(STEPS, rank, 4, 0, 0, 1, plain=plain)]
+    own = Snapshot(Path(directory), described[0], tensors)
+    dist.broadcast_object_list(described)
+    with fullshard.Checkpoints(path := Path(directory) / "snapshots") as checkpoints:
+        checkpoints.save_snapshots(OfOtherRanks(described[0], (own,)), model)
+    found, _, restored = loaded(sharded("sequence"), path)
+    assert restored.rng_restored
+    assert_same(found, held)
+    alone = core(sequence(), mesh=mesh_of(4, 1)["dp"])
+    assert not loaded(alone, path)[2].rng_restored
+    assert_same(full(alone), expected)
+
+
+def full_optimizer_states_are_those_of_unsharded_optimizers(_):
+    """On the first rank; and back from it, on another mesh."""
+    model, optimizer = trained("sequence")
+    shared = [fullshard.full_optimizer_state(model, optimizer)]
+    assert bool(shared[0]) == (dist.get_rank() == 0)
+    dist.broadcast_object_list(shared)
+    alone = sequence()
+    train(alone, lm_loss, optimizer=(of_alone := adamw(alone)))
+    expected = of_alone.state_dict()
+    for number, values in expected["state"].items():
+        assert_close(shared[0]["state"][number], values)
+    adamw(sequence()).load_state_dict(shared[0])
+    other = sharded("sequence", 1, 4)
+    fullshard.load_optimizer_state(other, of_other := adamw(other), shared[0])
+    again = fullshard.full_optimizer_state(other, of_other)
+    for number, values in (again["state"] if again else {}).items():
+        assert_same(values, shared[0]["state"][number])
+
+
+def weights_are_read_into_models_on_the_meta_device(directory):
+    """Each rank its part, also of a model that has values or was sharded before."""
+    for kind in ("sequence", "llama"):
+        source, path = sharded(kind), Path(directory) / f"weights-{kind}"
+        with torch.no_grad():
+            for param in source.parameters():
+                nn.init.normal_(param)
+        fullshard.save(source, path)
+        expected, mesh = full(source), mesh_of(2, 2)
+        with torch.device("meta"):
+            model = divided(kind)
+        fullshard.fully_shard(model, mesh["dp"], weights=(read := fullshard.Pretrained(path)))
+        assert_same(full(model), expected)
+        assert read.bytes_read < sum(param.nbytes for param in expected.values())
+        assert_same(
+            full(fullshard.fully_shard(divided(kind), mesh["dp"], weights=fullshard.Pretrained(path))), expected
+        )
+        other = sharded(kind, 1, 4)
+        load_weights(other, fullshard.Pretrained(path))
+        assert_same(full(other), expected)
+        MODELS[kind][2](model, batches(1, 2)[0]).backward()
+
+
+def meta_models_are_initialised_as_full_ones(_):
+    """The draws of ``reset_parameters`` and of a function are those of full shapes, whatever each rank's seed."""
+
+    def function(module):
+        module.to_empty(device="cpu", recurse=False)
+        for param in module.parameters(recurse=False):
+            param.normal_(std=param.shape[0])
+
+    for initialize in (None, function):
+        first = fullshard.engine.FirstValues(initialize=initialize)
+        found = []
+        for data, tensor in ((4, 1), (2, 2), (1, 4)):
+            with torch.device("meta"):
+                model = divided("sequence", data, tensor) if tensor > 1 else sequence()
+            torch.manual_seed(7 + dist.get_rank())
+            found.append(full(fullshard.fully_shard(model, mesh_of(data, tensor)["dp"], first_values=first)))
+        assert float(found[0]["blocks.0.down.weight"].std()) > 0.01
+        assert_same(found[1], found[0])
+        assert_same(found[2], found[0])
+
+
 def fsdp2s_face_takes_them(directory):
     """Under FSDP2's names: training, torch's getters and setters, and DCP, to and from torch's own FSDP2."""
     mesh = mesh_of(2, 2)
@@ -436,36 +657,24 @@ class expect:
         return True
 
 
-def what_is_not_there_is_refused_by_name(directory):
+def what_is_not_there_is_refused_by_name(_):
     mesh = mesh_of(2, 2)
-    model, optimizer = trained("sequence")
-    path = Path(directory) / "refused"
+    model, _ = trained("sequence")
     with expect(ProcessGroupError, "are in both"):
         fullshard.fully_shard(divided("sequence"))
     with expect(ProcessGroupError, "are in both"):
         fullshard.fully_shard(shard(torchs, sequence(), MODELS["sequence"][3], mesh["dp"]), mesh["dp"])
     with expect(WrapError, "cannot be cut into equal parts"):
-        fullshard.fully_shard(parallelize_module(nn.Linear(4, 3), mesh["tp"], ColwiseParallel()), mesh["dp"])
+        fullshard.fully_shard(parallelize(nn.Linear(4, 3), mesh["tp"], ColwiseParallel()), mesh["dp"])
     with expect(WrapError, "mesh of 2 axes"):
         fullshard.fully_shard(shard(torchs, divided("sequence"), MODELS["sequence"][3], mesh["dp"]), mesh["dp"])
-    with torch.device("meta"):
-        bare = nn.Linear(4, 4)
-    with expect(WrapError, "on the meta device"):
-        fullshard.fully_shard(parallelize_module(bare, mesh["tp"], ColwiseParallel()), mesh["dp"])
-    with expect(ConfigError, "weights= reads rows"):
-        fullshard.fully_shard(divided("sequence"), mesh["dp"], weights=fullshard.Pretrained(path))
+    with expect(MismatchError, "tensor parallelism hold different values of model.embed_tokens.weight"):
+        torch.manual_seed(mesh["tp"].get_local_rank())
+        fullshard.fully_shard(divide_llama(llama(), mesh["tp"]), mesh["dp"])
     with expect(ConfigError, "tensor parallelism divides"):
         Adafactor(model.parameters())
     with expect(ConfigError, "Use an elementwise optimizer"):
         train(model, lm_loss, mesh, optimizer=torch.optim.Adafactor(model.parameters()))
-    for use in (
-        lambda: fullshard.Checkpoints(path).save(model, optimizer, step=1),
-        lambda: fullshard.load_checkpoint(model, optimizer, path),
-        lambda: fullshard.core.engine.load_weights(model, fullshard.Pretrained(path)),
-        lambda: fullshard.full_optimizer_state(model, optimizer),
-    ):
-        with expect(UserError, "tensor parallel"):
-            use()
     weight = model.blocks[0].up.weight
     with expect(ShardingError, "tensor parallelism divides too"):
         weight.detach() * torch.ones(32, 16)
@@ -475,6 +684,8 @@ def what_is_not_there_is_refused_by_name(directory):
 
 CASES = {
     "llama_as_2_x_2": llama_as_2_x_2,
+    "llama_by_transformers_plan_as_2_x_2": llama_by_transformers_plan_as_2_x_2,
+    "llama_of_from_pretrained_as_1_x_4": llama_of_from_pretrained_as_1_x_4,
     "t5_as_2_x_2": t5_as_2_x_2,
     "sequence_as_2_x_2": sequence_as_2_x_2,
     "sequence_as_1_x_4": sequence_as_1_x_4,
@@ -485,6 +696,13 @@ CASES = {
     "full_parameters_are_dtensors_inside_unsharded": full_parameters_are_dtensors_inside_unsharded,
     "full_state_dicts_have_full_tensors": full_state_dicts_have_full_tensors,
     "distributed_checkpoints_fit_other_meshes": distributed_checkpoints_fit_other_meshes,
+    "checkpoints_have_full_parameters": checkpoints_have_full_parameters,
+    "checkpoints_fit_other_meshes": checkpoints_fit_other_meshes,
+    "full_optimizer_states_are_those_of_unsharded_optimizers": full_optimizer_states_are_those_of_unsharded_optimizers,
+    "weights_are_read_into_models_on_the_meta_device": weights_are_read_into_models_on_the_meta_device,
+    "meta_models_are_initialised_as_full_ones": meta_models_are_initialised_as_full_ones,
+    "snapshots_are_put_back": snapshots_are_put_back,
+    "checkpoints_of_a_llama_fit_other_meshes": checkpoints_of_a_llama_fit_other_meshes,
     "fsdp2s_face_takes_them": fsdp2s_face_takes_them,
     "what_is_not_there_is_refused_by_name": what_is_not_there_is_refused_by_name,
 }

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from fullshard.core.comm.mesh import Mesh, group_of
 from fullshard.core.comm.process import comm_of_group
@@ -95,9 +96,20 @@ def grid_of(shards: Comm, blocks: Comm) -> GridComm:
     return GridComm(shards, blocks)
 
 
+def comm_of_axis(axis: DeviceMesh, device: torch.device) -> Comm:
+    """Return the Comm of an axis of torch's DeviceMesh; the same object in each call, which numbers its messages.
+
+    Args:
+        axis: A DeviceMesh with one axis.
+        device: Where its tensors are; if that is the meta device, they are expected on this rank's of the mesh.
+    """
+    if device.type == "meta":
+        device = torch.empty(0, device=axis.device_type).device
+    return _comm_of(axis.get_group(), device)
+
+
 @functools.lru_cache(maxsize=16)
-def comm_of_axis(group: dist.ProcessGroup, device: torch.device) -> Comm:
-    """Return the Comm of an axis of torch's DeviceMesh; the same object in each call, which numbers its messages."""
+def _comm_of(group: dist.ProcessGroup, device: torch.device) -> Comm:
     return comm_of_group(group, device)
 
 

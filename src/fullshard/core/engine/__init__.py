@@ -23,6 +23,7 @@ from fullshard.core.engine.full.model_class import (
 )
 from fullshard.core.engine.full.state import (
     LocalTensor as LocalTensor,
+    divided_by as divided_by,
     full_tensors as full_tensors,
     local_tensors as local_tensors,
     persistent_buffers as persistent_buffers,

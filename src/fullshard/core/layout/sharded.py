@@ -8,7 +8,7 @@ states by blocks. Each part is one run of the flattened tensor.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from operator import add
 
@@ -40,6 +40,10 @@ class Block:
     dim: int
     index: int
     count: int
+
+    def __str__(self) -> str:
+        """Return what messages call it."""
+        return f"block {self.index} of {self.count} along dimension {self.dim}"
 
     def shape(self, full: Sequence[int]) -> tuple[int, ...]:
         """Return the shape of a part of a tensor of shape ``full``."""
@@ -275,6 +279,59 @@ def boxes_in(shape: Sequence[int], block: Block | None, start: int, stop: int) -
     return [
         Box(tuple(map(add, first, box.offsets)), box.sizes, box.start) for box in boxes(block.shape(shape), start, stop)
     ]
+
+
+Order = tuple[int, int] | None
+"""In which order a tensor's elements are counted, so that each block is one run: block by block, of a number of equal
+blocks along a dimension, ``(dim, count)``; None: as in the flattened tensor."""
+
+
+def place_in_order(shape: Sequence[int], block: Block | None) -> tuple[Order, int]:
+    """Return the order in which a block of a tensor of ``shape`` is one run, and where it begins.
+
+    Examples:
+        >>> place_in_order((4, 6), Block(0, 1, 2)), place_in_order((4, 6), Block(1, 1, 2))
+        ((None, 12), ((1, 2), 12))
+    """
+    if block is None:
+        return None, 0
+    return (block.dim, block.count) if block.dim else None, block.index * (prod(shape) // block.count)
+
+
+def boxes_in_order(shape: Sequence[int], order: Order, start: int, stop: int) -> list[Box]:
+    """Divide a run of the elements of a tensor, counted in ``order``, into boxes; their starts are counted so too.
+
+    Examples:
+        >>> [(box.offsets, box.sizes, box.start) for box in boxes_in_order((4, 6), (1, 2), 9, 15)]
+        [((3, 0), (1, 3), 9), ((0, 3), (1, 3), 12)]
+    """
+    if order is None or start >= stop:
+        return boxes(shape, start, stop)
+    dim, count = order
+    each, found = prod(shape) // count, list[Box]()
+    for index in range(start // each, -(-stop // each)):
+        first = index * each
+        inside = boxes_in(shape, Block(dim, index, count), max(start - first, 0), min(stop - first, each))
+        found += [replace(box, start=first + box.start) for box in inside]
+    return found
+
+
+def common(one: Box, other: Box) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
+    """Return which part of each of two boxes of a tensor is in both; None if they have no element in common.
+
+    Examples:
+        >>> common(Box((0, 2), (4, 2), 0), Box((1, 0), (1, 3), 0))
+        ((slice(1, 2, None), slice(0, 1, None)), (slice(0, 1, None), slice(2, 3, None)))
+    """
+    ends = zip(one.offsets, one.sizes, other.offsets, other.sizes, strict=True)
+    sides = [(max(a, b), min(a + size, b + width)) for a, size, b, width in ends]
+    if any(low >= high for low, high in sides):
+        return None
+    parts = (
+        tuple(slice(low - at, high - at) for (low, high), at in zip(sides, box.offsets, strict=True))
+        for box in (one, other)
+    )
+    return next(parts), next(parts)
 
 
 def interleaved(shape: Sequence[int], block: Block, start: int, stop: int) -> tuple[tuple[int, int], int]:

@@ -67,6 +67,11 @@ class QuantizedLayers:
         format = format_of(quantize)
         compute = None if quantize.compute_dtype is None else getattr(torch, quantize.compute_dtype)
         for layer in chosen_layers(model, quantize):
+            if hasattr(layer.weight, "placements"):
+                raise ConfigError(
+                    f"Quantize would quantise a {type(layer).__name__} of {_shape(layer)} that tensor parallelism "
+                    "divides: each of its ranks would get the full layer. Leave out quantize=, or name it in skip=."
+                )
             with torch.device("meta"):
                 codes = torch.empty(format.codes_shape(_shape(layer)), dtype=torch.uint8)
                 scales = torch.empty(format.scales_bytes(_shape(layer)), dtype=torch.uint8)

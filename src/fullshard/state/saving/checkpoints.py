@@ -19,11 +19,11 @@ import torch
 from torch import nn
 
 from fullshard.core.comm import Mesh, as_mesh, await_all, device_of, together, together_in_background
-from fullshard.core.engine import mesh_of, units
+from fullshard.core.engine import divided_by, mesh_of, units
 from fullshard.core.optim.average import ExponentialMovingAverage
 from fullshard.core.policy import ShardingStrategy
 from fullshard.errors import CheckpointError
-from fullshard.state.resilience import Every, OfOtherRanks, ScratchDirectory
+from fullshard.state.resilience import Every, OfOtherRanks, ScratchDirectory, SnapshotHeader
 from fullshard.state.saving.full import JOIN_SECONDS, write_assets
 from fullshard.state.saving.loading import Restored, load_checkpoint
 from fullshard.state.saving.parameter_state import Stepping
@@ -80,8 +80,8 @@ def index_of(
     table = [f"{row.unit}: {row.kind}, {row.tensors} tensors" for row in units(model).rows]
     greater = None if metric is None else keep.greater_is_better
     plain = as_json(values)
-    size = mesh_of(model).size
-    return Index(step, size, metric, plain, (), {}, versions, table, greater_is_better=greater, base=base)
+    written = Index(step, mesh_of(model).size, metric, plain, (), {}, versions, table)
+    return replace(written, greater_is_better=greater, base=base, divided_by=divided_by(model))
 
 
 def begin_files(ranks: Mesh, job: SaveJob, lock: Lock | None, assets: Callable[[Path], None]) -> None:
@@ -334,7 +334,7 @@ class Checkpoints:
         """
         self.wait()
         was, frozen = others.described, base is None
-        plan = partial(self._job, model, SavePlan, was.step, was.values, None, base, of_ranks=was.world_size)
+        plan = partial(self._job, model, SavePlan, was.step, was.values, None, base, of_others=was)
         job = together(self.ranks, plan)
         begin_files(self.ranks, job, self._lock, assets or partial(write_assets, model))
         write_others(self.ranks, job, together(self.ranks, lambda: checkpoint_plans(others, model, frozen=frozen)))
@@ -553,20 +553,20 @@ class Checkpoints:
         metric: float | None,
         base: Base | None,
         *,
-        of_ranks: int | None = None,
+        of_others: SnapshotHeader | None = None,
     ) -> SaveJob:
-        """Check and describe what this rank writes; ``of_ranks``: the number of ranks that the state comes from.
+        """Check and describe what this rank writes; ``of_others``: the snapshot of other ranks that it comes from.
 
         Raises:
             CheckpointError: The state cannot be saved as it is.
         """
         require_between_steps(self.ranks, model, step)
         plan, index = make_plan(), index_of(model, step, values, metric, self.keep, base)
-        if of_ranks is None:
+        if of_others is None:
             rng = rng_bytes(self.ranks.device)
-            plan.pieces.append(Piece(rng_name(self.ranks.rank), tuple(rng.shape), 0, rng))
+            plan.pieces.append(Piece(rng_name(mesh_of(model).rank), tuple(rng.shape), 0, rng))
         else:
-            index = replace(index, world_size=of_ranks)
+            index = replace(index, world_size=of_others.world_size, divided_by=of_others.plain["ranks"][1])
         # In the foreground, the writer thread reads the shards themselves: wait for the streams that write them.
         ready = device_of(self.ranks.device).copy_to_host([])
         self._saves += 1

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from fullshard.core.comm import device_of, together, together_in_background
-from fullshard.core.engine import LocalTensor, local_tensors, mesh_of, require_one_state, require_undivided
+from fullshard.core.engine import LocalTensor, divided_by, local_tensors, mesh_of, require_one_state
 from fullshard.core.optim.average import ExponentialMovingAverage
 from fullshard.core.optim.shards import holds_rows
 from fullshard.core.shards import rows_of
@@ -54,7 +54,8 @@ class Restored:
         world_size: Number of ranks that wrote it.
         values: The ``values`` that ``save`` was given.
         metric: The ``metric`` that ``save`` was given.
-        rng_restored: Whether each rank's random state was set; not at another world size.
+        rng_restored: Whether each rank's random state was set; not at another world size, or if tensor parallelism
+            divides the model over another number of ranks.
     """
 
     path: Place
@@ -91,18 +92,18 @@ def load_checkpoint(
             not fit, nothing has changed; if a file turns out to be damaged, part of the model has changed.
     """
     require_one_state(model)
-    require_undivided(model, "fullshard's own format of checkpoints")
     ranks, path = mesh_of(model), as_place(path)
     index = together_in_background(ranks, lambda: read_index(path))
     target = together(ranks, lambda: Target(model, optimizer, index, average))
     device = device_of(ranks.device)
     together_in_background(ranks, device.for_thread(lambda: target.compare(CheckpointReader(path, index))))
-    same_size = index.world_size == ranks.size
+    # Ranks that divide a layer draw alike: random states of another division would be wrong, not only others.
+    same_ranks = (index.world_size, index.divided_by) == (ranks.size, divided_by(model))
 
     def read() -> torch.Tensor | None:
         reader = CheckpointReader(path, index)
         reader.read(*sorted(target.plan.pieces, key=lambda piece: (piece.name, piece.start)))
-        if not same_size:
+        if not same_ranks:
             return None
         name = rng_name(ranks.rank)
         rng = torch.empty(reader.entry(name).shape, dtype=torch.uint8)
@@ -182,7 +183,6 @@ class Target:
             CheckpointError: Names or shapes do not fit, or the optimizer's state or the average of the weights is to be
                 loaded and was not saved.
         """
-        require_undivided(model, "fullshard's own format of checkpoints")
         self.index, self.plan, self._source = index, LoadPlan(), source
         self._specs = {name: TensorSpec(name, e.shape, dtype_of(e)) for name, e in index.tensors.items()}
         self._own: list[ParameterState] = []
@@ -229,7 +229,8 @@ class Target:
             return None
         gradient = torch.empty_like(rows_of(param))  # also on a rank without rows, as after backward
         if holds_rows(param):
-            self.plan.pieces.append(Piece(GRADIENT + local.name, local.shape, local.start, gradient.view(-1)))
+            run = (local.shape, local.start, gradient.view(-1), local.block)
+            self.plan.pieces.append(Piece(GRADIENT + local.name, *run))
         return gradient
 
     def _add_optimizer(self) -> None:
@@ -260,7 +261,8 @@ class Target:
                     f"The saved average of the weights does not include {name}, which was frozen when it was saved. "
                     "Make the average over the parameters that were trainable at that time."
                 )
-            self.plan.pieces.append(Piece(AVERAGE + local.name, local.shape, local.start, tensor.view(-1)))
+            run = (local.shape, local.start, tensor.view(-1), local.block)
+            self.plan.pieces.append(Piece(AVERAGE + local.name, *run))
 
 
 def _as_saved(local: LocalTensor, index: Index) -> LocalTensor:

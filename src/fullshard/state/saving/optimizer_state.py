@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from fullshard.core.comm import Mesh, together
-from fullshard.core.engine import gathered, local_tensors, mesh_of, plain_name, require_one_state, require_undivided
+from fullshard.core.engine import gathered, local_tensors, mesh_of, plain_name, require_one_state
 from fullshard.core.layout import StatePart, elementwise
 from fullshard.core.optim.exchange import PieceExchange
 from fullshard.core.optim.in_backward import StepInBackward
@@ -239,7 +239,6 @@ def full_optimizer_state(model: nn.Module, optimizer: Stepping, *, groups: Seque
             ranks step different parameters; on every rank, with the same text.
     """
     require_one_state(model)
-    require_undivided(model, "The unsharded state of an optimizer on rank 0")
     mesh = mesh_of(model)
     own = together(mesh, lambda: stepped(local_tensors(model), optimizer))
     named = named_groups(model, optimizer)

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from fullshard.core.comm import Mesh, device_of, together
-from fullshard.core.engine import LocalTensor, local_tensors, mesh_of, require_one_state, require_undivided, unreduced
+from fullshard.core.engine import LocalTensor, local_tensors, mesh_of, require_one_state, unreduced
 from fullshard.core.optim.average import ExponentialMovingAverage
 from fullshard.core.shards import on_rows
 from fullshard.errors import CheckpointError
@@ -85,7 +85,6 @@ def require_between_steps(ranks: Mesh, model: nn.Module, step: int) -> None:
     Raises:
         CheckpointError: The state cannot be saved as it is.
     """
-    require_undivided(model, "fullshard's own format of checkpoints")
     if ranks.size != mesh_of(model).size:
         raise CheckpointError(
             f"The model is on {mesh_of(model).size} ranks and these checkpoints are on {ranks.size}. Pass the "
@@ -127,7 +126,6 @@ def plan_save(
     Raises:
         CheckpointError: The optimizer has parameters of another model, or state that cannot be cut by rows.
     """
-    require_undivided(model, "fullshard's own format of checkpoints")
     if not everything:
         require_one_state(model)
     plan = SavePlan()
@@ -139,7 +137,7 @@ def plan_save(
         low, high = _share(local, local.tensor.numel(), everything=everything)
         named = {MODEL: None if left_out else local.tensor, GRADIENT: gradient, AVERAGE: averages.get(local.name)}
         plan.pieces += [
-            Piece(kind + local.name, local.shape, local.start + low, tensor.detach().reshape(-1)[low:high])
+            Piece(kind + local.name, local.shape, local.start + low, tensor.detach().reshape(-1)[low:high], local.block)
             for kind, tensor in named.items()
             if tensor is not None and (high > low or everything)
         ]
@@ -189,12 +187,14 @@ def _add_state(
             "optimizer a key without a slash."
         )
     if said.part is not None and everything:
-        plan.pieces.append(Piece(name, said.part.shape, said.part.held[0], said.value.detach().reshape(-1)))
+        part = said.part
+        plan.pieces.append(Piece(name, part.shape, part.held[0], said.value.detach().reshape(-1), part.block))
     elif said.part is not None:
         low, high = _share(local, said.run.numel())
         if high > low:
-            plan.pieces.append(Piece(name, said.part.shape, said.part.written[0] + low, said.run[low:high]))
-    elif everything or (local.start == 0 and local.replica == 0):
+            part = said.part
+            plan.pieces.append(Piece(name, part.shape, part.written[0] + low, said.run[low:high], part.block))
+    elif everything or local.is_first:
         if isinstance(said.value, torch.Tensor):
             plan.pieces.append(Piece(name, (), 0, said.value.detach().reshape(1)))
         else:
@@ -237,7 +237,7 @@ class HostCopies:
         pairs = together(self._ranks, lambda: self.pairs(job.plan.pieces))
         ready = device_of(self._ranks.device).copy_to_host(pairs)
         hosts = (host for host, _ in pairs)
-        copies = [Piece(p.name, p.shape, p.start, host) for p, host in zip(job.plan.pieces, hosts, strict=True)]
+        copies = [replace(piece, tensor=host) for piece, host in zip(job.plan.pieces, hosts, strict=True)]
         return replace(job, plan=replace(job.plan, pieces=copies), ready=ready)
 
     def clear(self) -> None:

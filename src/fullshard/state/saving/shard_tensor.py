@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Sequence
+from dataclasses import astuple
 from typing import Any
 
 import torch
@@ -215,7 +216,14 @@ class ShardTensor(_Described, torch.Tensor):
             warnings.warn(_PICKLED, stacklevel=2)
         # A clone of a view: pickling one would write all of the memory that it is a view of.
         flat = self.flat if self.flat.untyped_storage().nbytes() == self.flat.nbytes else self.flat.clone()
-        return unpickled_part, (tuple(self.shape), self.start, flat, tuple(self.written), self.place, self._of_block())
+        return unpickled_part, (
+            tuple(self.shape),
+            self.start,
+            flat,
+            tuple(self.written),
+            self.place,
+            self.block and astuple(self.block),
+        )
 
     def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
         properties = TensorProperties.create_from_tensor(self.flat)
@@ -239,16 +247,13 @@ class ShardTensor(_Described, torch.Tensor):
     def _boxes(self) -> list[Box]:
         return boxes_in(self.shape, self.block, self.start, self.start + self.flat.numel())
 
-    def _of_block(self) -> tuple[int, int, int] | None:
-        return None if self.block is None else (self.block.dim, self.block.index, self.block.count)
-
 
 def _chunk(box: Box) -> ChunkStorageMetadata:
     return ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
 
 
 def _of(block: Block | None) -> str:
-    return "" if block is None else f" of block {block.index} of {block.count} along dimension {block.dim}"
+    return "" if block is None else f" of {block}"
 
 
 def _of_rank(place: tuple[int, int] | None) -> str:

@@ -6,13 +6,15 @@ Unlike a checkpoint it is never cut anew: each rank writes and reads all that it
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import astuple, replace
 from typing import Any
 
 import torch
 from torch import nn
 
 from fullshard.core.comm import Mesh, together
-from fullshard.core.engine import local_tensors
+from fullshard.core.engine import divided_by, local_tensors, mesh_of
+from fullshard.core.layout import Block
 from fullshard.core.optim.average import ExponentialMovingAverage
 from fullshard.core.shards import on_rows
 from fullshard.errors import CheckpointError
@@ -158,7 +160,10 @@ def take(
     frozen_too = frozen is None
     plan = plan_save(model, optimizer, gradients=False, average=average, frozen=frozen_too, everything=True)
     plain: dict[str, Any] = {"groups": plan.groups, "scalars": plan.scalars, "frozen": frozen, "written": None}
-    plain["pieces"] = {piece.name: [list(piece.shape), piece.start] for piece in plan.pieces}
+    plain["pieces"] = {
+        piece.name: [piece.shape, piece.start, piece.block and astuple(piece.block)] for piece in plan.pieces
+    }
+    plain["ranks"] = [mesh_of(model).rank, divided_by(model)]
     if cut and average is None:
         written = plan_save(model, optimizer, gradients=False, frozen=frozen_too)
         runs = [[piece.name, piece.start, piece.tensor.numel()] for piece in written.pieces]
@@ -188,8 +193,8 @@ def checkpoint_plans(others: OfOtherRanks, model: nn.Module, *, frozen: bool) ->
         pieces = []
         for name, start, numel in plain["written"]["pieces"]:
             at = start - held[name].start
-            pieces.append(Piece(name, held[name].shape, start, held[name].tensor[at : at + numel]))
-        pieces.append(Piece(rng_name(one.described.rank), tuple(rng.shape), 0, rng))
+            pieces.append(replace(held[name], start=start, tensor=held[name].tensor[at : at + numel]))
+        pieces.append(Piece(rng_name(plain["ranks"][0]), tuple(rng.shape), 0, rng))
         plans[one.described.rank] = SavePlan(pieces, plain["groups"], plain["written"]["scalars"])
     if frozen and others.described.plain["frozen"] is not None:
         names = {MODEL + local.name for local in local_tensors(model) if local.is_frozen}
@@ -229,10 +234,14 @@ def put_back(
                 f"The snapshot does not fit the model: {piece.name} is {piece.tensor.dtype} on this rank, and the "
                 f"snapshot has {found.tensor.dtype}. Build the model with the dtypes of before."
             )
-        if not found.start <= piece.start <= piece.stop <= found.stop:
+        if found.block != piece.block or not found.start <= piece.start <= piece.stop <= found.stop:
+            here, there = (
+                f"{one.start:,} to {one.stop:,}{'' if one.block is None else f' of {one.block}'}"
+                for one in (piece, found)
+            )
             raise CheckpointError(
-                f"The snapshot does not fit the model: this rank holds elements {piece.start:,} to {piece.stop:,} of "
-                f"{piece.name}, and the snapshot has {found.start:,} to {found.stop:,}. Shard the model as before."
+                f"The snapshot does not fit the model: this rank holds elements {here} of {piece.name}, and the "
+                f"snapshot has {there}. Shard the model as before."
             )
         return found.tensor[piece.start - found.start :][: piece.tensor.numel()]
 
@@ -246,4 +255,7 @@ def put_back(
 
 def _held(tensors: Mapping[str, torch.Tensor], plain: Mapping[str, Any]) -> dict[str, Piece]:
     """Return what the rank held, by name."""
-    return {name: Piece(name, tuple(shape), start, tensors[name]) for name, (shape, start) in plain["pieces"].items()}
+    return {
+        name: Piece(name, tuple(shape), start, tensors[name], None if block is None else Block(*block))
+        for name, (shape, start, block) in plain["pieces"].items()
+    }

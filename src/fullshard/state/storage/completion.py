@@ -15,11 +15,13 @@ from fullshard.errors import CheckpointError
 from fullshard.file_names import stays_inside
 from fullshard.state.storage import rules
 from fullshard.state.storage.backend import backend_of
-from fullshard.state.storage.index import INDEX_BOUNDS, INDEX_NAME, VERSION, Index
+from fullshard.state.storage.index import INDEX_BOUNDS, INDEX_NAME, Index
 from fullshard.state.storage.json_file import Bounds, parse_bounded, read_bounded, require_sealed, seal, sha256_of
 from fullshard.state.storage.object_path import Place
 
 COMPLETE_NAME = "complete.json"
+VERSION = 2
+"""Version of its format; from 2 on it has a checksum of itself."""
 _BOUNDS = Bounds(16 << 20, 200_000, 400_000)
 """Limits: one entry for each rank's file and each small file."""
 _SMALL = "model/"

@@ -9,10 +9,11 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
 
+from fullshard.core.layout import Order
 from fullshard.errors import CheckpointError
 from fullshard.state.storage import rules
 from fullshard.state.storage.base import Base
@@ -21,9 +22,10 @@ from fullshard.state.storage.object_path import Place
 
 INDEX_NAME = "index.json"
 FORMAT = "fullshard-checkpoint"
-VERSION = 2
+VERSION = 3
 """Version of the format; a reader reads this one and all earlier ones. From 2 on, ``index.json`` and ``complete.json``
-have a checksum of themselves and the index has the checkpoint's serial number."""
+have a checksum of themselves and the index has the checkpoint's serial number. Only tensor parallel models have indexes
+of 3, which count elements of some tensors block by block; others are still 2, which earlier readers read."""
 
 INDEX_BOUNDS = Bounds(256 << 20, 4_000_000, 16_000_000)
 """Limits. Each tensor has about four names; the checksums of 12 TB are three million values, 35 MB of text."""
@@ -41,7 +43,7 @@ class PieceEntry:
     """One run of a tensor in one file."""
 
     file: str  # name of the safetensors file, which holds the run as a 1-D tensor under the tensor's name
-    start: int  # first element, counted in the flattened full tensor
+    start: int  # first element, counted in the tensor's order
     stop: int  # the element just past the run
     crcs: tuple[int, ...]  # CRC-32 of each block of ``BLOCK_BYTES`` of the run, the last one shorter
 
@@ -53,6 +55,7 @@ class TensorEntry:
     dtype: str  # name of its dtype in torch, such as ``float32``
     shape: tuple[int, ...]  # shape of the full tensor
     pieces: tuple[PieceEntry, ...]  # its runs in ascending order; together they cover it exactly
+    order: Order = None  # in which order its elements are counted and stored; None: as in the flattened tensor
 
     @property
     def numel(self) -> int:
@@ -77,6 +80,7 @@ class Index:
     greater_is_better: bool | None = None  # whether a greater metric is better; None: not recorded
     base: Base | None = None  # the model whose frozen weights are left out; None: all weights are here
     serial: int | None = None  # its number in the order of saving, as in ``complete.json``; None: version 1
+    divided_by: int | None = None  # number of ranks that divided its parameters (tensor parallel); None: none did
 
     def as_json(self) -> str:
         """Return the text of the file.
@@ -86,9 +90,10 @@ class Index:
         """
         plain = {
             "format": FORMAT,
-            "version": VERSION,
+            "version": 3 if self.divided_by or any(one.order for one in self.tensors.values()) else 2,
             **{name: getattr(self, name) for name in (*_PLAIN, *_LATER)},
             **({} if self.base is None else {"base": self.base.as_plain()}),
+            **({} if self.divided_by is None else {"divided_by": self.divided_by}),
             "tensors": tensors_as_plain(self.tensors),
         }
         try:
@@ -128,7 +133,15 @@ def _tensor_from_plain(name: str, entry: Any) -> TensorEntry:
             raise ValueError(f"{where} is stored in {rules.shown(file)}, which is not a file of the checkpoint")
         first, last = (rules.count(bound, f"an end of a run of {where}") for bound in (start, stop))
         pieces.append(PieceEntry(file, first, last, rules.counts(crcs, f"a checksum of {where}", _CRC_MOST)))
-    return TensorEntry(rules.name(entry["dtype"], f"the dtype of {where}"), shape, tuple(pieces))
+    order = _order_from_plain(where, shape, entry["order"]) if "order" in entry else None
+    return TensorEntry(rules.name(entry["dtype"], f"the dtype of {where}"), shape, tuple(pieces), order)
+
+
+def _order_from_plain(where: str, shape: tuple[int, ...], values: Any) -> Order:
+    dim, count = rules.counts(values, f"the order of {where}")
+    if not 0 < dim < len(shape) or not count or shape[dim] % count:
+        raise ValueError(f"the order of {where} {shape} is {rules.shown(values)}, which are no blocks of it")
+    return dim, count
 
 
 def tensors_as_plain(tensors: Mapping[str, TensorEntry]) -> dict[str, Any]:
@@ -138,6 +151,7 @@ def tensors_as_plain(tensors: Mapping[str, TensorEntry]) -> dict[str, Any]:
             "dtype": entry.dtype,
             "shape": list(entry.shape),
             "pieces": [[piece.file, piece.start, piece.stop, list(piece.crcs)] for piece in entry.pieces],
+            **({} if entry.order is None else {"order": list(entry.order)}),
         }
         for name, entry in tensors.items()
     }
@@ -164,6 +178,7 @@ def parse_index(content: bytes, path: Place) -> Index:
         _require_plain_rules(values)
         plain: dict[str, Any] = {name: values[name] for name in _PLAIN}
         plain |= {name: values.get(name) for name in _LATER}
+        plain["divided_by"] = values.get("divided_by")
         plain["base"] = None if values.get("base") is None else Base.from_plain(rules.mapping(values["base"], "base"))
         index = Index(**plain, tensors=tensors_from_plain(values["tensors"]))
     except KeyError as error:
@@ -186,6 +201,8 @@ def _require_plain_rules(values: Mapping[str, Any]) -> None:
     rules.flag(values.get("greater_is_better"), "greater_is_better")
     if values.get("serial") is not None:
         rules.count(values["serial"], "serial")
+    if values.get("divided_by") is not None:
+        rules.count(values["divided_by"], "divided_by", least=2, most=_RANKS_MOST)
     for number, group in enumerate(values["groups"]):
         rules.options(group, f"group {number}")
     rules.mapping(values["values"], "values")
@@ -208,14 +225,14 @@ def merge_tensors(parts: Iterable[Mapping[str, TensorEntry]]) -> dict[str, Tenso
             known = merged.get(name)
             if known is None:
                 merged[name] = entry
-            elif (known.dtype, known.shape) != (entry.dtype, entry.shape):
+            elif (known.dtype, known.shape, known.order) != (entry.dtype, entry.shape, entry.order):
                 raise CheckpointError(
                     f"All ranks must save the same model; {name} is {known.dtype} {known.shape} on one rank and "
                     f"{entry.dtype} {entry.shape} on another."
                 )
             else:
                 pieces = sorted((*known.pieces, *entry.pieces), key=lambda piece: piece.start)
-                merged[name] = TensorEntry(known.dtype, known.shape, tuple(pieces))
+                merged[name] = replace(known, pieces=tuple(pieces))
     return merged
 
 
@@ -231,8 +248,10 @@ def require_covered(tensors: Mapping[str, TensorEntry], where: object) -> None:
             if piece.start != reached or piece.stop <= piece.start:
                 break
             reached = piece.stop
-        if reached != entry.numel:
-            raise CheckpointError(
-                f"{where}: the pieces of {name} {entry.shape} do not cover its {entry.numel:,} elements: "
-                f"after {reached:,} there is a gap or an overlap."
-            )
+        else:
+            if reached == entry.numel:
+                continue
+        raise CheckpointError(
+            f"{where}: the pieces of {name} {entry.shape} do not cover its {entry.numel:,} elements: "
+            f"after {reached:,} there is a gap or an overlap."
+        )

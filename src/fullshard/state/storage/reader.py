@@ -6,10 +6,12 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from math import prod
 from typing import TypeVar
 
 import torch
 
+from fullshard.core.layout import boxes_in_order, common, place_in_order
 from fullshard.errors import CheckpointError
 from fullshard.state.storage.backend import backend_of
 from fullshard.state.storage.index import Index, PieceEntry, TensorEntry
@@ -22,6 +24,20 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
+class _Wanted:
+    """Wanted elements of a stored block: of one box of the tensor."""
+
+    target: torch.Tensor  # where they go, in the box's shape
+    skip: int  # elements of the block before the stored box that they are in
+    sizes: tuple[int, ...]  # of that box
+    part: tuple[slice, ...]  # which part of it they are
+
+    def copy_from(self, block: torch.Tensor) -> None:
+        """Fill the target from the block's content."""
+        self.target.copy_(block[self.skip : self.skip + prod(self.sizes)].view(self.sizes)[self.part])
+
+
+@dataclass(frozen=True)
 class _Block:
     """One stored block, and which of its elements are wanted."""
 
@@ -30,8 +46,7 @@ class _Block:
     number: int  # its number in that run
     numel: int  # elements in it
     dtype: torch.dtype  # their dtype in the file
-    target: torch.Tensor  # (wanted,): where the wanted elements go
-    skip: int  # elements of the block before the first wanted one
+    wanted: list[_Wanted]
 
 
 class CheckpointReader:
@@ -68,8 +83,9 @@ class CheckpointReader:
         """
         blocks = (block for piece in pieces for block in self._blocks(piece))
         for block, content in _ahead(self._fetch, blocks, backend_of(self.path).fetches):
-            if content is not block.target:
-                block.target.copy_(content[block.skip : block.skip + block.target.numel()])
+            if content is not None:
+                for one in block.wanted:
+                    one.copy_from(content)
 
     def _blocks(self, piece: Piece) -> Iterator[_Block]:
         """Yield the stored blocks that have elements of a piece."""
@@ -78,24 +94,37 @@ class CheckpointReader:
             raise CheckpointError(f"{self.path}: {piece.name} has shape {entry.shape}; {piece.shape} was requested.")
         dtype = dtype_of(entry)
         per_block = BLOCK_BYTES // dtype.itemsize
+        order, first = place_in_order(piece.shape, piece.block)
+        low, high = first + piece.start, first + piece.stop
+        # In the same order a run is one box, of a tensor of one dimension. In others the boxes tell what is common.
+        same = order == entry.order
+        shape, orders = ((entry.numel,), (None, None)) if same else (entry.shape, (order, entry.order))
+        own = boxes_in_order(shape, orders[0], low, high)
+        views = [piece.tensor[box.start - low :][: box.numel].view(box.sizes) for box in own]
+        low, high = (low, high) if same else (0, entry.numel)
         for stored in entry.pieces:
-            low, high = max(stored.start, piece.start), min(stored.stop, piece.stop)
-            if low >= high:
-                continue
-            self._file(stored.file)  # opened here, not by several threads at the same time
-            for number in range((low - stored.start) // per_block, (high - 1 - stored.start) // per_block + 1):
-                first = stored.start + number * per_block
-                last = min(first + per_block, stored.stop)
-                target = piece.tensor[max(first, low) - piece.start : min(last, high) - piece.start]
-                yield _Block(piece.name, stored, number, last - first, dtype, target, max(first, low) - first)
+            last = min(stored.stop, high) - stored.start
+            for number in range((max(stored.start, low) - stored.start) // per_block, -(-last // per_block)):
+                start = stored.start + number * per_block
+                stop = min(start + per_block, stored.stop)
+                wanted = [
+                    _Wanted(view[parts[0]], box.start - start, box.sizes, parts[1])
+                    for box in boxes_in_order(shape, orders[1], start, stop)
+                    for mine, view in zip(own, views, strict=True)
+                    if (parts := common(mine, box)) is not None
+                ]
+                if wanted:
+                    self._file(stored.file)  # opened here, not by several threads at the same time
+                    yield _Block(piece.name, stored, number, stop - start, dtype, wanted)
 
-    def _fetch(self, block: _Block) -> tuple[_Block, torch.Tensor]:
-        """Read one block, directly into its target if all of it is wanted."""
-        target = block.target
+    def _fetch(self, block: _Block) -> tuple[_Block, torch.Tensor | None]:
+        """Read one block: directly into its target if all of it is wanted in one place, else return its content."""
+        target = block.wanted[0].target
         whole = target.numel() == block.numel and target.dtype == block.dtype and target.device.type == "cpu"
-        content = target if whole else torch.empty(block.numel, dtype=block.dtype)
+        into = target.view(-1) if whole and target.is_contiguous() else None
+        content = torch.empty(block.numel, dtype=block.dtype) if into is None else into
         self._read_block(block.name, block.stored, block.number, content)
-        return block, content
+        return block, content if into is None else None
 
     def _read_block(self, name: str, stored: PieceEntry, number: int, out: torch.Tensor) -> None:
         """Read one complete block and compare its checksum."""

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from fullshard.core.layout import Block
+from fullshard.core.layout import Block, place_in_order
 from fullshard.errors import CheckpointError
 from fullshard.state.storage.index import SHARD_NAME, PieceEntry, TensorEntry
 from fullshard.state.storage.object_path import Place
@@ -28,15 +28,16 @@ a range of elements could not be verified without reading the full file."""
 class Piece:
     """A run of the flattened elements of one named tensor, as one rank holds it.
 
-    Every shard that the engine makes is such a run, so a checkpoint of any world size is a set of intervals, and
-    loading into another world size is the intersection of intervals.
+    Every shard that the engine makes is such a run, of a tensor or of a block of it, so a checkpoint of any world size
+    is a set of intervals, and loading into another world size is the intersection of intervals. Blocks of several
+    columns are intervals of another order of the elements, :data:`fullshard.core.layout.Order`.
     """
 
     name: str  # the tensor's name, unique in the checkpoint, such as ``model/encoder.block.0.weight``
     shape: tuple[int, ...]  # shape of the full tensor; ``()`` for a scalar
     start: int  # first element, counted in the flattened full tensor
     tensor: torch.Tensor  # the elements, (stop - start,), contiguous, on any device. Written from, or read into
-    block: Block | None = None  # whose elements are counted, if tensor parallelism divides the tensor; only for DCP
+    block: Block | None = None  # whose elements are counted instead, if tensor parallelism divides the tensor
 
     @property
     def stop(self) -> int:
@@ -121,6 +122,7 @@ def write_shard_file(path: Place, pieces: Sequence[Piece], progress: Callable[[i
                 crcs.append(crc_of(block))
                 writer.write_run(piece.name, start, block)
                 progress(block.nbytes)
-            entry = PieceEntry(path.name, piece.start, piece.stop, tuple(crcs))
-            entries[piece.name] = TensorEntry(dtype_name(piece.tensor.dtype), piece.shape, (entry,))
+            order, first = place_in_order(piece.shape, piece.block)
+            entry = PieceEntry(path.name, first + piece.start, first + piece.stop, tuple(crcs))
+            entries[piece.name] = TensorEntry(dtype_name(piece.tensor.dtype), piece.shape, (entry,), order)
     return {piece.name: entries[piece.name] for piece in pieces}

@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from fullshard.core.comm import Mesh, grid_of
+from fullshard.core.comm import Mesh, SoloComm
+from fullshard.core.engine.parallel.parallel import everyone
 from fullshard.core.engine.parallel.parallel_lane import ParallelParam
 from fullshard.core.engine.registry import runtime_of
 from fullshard.core.engine.step.param import ShardedParam
@@ -320,6 +321,11 @@ class LocalTensor:
     block: Block | None = None
 
     @property
+    def is_first(self) -> bool:
+        """True for the first copy of the tensor's first element, if this rank has elements."""
+        return self.start == 0 and self.replica == 0 and (self.block is None or self.block.index == 0)
+
+    @property
     def is_frozen(self) -> bool:
         """True for a parameter that does not train."""
         return self.param is not None and not self.param.requires_grad
@@ -333,14 +339,16 @@ def local_tensors(model: nn.Module) -> list[LocalTensor]:
     runtime = runtime_of(model)
     runtime.guard_shards(on=False)  # still on after a forward that was interrupted
     runtime.follow_changes()
-    found = []
+    found, ranks, divided = list[LocalTensor](), ranks_of(runtime), _divided(runtime)
+    blocks = SoloComm(ranks.device) if divided is None else divided.parallel.comm
     for _, param in runtime.all_params():
         meta, copies, shard = param.meta, param.lane.mesh.replica_group, param.sharded
         names = (meta.name, meta.aliases, meta.global_shape, meta.element_range[0])
-        found.append(
-            LocalTensor(*names, rows_of(shard).reshape(-1), shard, copies.rank, copies.size, shard, meta.block)
-        )
-    rank, size = runtime.mesh.rank, runtime.mesh.size
+        rank, size = copies.rank, copies.size
+        if meta.block is None:  # the ranks that divide others have copies of it
+            rank, size = blocks.rank * size + rank, blocks.size * size
+        found.append(LocalTensor(*names, rows_of(shard).reshape(-1), shard, rank, size, shard, meta.block))
+    rank, size = ranks.rank, ranks.size
     ignored = [(name, param, param) for name, param in left_out(model).items()]
     for name, tensor, param in [*ignored, *((name, buffer, None) for name, buffer in persistent_buffers(model))]:
         # The memory of lazily conjugated tensors holds other values.
@@ -368,11 +376,18 @@ def require_one_state(model: nn.Module) -> None:
 
 def ranks_of(runtime: Runtime) -> Mesh:
     """Return all ranks that hold parts of a model: those that share shards and, if it is tensor parallel, blocks."""
-    divided = next((param for _, param in runtime.all_params() if isinstance(param, ParallelParam)), None)
-    if divided is None:
-        return runtime.mesh
-    mesh = runtime.mesh
-    return Mesh(grid_of(mesh.shard_group, divided.parallel.comm), mesh.replica_group)
+    divided = _divided(runtime)
+    return everyone(runtime.mesh, None if divided is None else divided.parallel)
+
+
+def divided_by(model: nn.Module) -> int | None:
+    """Return the number of ranks that divide parameters of a tensor parallel model; None of any other; any rank."""
+    divided = _divided(runtime_of(model))
+    return None if divided is None or divided.parallel.comm.size == 1 else divided.parallel.comm.size
+
+
+def _divided(runtime: Runtime) -> ParallelParam | None:
+    return next((param for _, param in runtime.all_params() if isinstance(param, ParallelParam)), None)
 
 
 def require_undivided(model: nn.Module, what: str) -> None:
@@ -381,13 +396,12 @@ def require_undivided(model: nn.Module, what: str) -> None:
     Raises:
         ShardingError: It is.
     """
-    runtime = runtime_of(model)
-    found = next((param for _, param in runtime.all_params() if isinstance(param, ParallelParam)), None)
+    found = _divided(runtime_of(model))
     if found is not None:
         raise ShardingError(
             f"{what} is not supported for a model that is tensor parallel, as {found.meta.name} "
-            f"{found.meta.global_shape} is, over {found.parallel.comm.size} ranks. Use fullshard.saving.dcp.save_dcp "
-            "and load_dcp for checkpoints, fullshard.save or fullshard.full_state_dict for the full model, and "
+            f"{found.meta.global_shape} is, over {found.parallel.comm.size} ranks. Use fullshard.Checkpoints for "
+            "checkpoints, fullshard.save or fullshard.full_state_dict for the full model, and "
             "model.load_state_dict(full tensors)."
         )
 

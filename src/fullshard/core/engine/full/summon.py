@@ -11,7 +11,8 @@ from torch import nn
 
 from fullshard.core.comm import settle
 from fullshard.core.engine.extension.extension_lane import ExtensionParam
-from fullshard.core.engine.full.state import require_undivided
+from fullshard.core.engine.full.state import ranks_of, require_undivided
+from fullshard.core.engine.parallel.parallel_lane import ParallelParam
 from fullshard.core.engine.registry import home_of, runtime_of
 from fullshard.core.engine.step.lane import Lane
 from fullshard.core.engine.step.param import ShardedParam
@@ -43,13 +44,15 @@ def gathered(
         rank0_only: Whether only rank 0 receives them.
 
     Yields:
-        The full tensors by name, views of one buffer; an empty dict on other ranks with ``rank0_only``.
+        The full tensors by name, mostly views of one buffer; an empty dict on other ranks with ``rank0_only``.
 
     Raises:
         ShardingError: Only rank 0 has the full parameters at present.
     """
-    require_undivided(model, "Gathering full tensors on each rank at once (FULL_STATE_DICT, full optimizer state)")
+    if not rank0_only:
+        require_undivided(model, "Gathering full tensors on each rank at once (FULL_STATE_DICT)")
     runtime = runtime_of(model)
+    writes = not rank0_only or ranks_of(runtime).rank == 0
     for unit in runtime.units:
         for lane in unit.lanes:
             members = [param for param in unit.params if param.lane is lane and param.meta.name in wanted]
@@ -60,7 +63,8 @@ def gathered(
                 runtime.mesh.announce(f"gather of unit {unit.name}")
                 full = _gather(lane, alike, tensors, dtype, rank0_only=rank0_only)
                 here = full is not None and (runtime.mesh.rank == 0 or not rank0_only)  # each group has a rank 0
-                yield {} if full is None or not here else {param.meta.name: _part(full, param) for param in alike}
+                parts = {param.meta.name: _part(full, param) for param in alike} if full is not None and here else {}
+                yield {name: part for name, part in parts.items() if part is not None and writes}
 
 
 def _gather(
@@ -90,9 +94,11 @@ def _gather(
     return full if full.numel() else None
 
 
-def _part(full: torch.Tensor, param: ShardedParam) -> torch.Tensor:
+def _part(full: torch.Tensor, param: ShardedParam) -> torch.Tensor | None:
+    """Return the full tensor, which of a divided parameter the first rank of those that divide it has; else None."""
     start = param.meta.placement.start
-    return full[start : start + param.numel].view(param.meta.global_shape)
+    block = full[start : start + param.numel].view(param.meta.block_shape)
+    return param.whole_on_first(block) if isinstance(param, ParallelParam) else block
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fullshard.core.comm import Mesh, comm_of_axis, world_ranks
+from fullshard.core.comm import Mesh, comm_of_axis, grid_of, world_ranks
 from fullshard.core.comm.torch_objects import dtensor_around
 from fullshard.core.layout import Block
 from fullshard.errors import ProcessGroupError, WrapError
@@ -29,15 +29,15 @@ class Parallel:
         shape: Shape of the full parameter.
         block: Which part of it this rank has; None if every rank has all of it.
         comm: The ranks of the mesh.
-        values: This rank's block, a plain tensor, until :meth:`leave`.
+        values: This rank's block, a plain tensor, perhaps on the meta device, until :meth:`leave`.
     """
 
     def __init__(self, name: str, param: nn.Parameter) -> None:
         """Take ``param``, a DTensor, apart.
 
         Raises:
-            WrapError: Its mesh has several axes, it is divided in another way than into equal parts along one
-                dimension, or it is on the meta device.
+            WrapError: Its mesh has several axes, or it is divided in another way than into equal parts along one
+                dimension.
         """
         dtensor: Any = param
         self.name, self.mesh, self.placements = name, dtensor.device_mesh, tuple(dtensor.placements)
@@ -49,18 +49,13 @@ class Parallel:
                 "out torch's own fully_shard, or divide over one axis."
             )
         self.block = _block_of(name, dtensor)
-        if param.is_meta:
-            raise WrapError(
-                f"{_described(name, dtensor)} on the meta device, where fullshard has no values for its part. Give the "
-                "model values before fully_shard: build it on CPU, or call to_empty and initialise it."
-            )
         self.values: torch.Tensor = dtensor.to_local().detach()
         if type(self.values) is not torch.Tensor:
             raise WrapError(
                 f"{_described(name, dtensor)} around a {type(self.values).__name__}. fullshard takes DTensors around "
                 "plain tensors: divide the model before its weights get another class, or leave that out."
             )
-        self.comm = comm_of_axis(self.mesh.get_group(), self.values.device)
+        self.comm = comm_of_axis(self.mesh, self.values.device)
 
     def leave(self, slots: Sequence[tuple[nn.Module, str]], param: nn.Parameter) -> None:
         """Register ``param`` in the DTensor's place, so that its memory is freed."""
@@ -71,6 +66,13 @@ class Parallel:
     def around(self, block: torch.Tensor) -> torch.Tensor:
         """Return a DTensor of the same memory as ``block``, in its shape; any rank, no communication."""
         return dtensor_around(block, self.mesh, self.placements, self.shape)
+
+    def cut(self, full: torch.Tensor) -> torch.Tensor:
+        """Return this rank's block of a full tensor: a view."""
+        if self.block is None:
+            return full
+        at, size = (of(self.shape)[self.block.dim] for of in (self.block.offsets, self.block.shape))
+        return full.narrow(self.block.dim, at, size)
 
     def block_of(self, gradient: torch.Tensor) -> torch.Tensor:
         """Return this rank's block of a gradient; every rank of the mesh calls it.
@@ -113,6 +115,11 @@ def _block_of(name: str, dtensor: Any) -> Block | None:
 def is_distributed(param: torch.Tensor) -> bool:
     """Return True if torch has divided a parameter over ranks, and fullshard has not taken it yet."""
     return hasattr(param, "placements") and not hasattr(param, "shard_meta")
+
+
+def everyone(ranks: Mesh, parallel: Parallel | None) -> Mesh:
+    """Return all ranks that hold parts of a model: those that share shards and, if it is tensor parallel, blocks."""
+    return ranks if parallel is None else Mesh(grid_of(ranks.shard_group, parallel.comm), ranks.replica_group)
 
 
 def check_axes(parallels: Sequence[Parallel], ranks: Mesh) -> None:

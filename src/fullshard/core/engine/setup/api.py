@@ -25,7 +25,7 @@ from fullshard.core.engine.extension.extension_lane import ExtensionParam, even_
 from fullshard.core.engine.full.model_class import sharded_class
 from fullshard.core.engine.full.state import follow_mode, remember_buffers
 from fullshard.core.engine.full.stream import warn_if_buffers_differ
-from fullshard.core.engine.parallel.parallel import Parallel, check_axes
+from fullshard.core.engine.parallel.parallel import Parallel, check_axes, everyone
 from fullshard.core.engine.parallel.parallel_lane import ParallelParam
 from fullshard.core.engine.registry import attach, follow_tree, refuse_added
 from fullshard.core.engine.setup.build import (
@@ -42,6 +42,7 @@ from fullshard.core.engine.setup.initial import (
     Initializer,
     check_same_model,
     different_values,
+    refuse_different_copies,
     refuse_different_values,
 )
 from fullshard.core.engine.setup.weights import WeightSource, fill, give_memory, open_weights, quantize_of
@@ -179,6 +180,7 @@ class _Agreed:
     own: list[nn.Module]  # modules that were not sharded before
     kept: list[nn.Module]  # modules of ``own`` that compute in float32
     differing: Differing
+    everyone: Mesh  # all ranks that hold parts of the model
 
     @property
     def kept_ids(self) -> frozenset[int]:
@@ -272,10 +274,10 @@ def fully_shard(  # noqa: PLR0913 (the front door: each argument is a policy)
     quantised = together(ranks, lambda: QuantizedLayers(root, quantize_of(weights)))
     with quantised.undone_on_error():
         agreed = _agree(request)
-        reader = None if weights is None else open_weights(root, ranks, weights, ignored)
+        reader = None if weights is None else open_weights(root, agreed.everyone, weights, ignored)
     tracker = BufferTracker()
     builder = UnitBuilder(ranks, agreed.policy, tracker, runtime_device, agreed.kept_ids)
-    initializer = Initializer(root, ranks, builder.device, first, agreed.differing)
+    initializer = Initializer(root, ranks, agreed.everyone, builder.device, first, agreed.differing)
     if reader is not None:
         ignored = give_memory(root, ignored, builder.device, reader)
         initializer.prepare_rest()  # while parameters have no memory: their initial values cost nothing
@@ -353,7 +355,8 @@ def _agree(request: _Request) -> _Agreed:
     specs, unwrapped = _specs(request)
     specs[0].modules = request.members
     check_messages(specs, policy)
-    check_axes(_parallels(request, specs), request.ranks)
+    parallels = _parallels(request, specs)
+    check_axes(parallels, request.ranks)
     for extension in (member.extension for spec in specs for member in spec.params):
         if extension is not None:
             # Both refuse before anything changes.
@@ -364,24 +367,17 @@ def _agree(request: _Request) -> _Agreed:
     inside = {id(m) for runtime in inner for top in runtime.root.modules for m in top.modules()}
     own = [module for module in request.root.modules() if id(module) not in inside]
     differing = _compare_ranks(request, specs, own)
+    every = everyone(request.ranks, parallels[0] if parallels else None)
+    if parallels and request.weights is None:
+        refuse_different_copies(request.ranks, every, parallels[0].comm, specs)
     kept = [module for module in modules_kept(request.root, policy.precision.keep_fp32) if id(module) not in inside]
-    return _Agreed(policy, specs, unwrapped, own, kept, differing)
+    return _Agreed(policy, specs, unwrapped, own, kept, differing, every)
 
 
 def _parallels(request: _Request, specs: Sequence[UnitSpec]) -> list[Parallel]:
-    """Return how tensor parallelism divides parameters, those that were sharded before included.
-
-    Raises:
-        ConfigError: There are such parameters, and weights are to be read, of which each rank would need its blocks.
-    """
+    """Return how tensor parallelism divides parameters, those that were sharded before included."""
     found = [p.parallel for one in request.inner for _, p in one.all_params() if isinstance(p, ParallelParam)]
-    found += [member.parallel for spec in specs for member in spec.params if member.parallel is not None]
-    if found and request.weights is not None:
-        raise ConfigError(
-            f"weights= reads rows of full parameters, and tensor parallelism divides {found[0].name} {found[0].shape}. "
-            "Load the weights before the model is divided, or model.load_state_dict(full tensors) after fully_shard."
-        )
-    return found
+    return found + [member.parallel for spec in specs for member in spec.params if member.parallel is not None]
 
 
 def _compare_ranks(request: _Request, specs: Sequence[UnitSpec], own: Iterable[nn.Module]) -> Differing:

@@ -12,7 +12,7 @@ from functools import partial
 import torch
 from torch import nn
 
-from fullshard.core.comm import Mesh, group_behind, together
+from fullshard.core.comm import Comm, Mesh, group_behind, together
 from fullshard.core.engine.setup.wrap import ParamSpec, UnitSpec
 from fullshard.core.engine.step.unit import plain_type
 from fullshard.core.transformers_private import initializer
@@ -118,6 +118,35 @@ def refuse_different_values(mesh: Mesh, units: Sequence[UnitSpec], differing: fr
     )
 
 
+def refuse_different_copies(mesh: Mesh, everyone: Mesh, blocks: Comm, units: Sequence[UnitSpec]) -> None:
+    """Raise if ranks that divide a model hold different values of what they do not divide; every rank calls it.
+
+    Args:
+        mesh: The ranks that share rows; of these the first is asked, whose values the others have or take.
+        everyone: All ranks.
+        blocks: The ranks that divide the model.
+        units: Its units.
+
+    Raises:
+        MismatchError: On every rank, with the first parameter that differs.
+    """
+    copies = [s for unit in units for s in unit.params if s.parallel is None or s.parallel.block is None]
+    mine = {spec.names[0]: _sample_checksum(spec.param) for spec in copies if mesh.rank == 0}
+    by_block = blocks.all_gather_object(mine)
+
+    def check() -> None:
+        for name in mine:
+            marks = [of_block[name] for of_block in by_block]
+            if len(set(marks)) > 1:
+                raise MismatchError(
+                    f"The {blocks.size} ranks of tensor parallelism hold different values of {name}, which they do not "
+                    f"divide (checksums {marks}). Use the same seed on every rank before building the model "
+                    "(torch.manual_seed), or load the same weights."
+                )
+
+    together(everyone, check)
+
+
 def different_values(
     mesh: Mesh, units: Sequence[UnitSpec], differing: frozenset[int], buffers: Mapping[str, torch.Tensor]
 ) -> Differing:
@@ -189,17 +218,23 @@ class Initializer:
     """Gives the units of a model their first values; every rank makes the same calls in the same order."""
 
     def __init__(
-        self, model: nn.Module, mesh: Mesh, device: torch.device, first: FirstValues, differing: Differing
+        self,
+        model: nn.Module,
+        mesh: Mesh,
+        everyone: Mesh,
+        device: torch.device,
+        first: FirstValues,
+        differing: Differing,
     ) -> None:
-        """Make values on ``device``; units and buffers that are ``differing`` take rank 0's."""
+        """Make values on ``device``, alike for ``everyone``; units and buffers that are ``differing`` take rank 0's."""
         self.model = model
         self.mesh = mesh
         self.device = device
         self.first = first
         self.differing = differing
         self._seed: int | None = torch.initial_seed() if first.from_rank0 else None
-        if differing:  # created now: in a unit that differs, perhaps only some ranks make values
-            self._seed = int(mesh.all_gather_object(torch.initial_seed())[0])
+        if differing or everyone is not mesh:  # created now: perhaps only some ranks make values
+            self._seed = int(everyone.all_gather_object(torch.initial_seed())[0])
         self._called: set[nn.Module] = set()
 
     def prepare_unit(self, index: int, spec: UnitSpec, others: frozenset[nn.Module]) -> None:
@@ -287,6 +322,9 @@ class Initializer:
             return
         if self._seed is None:
             self._seed = int(self.mesh.all_gather_object(torch.initial_seed())[0])
+        divided = [(member, one) for member in spec.params if (one := member.parallel) and member.param.is_meta]
+        for member, one in divided:  # as of the unsharded model: draws and fans are those of the full shape
+            _replace(member, torch.empty(one.shape, dtype=member.param.dtype, device="meta"))
         devices = [self.device] if self.device.type == "cuda" else []
         with torch.random.fork_rng(devices=devices), torch.no_grad():
             # One seed a unit, so that its values do not depend on the units before it.
@@ -295,6 +333,8 @@ class Initializer:
                 self._run_own_initializers(spec)
             else:
                 self._call(initialize, spec, inside)
+        for member, one in divided:
+            member.param = nn.Parameter(one.cut(member.param.detach()).contiguous(), member.param.requires_grad)
 
     def _call(self, initialize: Callable[[nn.Module], object], spec: UnitSpec, inside: list[nn.Module]) -> None:
         """Call the user's function with the modules of the unit and the owners of its tied parameters."""

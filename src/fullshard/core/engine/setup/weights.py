@@ -14,15 +14,17 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, field
 from math import prod
+from operator import mul
 from typing import Protocol
 
 import torch
 from torch import nn
 
 from fullshard.core.comm import Comm, Mesh, together_in_background
-from fullshard.core.engine.full.state import left_out, local_tensors, require_undivided
+from fullshard.core.engine.full.state import LocalTensor, left_out, local_tensors, ranks_of
 from fullshard.core.engine.registry import runtime_of
 from fullshard.core.engine.step.unit import Keep
+from fullshard.core.layout import boxes, boxes_in_order, common, place_in_order
 from fullshard.core.layout.names import plain_name
 from fullshard.core.layout.sharded import ShardMeta
 from fullshard.core.policy import Quantize
@@ -360,13 +362,39 @@ def fill(model: nn.Module, reader: WeightReader) -> None:
         for local in local_tensors(model):
             if not reader.has(local.name):
                 continue
-            reader.read(local.name, local.start, local.tensor)
+            _read(reader, local)
             if local.tensor.data_ptr() != local.home.data_ptr():
                 with torch.no_grad():
                     local.home.copy_(local.tensor.view(local.home.shape))
         return quantise_parts(model, reader, runtime.device.device)
 
-    share_scales(together_in_background(runtime.mesh, runtime.device.for_thread(read)))
+    share_scales(together_in_background(ranks_of(runtime), runtime.device.for_thread(read)))
+
+
+def _read(reader: WeightReader, local: LocalTensor) -> None:
+    """Read this rank's elements of a tensor; of some columns, complete rows, of which it keeps its own.
+
+    Raises:
+        UserError: They cannot be read.
+    """
+    shape, target = local.shape, local.tensor
+    order, first = place_in_order(shape, local.block)
+    first, numel = first + local.start, target.numel()
+    if order is None or not numel:
+        reader.read(local.name, first, target)
+        return
+    own = boxes_in_order(shape, order, first, first + numel)
+    strides = [prod(shape[dim + 1 :]) for dim in range(len(shape))]
+    ends = (boxes_in_order(shape, order, at, at + 1)[0].offsets for at in (first, first + numel - 1))
+    low, last = (sum(map(mul, offsets, strides)) for offsets in ends)
+    for start in range(low, last + 1, CHUNK):
+        run = target.new_empty(min(CHUNK, last + 1 - start))
+        reader.read(local.name, start, run)
+        for box in boxes(shape, start, start + run.numel()):
+            for mine in own:
+                if parts := common(mine, box):
+                    here = target[mine.start - first :][: mine.numel].view(mine.sizes)
+                    here[parts[0]].copy_(run[box.start - start :][: box.numel].view(box.sizes)[parts[1]])
 
 
 def load_weights(model: nn.Module, source: WeightSource) -> None:
@@ -381,6 +409,5 @@ def load_weights(model: nn.Module, source: WeightSource) -> None:
         UserError: The weights do not fit, or cannot be read; raised on every rank with the same text. If they do not
             fit, nothing has changed.
     """
-    require_undivided(model, "Loading weights from files into the shards")
-    reader = open_weights(model, runtime_of(model).mesh, source, frozenset(left_out(model).values()))
+    reader = open_weights(model, ranks_of(runtime_of(model)), source, frozenset(left_out(model).values()))
     fill(model, reader)
