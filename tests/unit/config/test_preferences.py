@@ -51,7 +51,6 @@ def test_every_objective_that_is_allowed_has_a_loss():
         ("data__streaming", True, "data.streaming cannot be used"),
         ("data__weight_column", "w", "data.weight_column cannot be used"),
         ("data__target_lists", "join", "data.target_lists cannot be used"),
-        ("data__train_on", "last", "data.train_on cannot be used"),
         ("data", {"sets": {"a": {"dataset_name": "me/a"}}}, "data.sets cannot be used"),
         ("data", {"train_file": "x.csv", "format": "phrasebank", "validation_fraction": 0.1}, "phrasebank has no pref"),
         ("sharding__tables", "home", "sharding.tables: home sends tokens"),

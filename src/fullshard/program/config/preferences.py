@@ -24,7 +24,6 @@ _OF_PAIRS: Mapping[str, tuple[str, Any, str]] = {
     "sets": ("data", {}, "pairs are read from one set"),
     "weight_column": ("data", None, "each pair counts once"),
     "target_lists": ("data", "references", "a pair has one chosen completion"),
-    "train_on": ("data", "assistant", "preferences are read as texts, not conversations"),
 }
 """Options with the only value that preferences take, and why."""
 

@@ -90,7 +90,9 @@ class Example:
     # the row's turns, if it is a conversation: source and reference are then its history and its last answer as text
     conversation: Conversation | None = None
     weight: float = 1.0  # factor on the loss of its tokens, positive
-    rejected: str | None = None  # the completion that the target is preferred to; None: there is none
+    rejected: Example | None = (
+        None  # the prompt with the completion that the target is preferred to; None: there is none
+    )
 
     @property
     def target(self) -> str:
@@ -112,8 +114,8 @@ class Example:
 
 def in_pairs(rows: Sequence[Example]) -> list[Example]:
     """Return two rows for each preference: the prompt with the chosen completion, and with the rejected one."""
-    both = ((row, text) for row in rows for text in (row.target, row.rejected or ""))
-    return [replace(row, references=(text,), rejected=None) for row, text in both]
+    both = ((replace(row, references=row.references[:1], rejected=None), row.rejected) for row in rows)
+    return [row for pair in both for row in pair if row is not None]
 
 
 @dataclass(frozen=True)

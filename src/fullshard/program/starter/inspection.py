@@ -21,7 +21,7 @@ from fullshard.program.data.reading.columns import (
 from fullshard.program.data.reading.conversations import find_conversations
 from fullshard.program.data.reading.csv_file import find_delimiter
 from fullshard.program.data.reading.kind import Encoding, find_encoding
-from fullshard.program.data.reading.preferences import choose_preferences, holds_preferences
+from fullshard.program.data.reading.preferences import choose_preferences, find_paired_turns, holds_preferences
 from fullshard.program.data.reading.row import Row, UnusableRowError
 from fullshard.program.data.reading.split import format_of, open_file
 from fullshard.program.data.reading.text_file import open_lines
@@ -59,7 +59,8 @@ class Look:
     delimiter: str | None  # None if it is not a CSV file
     rows: int
     columns: tuple[Column, ...]  # empty if the rows are conversations
-    turns: str | None = None  # the column that holds the conversations
+    turns: str | None = None  # the column that holds the conversations; of preferences the chosen ones
+    rejected: str | None = None  # the column that holds rejected conversations
     notes: tuple[str, ...] = ()  # messages for the user about how it is read
 
     @property
@@ -83,7 +84,7 @@ class Look:
     @property
     def prefers(self) -> bool:
         """True if the columns are a prompt, a chosen and a rejected completion, by their names."""
-        return holds_preferences([one.name for one in self.columns])
+        return self.rejected is not None or holds_preferences([one.name for one in self.columns])
 
     @property
     def speaking_against(self) -> tuple[str, ...]:
@@ -146,9 +147,12 @@ def look_at(path: Path) -> Look:
             delimiter = find_delimiter(lines, path)
     reader = open_file(path, SourceSpec(encoding=encoding.name, delimiter=delimiter))
     names = reader.columns()
-    if talk := find_conversations(reader, names, SourceSpec(train_file=path), completed=True):
-        rows = sum(1 for _ in reader.rows([talk.turns]))
-        return Look(path, kind, encoding, delimiter, rows, (), talk.turns, (*reader.notes, *talk.notes))
+    spec = SourceSpec(train_file=path)
+    pairs = find_paired_turns(reader, names, spec)
+    if talk := pairs or find_conversations(reader, names, spec, completed=True):
+        rows, notes = sum(1 for _ in reader.rows([talk.turns])), (*reader.notes, *talk.notes)
+        rejected = None if pairs is None else pairs.completion
+        return Look(path, kind, encoding, delimiter, rows, (), talk.turns, rejected, notes=notes)
     inner = nested_names(reader, names)
     if not inner:
         raise DataError(f"{path} has no columns: texts, or a source and a target column are needed.")

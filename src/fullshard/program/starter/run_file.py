@@ -228,6 +228,8 @@ def _columns(look: Look, choice: Choice) -> list[str]:
         others = [name for name in others if name.lower() != REJECTED]
     unused = f"  # not used: {', '.join(others)}" if others else ""
     if look.turns is not None:
+        if look.rejected is not None:
+            return [f"  # {look.turns} and {look.rejected}: two conversations that begin alike; the first is preferred"]
         return [f"  # {look.turns}: each row is a conversation; train_on: last trains on its last answer only"]
     if choice.text is not None:
         return [f"  text_column: {_quoted(choice.text)}  # plain text, joined and cut into rows"]
@@ -246,14 +248,14 @@ def _row_tokens(choice: Choice) -> int:
 
 
 def _texts(rows: Rows) -> tuple[list[str], list[str]]:
-    targets = [text for one in rows.examples for text in _targets(one)]
-    return [one.source for one in rows.examples], targets
+    both = [side for one in rows.examples for side in (one, one.rejected) if side is not None]
+    return [one.source for one in rows.examples], [text for one in both for text in _targets(one)]
 
 
 def _targets(example: Example) -> list[str]:
     """Return the texts to be learned from a row; of a conversation, each answer."""
     if example.conversation is None:
-        return [example.target, *([] if example.rejected is None else [example.rejected])]
+        return [example.target]
     return [turn_text(example.conversation.messages[index]) for index in example.conversation.answers]
 
 
@@ -292,7 +294,7 @@ def _trained_rows(choice: Choice, rows: Rows) -> int:
     if choice.text is not None:
         characters = sum(len(one.source) for one in rows.examples) * trained // len(rows.examples)
         return max(1, characters // (_CHARACTERS_A_TOKEN * _row_tokens(choice)))
-    if choice.sources or choice.model != NEW_MODEL:
+    if choice.sources or choice.prefers or choice.model != NEW_MODEL:
         return trained
     answers = sum(len(one.conversation.answers) for one in rows.examples if one.conversation is not None)
     return trained * answers // len(rows.examples)

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from transformers import T5ForConditionalGeneration
 
 from fullshard.core.testing import run_ranks
-from fullshard.errors import RunStopped
+from fullshard.errors import DataError, RunStopped
 from fullshard.program.config import RunConfig
 from fullshard.program.models import AdapterSpec, add_adapter
 from fullshard.program.report.files import read_run
@@ -112,6 +112,25 @@ def _started_adapter(config):
 def _without(model, call):
     with model.disable_adapter():
         return call(model)
+
+
+def test_conversations_reach_an_encoder_decoder_as_text(tmp_path):
+    config = RunConfig.model_validate(pair_settings(tmp_path, data__max_source_length=64))
+    turns = [{"role": "user", "content": "where is my card"}]
+    answers = [{"role": "assistant", "content": text} for text in ("yes yes", "no 1")]
+    row = {"chosen": [*turns, answers[0]], "rejected": [*turns, answers[1]]}
+    file = tmp_path / "turns.jsonl"
+    file.write_text(f"{json.dumps(row)}\n" * 3)
+    config = config.model_copy(update={"data": config.data.model_copy(update={"train_file": file})})
+    data = prepare(config)
+    assert data.train_set.examples == 3
+    texts = [data.tokenizer.decode(data.train_set.source_ids[row], skip_special_tokens=True) for row in (0, 1)]
+    assert texts == ["user: where is my card"] * 2
+    assert data.train_set.target_ids[2].tolist() == data.tokenizer(text_target="yes yes")["input_ids"]
+    more = row | {"chosen": [*row["chosen"], turns[0], answers[1]]}
+    file.write_text(f"{json.dumps(row)}\n{json.dumps(more)}\n")
+    with pytest.raises(DataError, match=r"Line 2 of the data has a completion of 2 answers.*data\.train_on: last"):
+        prepare(config)
 
 
 EVALUATED = {"training__eval_strategy": "epoch", "evaluation__metrics": ["rewards/margins"]}

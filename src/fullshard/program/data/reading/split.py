@@ -26,7 +26,7 @@ from fullshard.program.data.reading.csv_file import CsvFile
 from fullshard.program.data.reading.json_file import JsonFile, JsonLinesFile
 from fullshard.program.data.reading.kind import kind_of
 from fullshard.program.data.reading.phrasebank import open_phrasebank
-from fullshard.program.data.reading.preferences import PreferenceRecipe, choose_preferences
+from fullshard.program.data.reading.preferences import PreferenceRecipe, choose_preferences, find_paired_turns
 from fullshard.program.data.reading.row import BadRows, Row, RowReader, UnusableRowError, distinct
 from fullshard.program.data.reading.sample import Sides
 from fullshard.program.data.reading.text_file import empty, encoding_problem, open_lines, unreadable
@@ -169,6 +169,9 @@ def open_rows(spec: SourceSpec, split: Split, columns: list[str] | None = None) 
 def _recipe(reader: RowReader, columns: list[str], spec: SourceSpec) -> Recipe | ConversationRecipe | PreferenceRecipe:
     """Choose how rows with targets, or of plain text, become examples."""
     if spec.preferences:
+        if (pairs := find_paired_turns(reader, columns, spec)) is not None:
+            return pairs
+        require_conversations(spec, reader.where)
         with with_inner_names(reader, columns):
             return choose_preferences(spec, columns, reader.where)
     if spec.text_column is not None:
@@ -325,14 +328,17 @@ def fingerprint(spec: SourceSpec, split: Split) -> str:
 
 def _mark_of_turns(reader: RowReader, spec: SourceSpec) -> list[object]:
     """Return what marks JSON text that is read as turns, which earlier versions read as text; nothing of other rows."""
-    if spec.preferences or spec.text_column is not None:
+    if spec.text_column is not None:
         return []
     if isinstance(reader, JsonLinesFile):
         # Its columns take a pass over the file, and the first rows decide.
         columns = list(dict.fromkeys(name for row in islice(reader.rows(()), LOOKED_AT) for name in row.cells))
     else:
         columns = reader.columns()
-    ways = [find_conversations(reader, columns, spec, completed=True, from_text=one) for one in (True, False)]
+    if spec.preferences:
+        ways = [find_paired_turns(reader, columns, spec, from_text=one) for one in (True, False)]
+    else:
+        ways = [find_conversations(reader, columns, spec, completed=True, from_text=one) for one in (True, False)]
     return [["turns", "text"]] if ways[0] is not None and ways[1] is None else []
 
 

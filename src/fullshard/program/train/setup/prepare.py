@@ -241,9 +241,11 @@ def set_tokens(
     def build(entry: Path) -> dict[str, Any]:
         rows, notes, skipped = work.rows(split)
         about = _count_conversations(rows)
-        if split == "train" and not spec.causal:
+        if together > 1:
+            rows = in_pairs(rows)
+            _require_one_answer(rows, causal=spec.causal)
+        elif split == "train" and not spec.causal:
             rows = answers_as_rows(rows)
-        rows = in_pairs(rows) if together > 1 else rows
         if system_turns is not None and not about["conversations"]:
             notes = (*notes, asked_note(system_turns, "as the training rows are conversations"))
             rows = [row.after(system_turns) for row in rows]
@@ -289,6 +291,17 @@ def streamed_tokens(
     key = work.key("train", "lengths", content, asdict(spec))
     exact, about = work.find(key, build, "lengths")
     return open_stream(entry, rows, about, exact), kept
+
+
+def _require_one_answer(rows: Sequence[Example], *, causal: bool) -> None:
+    """Raise DataError if a completion has several answers, and the model is an encoder-decoder, which learns one."""
+    talks = ((row.line, row.conversation) for row in rows if row.conversation is not None and not causal)
+    long = next(((line, talk) for line, talk in talks if len(talk.answers) > 1), None)
+    if long is not None:
+        raise DataError(
+            f"Line {long[0]} of the data has a completion of {len(long[1].answers)} answers, and an encoder-decoder "
+            "learns one. data.train_on: last takes the last, after the turns before it."
+        )
 
 
 def _count_targets(rows: Sequence[Example]) -> dict[str, Any]:
