@@ -32,11 +32,23 @@ def write_pairs(path, count, start=0):
             writer.writerow([" ".join([*words, str(row)]), "yes " * (1 + row % 3), f"no {row}" * (1 + row % 2)])
 
 
+def write_labels(path, count, start=0):
+    """Prompts with completions, two in three of which are desirable."""
+    with path.open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(["prompt", "completion", "label"])
+        for row in range(start, start + count):
+            words = ["where", "is", "my", "card", "please"][: 1 + row % 5]
+            text = f"no {row}" * (1 + row % 2) if row % 3 == 1 else "yes " * (1 + row % 3)
+            writer.writerow([" ".join([*words, str(row)]), text, row % 3 != 1])
+
+
 def pair_settings(directory, kind="t5", **changes):
-    """The settings of a run over pairs that this writes to ``directory``."""
+    """The settings of a run over pairs, or with kto over labels, that this writes to ``directory``."""
     values = settings(directory, model={"config": MODELS[kind], "tokenizer": {"vocab_size": 60}})
-    write_pairs(directory / "train.csv", PAIRS)
-    write_pairs(directory / "held_out.csv", 5, start=PAIRS)
+    write = write_labels if changes.get("training__objective") == "kto" else write_pairs
+    write(directory / "train.csv", PAIRS)
+    write(directory / "held_out.csv", 5, start=PAIRS)
     values["data"] |= {"source_column": None, "target_column": None, "max_source_length": 16}
     values["training"] = {
         "objective": "dpo",
@@ -87,8 +99,15 @@ def loss_by_hand(name, chosen, rejected, lengths, before, *, beta, gamma):
     return -means[0] - beta * logsigmoid(odds[0] - odds[1])
 
 
+def labelled_loss_by_hand(training, gain, divergence, *, good):
+    """The paper's loss of one completion (arXiv:2402.01306, equations 7 and 8); ``gain``: its log-ratio."""
+    weight = training.desirable_weight if good else training.undesirable_weight
+    value = torch.sigmoid(training.beta * (gain - divergence if good else divergence - gain))
+    return weight * (1 - value)
+
+
 def train_by_hand(config, model, reference):
-    """The losses of all steps; ``model`` has the last weights. ``reference(function)`` calls it of the reference."""
+    """Losses and rewards of all steps; ``model`` has the last weights, ``reference(f)`` calls f of the reference."""
     data = prepare(config)
     plan = make_plan(config, data.train_set, 1, causal=data.causal)
     training, rows = config.training, data.train_set
@@ -99,28 +118,57 @@ def train_by_hand(config, model, reference):
     def of(row, one):
         return logp(one, rows.source_ids[row], rows.target_ids[row], causal=data.causal)
 
+    def unrelated(row, one):  # all prompts are different: the next row's completion, of the last row the first's
+        return logp(one, rows.source_ids[2 * row], rows.target_ids[2 * ((row + 1) % PAIRS)], causal=data.causal)
+
+    labelled = training.objective == "kto"
     with torch.no_grad():
         before = reference(lambda one: [float(of(row, one)) for row in range(len(rows))])
-    losses = []
+        others = reference(lambda one: [float(unrelated(row, one)) for row in range(PAIRS)]) if labelled else []
+    losses, rewards = [], []
     for step in range(STEPS):
         epoch, number = divmod(step, plan.num_steps)
         ((indices, fillers),) = plan.for_epoch(epoch).step_places(number, 0)
         pairs = sorted({row // 2 for row, filler in zip(indices.tolist(), fillers, strict=True) if not filler})
-        total = 0.0
+        total, divergence, sides = 0.0, 0.0, ([], [])
+        if labelled:
+            with torch.no_grad():
+                divergence = max(0.0, sum(float(unrelated(row, model)) - others[row] for row in pairs) / len(pairs))
         for pair in pairs:
+            if labelled:
+                gain = of(2 * pair, model) - before[2 * pair]
+                loss = labelled_loss_by_hand(training, gain, divergence, good=pair % 3 != 1)
+                (loss / len(pairs)).backward()
+                total += loss.item() / len(pairs)
+                sides[pair % 3 == 1].append(training.beta * gain.item())
+                continue
             both = [2 * pair, 2 * pair + 1]
             lengths = [len(rows.target_ids[row]) for row in both]
             how = {"beta": training.beta, "gamma": training.simpo_gamma}
-            loss = loss_by_hand(
-                training.objective, *(of(row, model) for row in both), lengths, [before[row] for row in both], **how
-            )
+            found, first = [of(row, model) for row in both], [before[row] for row in both]
+            loss = loss_by_hand(training.objective, *found, lengths, first, **how)
+            for side, logp_of, was, length in zip(sides, found, first, lengths, strict=True):
+                less = was if training.preference_has_reference else 0.0
+                share = 1 if training.objective == "dpo" else length
+                side.append(training.beta * (logp_of.item() - less) / share)
             (loss / len(pairs)).backward()
             total += loss.item() / len(pairs)
         optimizer.step()
         optimizer.zero_grad()
         losses.append(total)
+        rewards.append(means_of(*sides, kl=divergence if labelled else None))
     assert all(map(math.isfinite, losses))
-    return losses
+    return losses, rewards
+
+
+def means_of(chosen, rejected, kl):
+    """The rewards that TRL logs for a step."""
+    means = {name: sum(one) / len(one) for name, one in (("chosen", chosen), ("rejected", rejected)) if one}
+    if len(means) == 2:
+        means["margins"] = means["chosen"] - means["rejected"]
+    if kl is None:
+        means["accuracies"] = sum(one > other for one, other in zip(chosen, rejected, strict=True)) / len(chosen)
+    return {f"rewards/{name}": one for name, one in means.items()} | ({} if kl is None else {"kl": kl})
 
 
 def start_of(config):

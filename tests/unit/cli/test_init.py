@@ -368,6 +368,18 @@ def test_pairs_of_conversations_are_recognised(tmp_path, asked, capsys):
     assert cli.main(["config", "check", "run.yaml"]) == 0
 
 
+@pytest.mark.parametrize("label", [True, "maybe"])
+def test_labels_are_recognised(label, tmp_path, asked):
+    rows = [{"prompt": sentence("p", i), "completion": sentence("c", i), "label": label} for i in range(40)]
+    write(tmp_path / "train.jsonl", rows)
+    asked("", "", "new")
+    assert cli.main(["init", "train.jsonl"]) == 0
+    config = load_run("run.yaml")
+    assert (config.data.source_column, config.data.target_column) == ("prompt", "completion")
+    assert config.training.objective == ("kto" if label is True else "sft")
+    assert ("# label says whether" in (tmp_path / "run.yaml").read_text()) == (label is True)
+
+
 def test_squad_is_asked_about_with_the_texts_of_its_answers(tmp_path, refused, asked):
     write(
         tmp_path / "train.jsonl",

@@ -27,6 +27,7 @@ from fullshard.program.data import (
     padding_share,
     read_split,
     tokenize,
+    with_unrelated,
 )
 from support.trained_tokenizer import byte_tokenizer
 
@@ -38,7 +39,7 @@ STATS = LengthStats(1.0, 1, 0, 8)
 
 
 def spec_of(path, **changes):
-    return SourceSpec(train_file=path, preferences=True, **changes)
+    return SourceSpec(train_file=path, preferences="pairs", **changes)
 
 
 def written(tmp_path, columns, cells, suffix="jsonl"):
@@ -180,10 +181,73 @@ def test_pairs_of_conversations_are_rendered_by_the_template():
         assert found.spans[row].tolist() == [len(prompt), len(full)]
 
 
+def labelled(path, **changes):
+    return SourceSpec(train_file=path, preferences="labels", **changes)
+
+
+@pytest.mark.parametrize(
+    ("suffix", "labels"), [("csv", ("True", "0")), ("jsonl", (True, False)), ("jsonl", (1, "false"))]
+)
+def test_rows_with_labels_are_desirable_or_not(tmp_path, suffix, labels):
+    path = written(tmp_path, ["Prompt", "completion", "label"], [["p", "c", labels[0]], ["q", "d", labels[1]]], suffix)
+    first, second = read_split(labelled(path), "train").examples
+    assert (first.source, first.target, first.desirable) == ("p", "c", True)
+    assert (second.source, second.target, second.desirable) == ("q", "d", False)
+
+
+def test_conversations_have_labels_too(tmp_path):
+    path = written(tmp_path, ["prompt", "completion", "label"], [[ASKED, [GOOD], True]])
+    table = read_split(labelled(path), "train")
+    assert (table.examples[0].conversation.messages, table.examples[0].desirable) == ((*ASKED, GOOD), True)
+    assert "1 conversations of 3.0 turns" in table.notes[0]
+
+
+def test_labels_are_required(tmp_path):
+    path = written(tmp_path, ["prompt", "completion", "good"], [["p", "c", True]])
+    with pytest.raises(DataError, match=r"in columns named prompt, completion and label\. Its columns: 'prompt'"):
+        read_split(labelled(path), "train")
+    path = written(tmp_path, ["prompt", "completion", "label"], [["p", "c", "maybe"]])
+    with pytest.raises(DataError, match="column 'label' holds 'maybe', which is neither true nor false"):
+        read_split(labelled(path), "train")
+
+
+def test_each_prompt_also_has_the_completion_of_another_prompt():
+    rows = [Example(source, (target,), 1, desirable=True) for source, target in ("pa", "pb", "qc", "pd", "pe")]
+    found = with_unrelated(rows)
+    assert found[::2] == rows
+    assert [(one.source, one.target) for one in found[1::2]] == [
+        ("p", "c"),
+        ("p", "c"),
+        ("q", "d"),
+        ("p", "c"),
+        ("p", "c"),
+    ]
+    talks = [
+        Example("p", ("1",), 1, Conversation((*ASKED, GOOD), (2,))),
+        Example("q", ("uno",), 2, Conversation((MORE, BAD), (1,))),
+    ]
+    assert [one.conversation.messages for one in with_unrelated(talks)[1::2]] == [(*ASKED, BAD), (MORE, GOOD)]
+    with pytest.raises(DataError, match="All rows have the same prompt"):
+        with_unrelated(rows[:2])
+
+
+def test_a_batch_of_labels_has_unrelated_completions_beside_it():
+    rows = replace(pairs_of([1, 2, 3, 4], np.array([-1.0, -2.0, -3.0, -4.0])), desirable=np.array([True, False]))
+    batch = collate([RowRef(2), RowRef(3), RowRef(0, filler=True), RowRef(1, filler=True)], rows, CollateSpec(0))
+    assert (batch.indices, batch.target_tokens, batch.target_weight) == ((2, 0), 3, 1)
+    pairs = batch.to("meta").pairs
+    assert pairs.unrelated.input_ids_BS.device.type == pairs.unrelated.pairs.reference_B.device.type == "meta"
+    pairs = batch.pairs
+    assert pairs.desirable_P.tolist() == [False, True]
+    assert pairs.reference_B.tolist() == [-3, -1]
+    assert (pairs.unrelated.indices, pairs.unrelated.target_tokens) == ((3, 1), 4)
+    assert pairs.unrelated.pairs.reference_B.tolist() == [-4, -2]
+
+
 def test_the_cache_tells_preferences_from_rows_of_targets(tmp_path):
     path = written(tmp_path, ["prompt", "completion", "chosen", "rejected"], [["p", "t", "c", "r"]])
-    kinds = [SourceSpec(train_file=path), spec_of(path), spec_of(path, rejected_column="completion")]
-    assert len({fingerprint(one, "train") for one in kinds}) == 3
+    kinds = [SourceSpec(train_file=path), spec_of(path), spec_of(path, rejected_column="completion"), labelled(path)]
+    assert len({fingerprint(one, "train") for one in kinds}) == 4
 
 
 def test_a_preference_is_two_rows_of_one_prompt():

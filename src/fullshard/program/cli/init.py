@@ -135,7 +135,7 @@ def _choose(starter: Any, look: Any, machine: Any, *, asks: bool) -> Any:
     target = ask("Which column does it write?", "" if against else likely, column)
     model = _ask_model(starter, machine, model)
     kept = (source, target) == (usual[0][0], usual[1])
-    return starter.Choice(usual[0] if kept else (source,), target, model, look.prefers and kept)
+    return starter.Choice(usual[0] if kept else (source,), target, model, look.prefers if kept else None)
 
 
 def _ask_model(starter: Any, machine: Any, usual: str) -> str:

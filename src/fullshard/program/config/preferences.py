@@ -27,7 +27,12 @@ _OF_PAIRS: Mapping[str, tuple[str, Any, str]] = {
 }
 """Options with the only value that preferences take, and why."""
 
-_OF_ONE: Mapping[str, tuple[str, ...]] = {"beta": ("dpo", "ipo", "simpo", "orpo"), "simpo_gamma": ("simpo",)}
+_OF_ONE: Mapping[str, tuple[str, ...]] = {
+    "beta": ("dpo", "ipo", "simpo", "orpo", "kto"),
+    "simpo_gamma": ("simpo",),
+    "desirable_weight": ("kto",),
+    "undesirable_weight": ("kto",),
+}
 """Options with the objectives that have them."""
 
 
@@ -37,9 +42,11 @@ def require_objective(training: TrainingConfig, data: DataConfig, model: ModelCo
     for name, objectives in _OF_ONE.items():
         if training.given(name) and objective not in objectives:
             raise ValueError(f"training.{name} needs training.objective: {' or '.join(objectives)}; got {objective}")
+    if objective in ("sft", "kto") and data.rejected_column is not None:
+        raise ValueError(
+            f"data.rejected_column is for pairs of completions: set training.objective, such as dpo; got {objective}"
+        )
     if objective == "sft":
-        if data.rejected_column is not None:
-            raise ValueError("data.rejected_column is for preferences: set training.objective, such as dpo")
         return
     for name, (section, value, why) in _OF_PAIRS.items():
         given = getattr(training if section == "training" else data, name)
@@ -62,11 +69,12 @@ def require_objective(training: TrainingConfig, data: DataConfig, model: ModelCo
 
 def require_metrics(training: TrainingConfig, metrics: tuple[str, ...]) -> None:
     """Raise ValueError if metrics are not those of ``training.objective``."""
-    pairs = training.objective != "sft"
-    wrong = [name for name in metrics if (name in REWARDS) != pairs]
+    objective = training.objective
+    fitting = [name for name in METRICS if (name in REWARDS) == (objective != "sft")]
+    fitting = ["rewards/margins"] if objective == "kto" else fitting  # a label alone is neither right nor wrong
+    wrong = [name for name in metrics if name not in fitting]
     if training.eval_strategy == "no" or not wrong:
         return
-    fitting = [name for name in METRICS if (name in REWARDS) == pairs]
     raise ValueError(
         f"evaluation has {', '.join(wrong)}, which training.objective: {training.objective} cannot measure: its "
         f"metrics are {', '.join(fitting)}"

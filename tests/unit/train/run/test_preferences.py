@@ -65,18 +65,28 @@ def assert_same(directory, model, tolerance=1e-5):
         pytest.param("t5", "orpo", 2, 3, 1, marks=pytest.mark.slow),
         ("llama", "dpo", 3, 2, 1),
         pytest.param("llama", "orpo", 2, 3, 1, marks=pytest.mark.slow),
+        ("t5", "kto", 3, 1, 2),
+        pytest.param("t5", "kto", 2, 1, 3, marks=pytest.mark.slow),
+        pytest.param("llama", "kto", 2, 3, 1, marks=pytest.mark.slow),
     ],
 )
 def test_ten_steps_are_those_of_a_plain_loop(tmp_path, kind, objective, ranks, each, accumulation):
     plain = RunConfig.model_validate(pair_settings(tmp_path, kind, training__objective=objective))
     model = start_of(plain)
     reference = copy.deepcopy(model)
-    losses = train_by_hand(plain, model, lambda call: call(reference))
+    losses, rewards = train_by_hand(plain, model, lambda call: call(reference))
     config = partitioned(plain, each, accumulation)
     memory = run(config, ranks)
     assert [one.loss for one in memory.steps] == pytest.approx(losses, abs=1e-5)
+    lines = map(json.loads, (config.output_dir / "metrics.jsonl").read_text().splitlines())
+    written = [line for line in lines if line["kind"] == "step"]
+    for step, line, expected in zip(memory.steps, written, rewards, strict=True):
+        assert line.items() >= step.rewards.items()
+        if step.step == 1 and memory.referred:  # every reward is 0 but for rounding
+            expected["rewards/accuracies"] = step.rewards.get("rewards/accuracies")
+        assert step.rewards == pytest.approx({name: expected[name] for name in step.rewards}, abs=1e-5)
     assert_same(config.output_dir, model)
-    assert bool(memory.referred) == (objective in ("dpo", "ipo"))
+    assert bool(memory.referred) == (objective in ("dpo", "ipo", "kto"))
 
 
 @pytest.mark.parametrize("kind", [pytest.param("t5", marks=pytest.mark.slow), "llama"])
@@ -94,7 +104,7 @@ def test_an_adapter_is_trained_against_the_model_without_it(tmp_path, kind, monk
     memory = run(partitioned(config, 3, 1), 2)
     plain = _started_adapter(config)
     with_adapter_off = lambda call: _without(plain, call)  # noqa: E731
-    losses = train_by_hand(config, plain, with_adapter_off)
+    losses, _ = train_by_hand(config, plain, with_adapter_off)
     assert [one.loss for one in memory.steps] == pytest.approx(losses, abs=1e-5)
     saved = load_file(config.output_dir / "adapter_model.safetensors")
     ours = get_peft_model_state_dict(plain)
@@ -157,6 +167,28 @@ def test_held_out_rewards_are_measured_keep_the_best_model_and_are_the_same_on_a
         assert one.metrics == pytest.approx(other.metrics, abs=1e-5)
 
 
+@pytest.mark.slow
+def test_held_out_labels_are_measured_with_the_reference_point_of_all_rows(tmp_path):
+    changes = {"training__objective": "kto", "training__eval_strategy": "epoch", "training__max_steps": 3}
+    config = RunConfig.model_validate(pair_settings(tmp_path, **changes))
+    report = run(partitioned(config, 3, 1), 2).evaluations[-1][0]
+    rows, beta = prepare(config).held_out_set, config.training.beta
+    models = [start_of(config), T5ForConditionalGeneration.from_pretrained(config.output_dir)]
+    with torch.no_grad():
+        start, end = (
+            torch.stack([logp(one, rows.source_ids[n], rows.target_ids[n], causal=False) for n in range(len(rows))])
+            for one in models
+        )
+    gains, divergence = (end - start)[::2], (end - start)[1::2].mean().clamp(min=0)
+    good = torch.tensor([row % 3 != 1 for row in range(PAIRS, PAIRS + 5)])
+    losses = 1 - torch.sigmoid(beta * torch.where(good, gains - divergence, divergence - gains))
+    assert report.loss == pytest.approx(float(losses.mean()), abs=1e-5)
+    margin = beta * (gains[good].mean() - gains[~good].mean())
+    assert report.metrics == pytest.approx({"rewards/margins": float(margin)}, abs=1e-5)
+    again = run(partitioned(config, 2, 1).model_copy(update={"resume": "never"}), 3)
+    assert again.evaluations[-1][0].metrics == pytest.approx(report.metrics, abs=1e-5)
+
+
 def held_out_by_hand(config):
     """Loss, margin and accuracy of the saved model on the held-out pairs."""
     data, beta = prepare(config), config.training.beta
@@ -206,22 +238,23 @@ def test_the_reference_of_another_model_is_not_taken(tmp_path):
     assert run(config.model_copy(update={"resume": "never"})).referred, "a damaged file is made again"
 
 
-def test_a_fused_head_takes_the_same_steps(tmp_path):
-    plain = RunConfig.model_validate(pair_settings(tmp_path, training__max_steps=3))
+@pytest.mark.parametrize("objective", ["dpo", pytest.param("kto", marks=pytest.mark.slow)])
+def test_a_fused_head_takes_the_same_steps(tmp_path, objective):
+    changes = {"training__objective": objective, "training__max_steps": 3}
+    plain = RunConfig.model_validate(pair_settings(tmp_path, **changes))
     fused = plain.training.model_copy(update={"fused_cross_entropy": True})
     losses = [run(plain).steps, run(plain.model_copy(update={"training": fused, "resume": "never"}), 1).steps]
     assert [one.loss for one in losses[1]] == pytest.approx([one.loss for one in losses[0]], abs=1e-5)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["t5", "llama"])
-def test_a_plan_of_a_run_has_its_step_and_evaluation(tmp_path, kind):
-    config = RunConfig.model_validate(pair_settings(tmp_path, kind, **EVALUATED))
+@pytest.mark.parametrize(("kind", "objective"), [("t5", "dpo"), ("llama", "dpo"), ("t5", "kto")])
+def test_a_plan_of_a_run_has_its_step_and_evaluation(tmp_path, kind, objective):
+    changes = EVALUATED | {"training__objective": objective}
+    config = RunConfig.model_validate(pair_settings(tmp_path, kind, **changes))
     plan = plan_prepared(config, prepare(config), 2)
     assert plan.phase_peaks["evaluation"] > 0
-    alone = RunConfig.model_validate(
-        pair_settings(tmp_path, kind, **EVALUATED, training__per_device_train_batch_size=1)
-    )
+    alone = RunConfig.model_validate(pair_settings(tmp_path, kind, **changes, training__per_device_train_batch_size=1))
     assert plan_prepared(alone, prepare(alone), 2).peak_bytes < plan.peak_bytes
 
 

@@ -1,4 +1,4 @@
-"""DPO of a causal model takes the steps of TRL's trainer on the same batches."""
+"""DPO and KTO of a causal model take the steps of TRL's trainers on the same batches."""
 
 import json
 
@@ -61,10 +61,17 @@ def as_texts(rows):
     return dict(zip(("prompt", "chosen", "rejected"), map(list, zip(*rows, strict=True)), strict=True))
 
 
-@pytest.mark.parametrize("form", [as_texts, as_turns])
+def as_labels(rows):
+    texts = as_texts(rows)
+    labels = [text in WORDS[:2] for text in texts["chosen"]]
+    return {"prompt": texts["prompt"], "completion": texts["chosen"], "label": labels}
+
+
+@pytest.mark.parametrize("form", [as_texts, as_turns, as_labels])
 def test_ten_steps_are_those_of_trl(tmp_path, form):
-    path = saved_model(tmp_path / "start")
-    values = pair_settings(tmp_path, model={"path": path}, training__per_device_train_batch_size=EACH // 2)
+    path, objective = saved_model(tmp_path / "start"), "kto" if form is as_labels else "dpo"
+    changes = {"training__per_device_train_batch_size": EACH // 2, "training__objective": objective}
+    values = pair_settings(tmp_path, model={"path": path}, **changes)
     chats = {} if form is as_turns else {"separator": "", "chat_template": False}
     values["data"] |= {
         "train_file": str(tmp_path / "train.jsonl"),
@@ -84,20 +91,28 @@ def test_ten_steps_are_those_of_trl(tmp_path, form):
         places = [plan.step_places(step, rank)[0][0] for rank in range(2)]
         order += (np.concatenate(places)[::2] // 2).tolist()
     assert sorted(order) == list(range(PAIRS))
-    theirs = trained_by_trl(path, form([rows[row] for row in order]), tmp_path / "trl")
-    assert [one.loss for one in memory.steps] == pytest.approx(theirs[0], abs=1e-5)
+    others = [order.index((row + 1) % PAIRS) for row in order]
+    theirs = trained_by_trl(path, form([rows[row] for row in order]), tmp_path / "trl", others)
+    for step, logged in zip(memory.steps, theirs[0], strict=True):
+        assert step.loss == pytest.approx(logged["loss"], abs=1e-5)
+        assert step.rewards == pytest.approx({name: logged[name] for name in step.rewards}, abs=1e-5)
     for name, weight in load_file(config.output_dir / "model.safetensors").items():
         assert torch.allclose(weight, theirs[1][name], atol=1e-5), name
 
 
-def trained_by_trl(path, columns, directory):
-    """TRL's losses of the steps and its last weights; each step takes the next rows."""
+def trained_by_trl(path, columns, directory, others):
+    """TRL's records of the steps and its last weights; each step takes the next rows.
 
-    class InOrder(trl.DPOTrainer):
+    ``others``: with labels, the place of the row whose completion is each row's unrelated one.
+    """
+    base, settings = (trl.KTOTrainer, trl.KTOConfig) if "label" in columns else (trl.DPOTrainer, trl.DPOConfig)
+
+    class InOrder(base):
         def _get_train_sampler(self, dataset=None):
             return SequentialSampler(self.train_dataset)
 
-    settings = trl.DPOConfig(
+    columns = datasets.Dataset.from_dict(columns)
+    arguments = settings(
         output_dir=str(directory),
         beta=0.1,
         per_device_train_batch_size=EACH,
@@ -115,9 +130,10 @@ def trained_by_trl(path, columns, directory):
         max_length=64,
     )
     model = LlamaForCausalLM.from_pretrained(path)
-    trainer = InOrder(
-        model=model, args=settings, train_dataset=datasets.Dataset.from_dict(columns), processing_class=tokenizer()
-    )
+    trainer = InOrder(model=model, args=arguments, train_dataset=columns, processing_class=tokenizer())
+    if "label" in columns.column_names:
+        rows = trainer.train_dataset
+        unrelated = [rows["completion_ids"][place] for place in others]
+        trainer.train_dataset = rows.remove_columns("KL_completion_ids").add_column("KL_completion_ids", unrelated)
     trainer.train()
-    losses = [one["loss"] for one in trainer.state.log_history if "loss" in one]
-    return losses, trainer.model.state_dict()
+    return [one for one in trainer.state.log_history if "loss" in one], trainer.model.state_dict()

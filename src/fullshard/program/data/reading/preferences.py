@@ -1,4 +1,4 @@
-"""Choice of the columns of preferences: a prompt, and a chosen and a rejected completion of it."""
+"""Choice of the columns of preferences: a prompt, and a chosen and a rejected completion of it or one with a label."""
 
 from __future__ import annotations
 
@@ -10,13 +10,22 @@ from fullshard.errors import DataError
 from fullshard.program.data.examples import Example, SourceSpec
 from fullshard.program.data.reading.cells import cell_of, cell_text, column_of, columns_read
 from fullshard.program.data.reading.columns import Recipe, choose
-from fullshard.program.data.reading.conversations import LOOKED_AT, ConversationRecipe, has_turns, turns_of
+from fullshard.program.data.reading.conversations import (
+    LOOKED_AT,
+    ConversationRecipe,
+    find_conversations,
+    has_turns,
+    require_conversations,
+    turns_of,
+)
 from fullshard.program.data.reading.row import Row, RowReader, UnusableRowError
 
 PROMPTS = ("prompt", "question", "instruction", "input")
 """Names of prompts, in lower case; the first that a table has is read."""
 
 CHOSEN, REJECTED = "chosen", "rejected"
+COMPLETION, LABEL = "completion", "label"
+_LABELS = {"true": True, "1": True, "false": False, "0": False}
 
 
 @dataclass(frozen=True)
@@ -90,6 +99,70 @@ class PairedTurns(ConversationRecipe):
             complete = self.after_system(row, turns)
             examples.append(self.learned(row, complete, first + len(complete) - len(turns), name))
         return replace(examples[0], rejected=examples[1])
+
+
+@dataclass(frozen=True)
+class LabelledRecipe:
+    """How the cells of a row become an example that is desirable or not."""
+
+    completed: Recipe | ConversationRecipe  # of the prompt and its completion
+    label: str
+
+    @property
+    def columns(self) -> list[str]:
+        """The distinct names that it reads."""
+        return [*self.completed.columns, self.label]
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Messages about columns chosen by name."""
+        return self.completed.notes
+
+    def example(self, row: Row) -> Example:
+        """Return the example of a row.
+
+        Raises:
+            UnusableRowError: A cell is missing, empty or of the wrong type.
+        """
+        example = self.completed.example(row)
+        label = cell_of(row, self.label)
+        desirable = _LABELS.get(str(label).strip().lower())
+        if desirable is None:
+            raise UnusableRowError(f"column {self.label!r} holds {label!r}, which is neither true nor false")
+        return replace(example, desirable=desirable)
+
+
+def choose_labelled(reader: RowReader, columns: Sequence[str], spec: SourceSpec) -> LabelledRecipe:
+    """Choose the columns of a prompt, a completion and its label.
+
+    Raises:
+        ConfigError: The template is malformed.
+        DataError: A column does not exist or exists twice; the message lists the columns.
+    """
+    names = {name.strip().lower(): name for name in reversed(columns)}
+    if LABEL not in names:
+        raise DataError(
+            f"{reader.where}: kto needs a prompt, a completion and whether it is desirable, true or false, in columns "
+            f"named prompt, completion and label. Its columns: {', '.join(map(repr, columns))}."
+        )
+    if (talks := find_conversations(reader, columns, spec, completed=True)) is not None:
+        return LabelledRecipe(talks, names[LABEL])
+    require_conversations(spec, reader.where)
+    source, target = spec.source_column, spec.target_column or names.get(COMPLETION)
+    if source is None and spec.template is None:
+        source = next((names[name] for name in PROMPTS if name in names), None)
+    others = [name for name in columns if name != names[LABEL]]
+    recipe = choose(replace(spec, source_column=source, target_column=target), others, reader.where)
+    return LabelledRecipe(recipe, names[LABEL])
+
+
+def holds_labels(reader: RowReader, columns: Sequence[str]) -> bool:
+    """Return whether columns are those of completions with labels, by their names and the first 100 labels."""
+    names = {name.strip().lower(): name for name in reversed(columns)}
+    if not {COMPLETION, LABEL} <= names.keys() or not any(name in names for name in PROMPTS):
+        return False
+    rows = islice(reader.rows([names[LABEL]]), LOOKED_AT)
+    return all(str(row.cells.get(names[LABEL])).strip().lower() in _LABELS for row in rows if row.problem is None)
 
 
 def find_paired_turns(

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from hashlib import blake2b
 from importlib.metadata import version
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,10 +23,9 @@ from numpy.typing import NDArray
 from fullshard.core.comm import Comm, together
 from fullshard.errors import DataError
 from fullshard.program.config import RunConfig
-from fullshard.program.data import CollateSpec, EpochPlan, TokenizedSet, batches, default_directory
+from fullshard.program.data import CollateSpec, EpochPlan, TokenizedSet, default_directory
 from fullshard.program.models import resolve_adapter
-from fullshard.program.train.evaluation.evaluate import evaluation_mode
-from fullshard.program.train.setup.model import row_logps
+from fullshard.program.train.evaluation.evaluate import evaluation_mode, logps_of_rows
 from fullshard.program.train.setup.prepare import Prepared
 from fullshard.program.train.setup.resume import deciding_settings
 from fullshard.state.storage import content_of
@@ -61,9 +61,9 @@ def with_reference(
         DataError: The cache cannot be written; on every rank.
     """
     sets = [one for one in (data.train_set, data.held_out_set) if one is not None]
-    count = sum(map(len, sets))
+    num_rows = sum(map(len, sets))
     file = together(comm, lambda: _file(config, data) if comm.rank == 0 else None)
-    found: NDArray[np.float64] | None = comm.all_gather_object(_read(file, count))[0]
+    found: NDArray[np.float64] | None = comm.all_gather_object(_read(file, num_rows))[0]
     what = "from the cache" if found is not None else "computed before the first step"
     if found is None:
         # As small as both, so that it needs no more memory than the planned step or the planned evaluation.
@@ -73,7 +73,7 @@ def with_reference(
         together(comm, lambda: None if file is None else _write(file, values))
     train, held_out = np.split(found, [len(data.train_set)])
     held_out_set = None if data.held_out_set is None else replace(data.held_out_set, reference=held_out)
-    note = f"reference: {count:,} log-probabilities under the model at the start, {what}"
+    note = f"reference: {num_rows:,} log-probabilities under the model at the start, {what}"
     return replace(data, train_set=replace(data.train_set, reference=train), held_out_set=held_out_set), note
 
 
@@ -90,19 +90,13 @@ def _computed(
         EpochPlan(len(one), comm.size, batch_size, training=False, lengths=one.lengths, together=one.together)
         for one in sets
     ]
-    totals, done, first = torch.zeros(sum(map(len, sets)), dtype=torch.float64, device=comm.device), 0, 0
+    done, total = count(1), sum(one.num_batches for one in plans)
     with evaluation_mode(model):
-        for rows, plan in zip(sets, plans, strict=True):
-            for batch in batches(rows, plan, comm.rank, collate):
-                logps_B = row_logps(model, batch.to(comm.device), causal=collate.causal)
-                mine = [place for place, filler in enumerate(batch.fillers) if not filler]
-                # Each row is one rank's, so that the sum over ranks is its value.
-                totals[[first + batch.indices[place] for place in mine]] = logps_B[mine].double()
-                done += 1
-                progress(done, sum(one.num_batches for one in plans))
-            first += len(rows)
-    comm.all_reduce(totals).wait()
-    return totals.cpu().numpy()
+        found = [
+            logps_of_rows(model, rows, comm, collate, plan, lambda: progress(next(done), total))[0]
+            for rows, plan in zip(sets, plans, strict=True)
+        ]
+    return torch.cat(found).numpy()
 
 
 def _file(config: RunConfig, data: Prepared) -> Path:
