@@ -20,6 +20,8 @@ MODELS = {
     "t5": _T5 | {"num_heads": 2, "dropout_rate": 0.0},
     "llama": _LLAMA | {"num_attention_heads": 2, "num_key_value_heads": 1},
 }
+# Of other widths bitsandbytes' kernel for CPUs takes wrong scales.
+MODELS["wide llama"] = MODELS["llama"] | {"hidden_size": 64, "intermediate_size": 128}
 
 
 def write_pairs(path, count, start=0):

@@ -7,7 +7,7 @@ import threading
 import pytest
 import torch
 from huggingface_hub import ModelCard
-from peft import get_peft_model_state_dict
+from peft import PeftModel, get_peft_model_state_dict
 from safetensors.torch import load_file
 from transformers import T5ForConditionalGeneration
 
@@ -24,6 +24,7 @@ from fullshard.program.train.setup import model as modelling
 from fullshard.program.train.setup.prepare import prepare
 from support.interrupted_run import Director
 from support.preference_runs import PAIRS, logp, pair_settings, saved_start, start_of, train_by_hand
+from support.quantized import NF4, bitsandbytes_stored
 from support.tiny_run import Memory
 
 pytestmark = [
@@ -89,8 +90,15 @@ def test_ten_steps_are_those_of_a_plain_loop(tmp_path, kind, objective, ranks, e
     assert bool(memory.referred) == (objective in ("dpo", "ipo", "kto"))
 
 
-@pytest.mark.parametrize("kind", [pytest.param("t5", marks=pytest.mark.slow), "llama"])
-def test_an_adapter_is_trained_against_the_model_without_it(tmp_path, kind, monkeypatch):
+@pytest.mark.parametrize(
+    ("kind", "quantised"),
+    [
+        pytest.param("t5", False, marks=pytest.mark.slow),
+        pytest.param("llama", False, marks=pytest.mark.slow),
+        ("wide llama", True),
+    ],
+)
+def test_an_adapter_is_trained_against_the_model_without_it(tmp_path, kind, quantised, monkeypatch):
     lock = threading.Lock()
 
     def locked(*args, **kwargs):  # ranks are threads, which share torch's random state
@@ -100,6 +108,7 @@ def test_an_adapter_is_trained_against_the_model_without_it(tmp_path, kind, monk
     monkeypatch.setattr(modelling, "add_adapter", locked)
     adapter = {"type": "lora", "r": 4, "lora_alpha": 8, "lora_dropout": 0.0}
     values = pair_settings(tmp_path, kind, model={"path": saved_start(tmp_path, kind), "adapter": adapter})
+    values["model"] |= {"quantization": {"type": "nf4"}} if quantised else {}
     config = RunConfig.model_validate(values)
     memory = run(partitioned(config, 3, 1), 2)
     plain = _started_adapter(config)
@@ -113,10 +122,34 @@ def test_an_adapter_is_trained_against_the_model_without_it(tmp_path, kind, monk
         assert torch.allclose(saved[name], weight, atol=1e-5), name
 
 
+@pytest.mark.slow
+def test_a_trained_adapter_is_the_reference_of_going_on_with_it(tmp_path):
+    path = saved_start(tmp_path, "llama")
+    (tmp_path / "first").mkdir()
+    adapter = {"type": "lora", "r": 4, "lora_alpha": 8, "lora_dropout": 0.0}
+    first = RunConfig.model_validate(
+        pair_settings(tmp_path / "first", "llama", model={"path": path, "adapter": adapter})
+    )
+    run(first)
+    values = pair_settings(tmp_path, "llama", model={"path": path, "adapter": {"path": str(first.output_dir)}})
+    config = RunConfig.model_validate(values)
+    memory = run(partitioned(config, 3, 1), 2)
+    plain = PeftModel.from_pretrained(start_of(config), first.output_dir, is_trainable=True)
+    reference = copy.deepcopy(plain)
+    losses, rewards = train_by_hand(config, plain, lambda call: call(reference))
+    assert [one.loss for one in memory.steps] == pytest.approx(losses, abs=1e-5)
+    assert rewards[0]["rewards/margins"] == 0
+
+
 def _started_adapter(config):
     settings = config.model.adapter
     spec = AdapterSpec(base=str(config.model.path), **dict(settings))
-    return add_adapter(start_of(config), spec, seed=config.seed).model
+    start = start_of(config)
+    if config.model.quantization is not None:
+        for name, layer in start.named_modules():
+            if isinstance(layer, torch.nn.Linear) and name != "lm_head":
+                layer.weight.data = bitsandbytes_stored(layer.weight.data, NF4)[2]
+    return add_adapter(start, spec, seed=config.seed).model
 
 
 def _without(model, call):
