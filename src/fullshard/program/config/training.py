@@ -118,10 +118,10 @@ class TrainingConfig(ConfigSection):
     completion is preferred to a rejected one, by the loss of that name. dpo, ipo and kto compare with the model at the
     start of training, simpo and orpo need no reference. Micro-batches count pairs, of kto rows. See
     docs/guides/preferences.md."""
-    beta: Annotated[PositiveFloat, Option("same", before=0.1)] = 0.1
+    beta: Annotated[PositiveFloat, Option("same", travels=True, before=0.1)] = 0.1
     """Preferences: how strongly the model is held to the reference; of simpo the factor of the reward, of orpo the
     weight of the odds. As in TRL; simpo's paper takes 2 or more."""
-    simpo_gamma: Annotated[NonNegativeFloat, Option("same", before=0.5)] = 0.5
+    simpo_gamma: Annotated[NonNegativeFloat, Option("same", travels=True, before=0.5)] = 0.5
     """simpo: margin by which the chosen completion's reward is to be greater; as in TRL."""
     desirable_weight: Annotated[PositiveFloat, Option("same", before=1.0)] = 1.0
     """kto: factor on the losses of desirable completions, for tables that have more of one kind; as in TRL."""

@@ -12,13 +12,17 @@ from safetensors.torch import load_file
 from transformers import T5ForConditionalGeneration
 
 from fullshard.core.testing import run_ranks
-from fullshard.errors import DataError, RunStopped
+from fullshard.errors import DataError, ModelError, RunStopped
 from fullshard.program.config import RunConfig
 from fullshard.program.models import AdapterSpec, add_adapter
 from fullshard.program.report.files import read_run
 from fullshard.program.report.page import make_page
 from fullshard.program.train import FileSink, StopRequest, train
+from fullshard.program.train.evaluation.evaluate import evaluate
+from fullshard.program.train.evaluation.reference import with_held_out_reference
+from fullshard.program.train.evaluation.trained import find_trained, load_trained
 from fullshard.program.train.reporting.card import CardSink
+from fullshard.program.train.run.assemble import make_evaluation
 from fullshard.program.train.run_plan import plan_prepared
 from fullshard.program.train.setup import model as modelling
 from fullshard.program.train.setup.prepare import prepare
@@ -191,6 +195,7 @@ def test_held_out_rewards_are_measured_keep_the_best_model_and_are_the_same_on_a
     best = next(report for report, is_best in reversed(first) if is_best)
     assert best.loss == pytest.approx(losses, abs=1e-5)
     assert best.metrics == pytest.approx({"rewards/accuracies": right, "rewards/margins": margins}, abs=1e-5)
+    assert_evaluated(config, best)
     start = json.loads((config.output_dir / "run.json").read_text())
     assert start["train_rows"] == PAIRS
     assert start["validation_rows"] == 5
@@ -198,6 +203,34 @@ def test_held_out_rewards_are_measured_keep_the_best_model_and_are_the_same_on_a
     assert again.referred == [], "the reference is in the cache"
     for (one, _), (other, _) in zip(first, again.evaluations, strict=True):
         assert one.metrics == pytest.approx(other.metrics, abs=1e-5)
+
+
+def assert_evaluated(config, best):
+    """The finished model is measured as in its run, against the model at the start."""
+
+    def work(comm):
+        trained = find_trained(str(config.output_dir), config)
+        data = with_held_out_reference(config, prepare(trained.config), comm)
+        model, tokenizer, _ = load_trained(trained, comm)
+        return evaluate(model, tokenizer, make_evaluation(trained.config, data), comm, step=0, epoch=0.0)
+
+    report = run_ranks(2, work)[0]
+    assert report.loss == pytest.approx(best.loss, abs=1e-5)
+    assert report.metrics == pytest.approx(best.metrics, abs=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("quantised", [False, True])
+def test_an_adapter_is_evaluated_against_the_model_at_the_start_of_its_run(tmp_path, quantised):
+    adapter = {"type": "lora", "r": 4, "lora_alpha": 8, "lora_dropout": 0.0}
+    model = {"path": saved_start(tmp_path, "wide llama"), "adapter": adapter}
+    model |= {"quantization": {"type": "nf4"}} if quantised else {}
+    config = RunConfig.model_validate(pair_settings(tmp_path, "wide llama", model=model, **EVALUATED))
+    best = next(report for report, is_best in reversed(run(config).evaluations) if is_best)
+    assert_evaluated(config, best)
+    (tmp_path / "start" / "more.txt").write_text("changed")
+    with pytest.raises(ModelError, match=r"model\.path: .* has changed since the run started with it"):
+        assert_evaluated(config, best)
 
 
 @pytest.mark.slow
@@ -220,6 +253,7 @@ def test_held_out_labels_are_measured_with_the_reference_point_of_all_rows(tmp_p
     assert report.metrics == pytest.approx({"rewards/margins": float(margin)}, abs=1e-5)
     again = run(partitioned(config, 2, 1).model_copy(update={"resume": "never"}), 3)
     assert again.evaluations[-1][0].metrics == pytest.approx(report.metrics, abs=1e-5)
+    assert_evaluated(config, next(one for one, is_best in reversed(again.evaluations) if is_best))
 
 
 def held_out_by_hand(config):

@@ -21,14 +21,16 @@ import torch
 from numpy.typing import NDArray
 
 from fullshard.core.comm import Comm, together
-from fullshard.errors import DataError
-from fullshard.program.config import RunConfig
+from fullshard.errors import CheckpointError, DataError, ModelError
+from fullshard.program.config import RUN_NAME, RunConfig
 from fullshard.program.data import CollateSpec, EpochPlan, TokenizedSet, default_directory
-from fullshard.program.models import resolve_adapter
+from fullshard.program.models import resolve_adapter, resolve_model
 from fullshard.program.train.evaluation.evaluate import evaluation_mode, logps_of_rows
-from fullshard.program.train.setup.prepare import Prepared
+from fullshard.program.train.setup.devices import Devices, smallest_memory, usable
+from fullshard.program.train.setup.model import prepare_model, shard_model
+from fullshard.program.train.setup.prepare import Prepared, collate_spec
 from fullshard.program.train.setup.resume import deciding_settings
-from fullshard.state.storage import content_of
+from fullshard.state.storage import content_of, read_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -75,6 +77,50 @@ def with_reference(
     held_out_set = None if data.held_out_set is None else replace(data.held_out_set, reference=held_out)
     note = f"reference: {num_rows:,} log-probabilities under the model at the start, {what}"
     return replace(data, train_set=replace(data.train_set, reference=train), held_out_set=held_out_set), note
+
+
+def with_held_out_reference(config: RunConfig, data: Prepared, comm: Comm) -> Prepared:
+    """Return rows to evaluate a trained model on with the reference's log-probabilities; every rank calls it.
+
+    The model at the start of the run is read or made again for it, and freed.
+
+    Args:
+        config: The settings of the run, with the model that it started with.
+        data: The rows, with the trained model's tokenizer.
+        comm: The ranks.
+
+    Raises:
+        UserError: That model cannot be loaded, or is not what it was; on every rank.
+    """
+    assert data.held_out_set is not None, "there are rows to evaluate on"
+    plain = config.speed.model_copy(update={"ways": ()})  # as the trained model is loaded
+    config, _ = usable(config.model_copy(update={"speed": plain}), Devices.of_ranks(comm))
+    together(comm, lambda: _require_unchanged(config) if comm.rank == 0 else None)
+    memory = smallest_memory(comm)
+    ready = together(comm, lambda: prepare_model(config, data.tokenizer, memory_bytes=memory))
+    shard_model(ready.model, config, comm, weights=ready.weights)
+    collate, size = collate_spec(data.tokenizer, causal=data.causal), config.training.per_device_eval_batch_size
+    found = _computed(ready.model, [data.held_out_set], comm, collate, size, lambda done, total: None)
+    return replace(data, held_out_set=replace(data.held_out_set, reference=found))
+
+
+def _require_unchanged(config: RunConfig) -> None:
+    """Raise ModelError if a directory that a run started with has another content now."""
+    try:
+        content = read_json(config.output_dir / RUN_NAME).get("content", {})
+    except FileNotFoundError:  # a run file, before its run
+        return
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"The record of the run cannot be read: {error}.") from error
+    places = {"model.path": (config.model.path, resolve_model)}
+    if config.model.adapter is not None:
+        places["model.adapter.path"] = (config.model.adapter.path, resolve_adapter)
+    for key, (place, resolve) in places.items():
+        if place is not None and key in content and content_of(resolve(place)) != content[key]:
+            raise ModelError(
+                f"{key}: {place} has changed since the run started with it, and is no longer the reference of "
+                f"training.objective: {config.training.objective}. It was {content[key]}."
+            )
 
 
 def _computed(
