@@ -19,7 +19,6 @@ _OF_PAIRS: Mapping[str, tuple[str, Any, str]] = {
     ),
     "label_smoothing_factor": ("training", 0.0, "it changes the cross-entropy, of which this loss is none"),
     "z_loss": ("training", 0.0, "it changes the cross-entropy, of which this loss is none"),
-    "torch_compile": ("training", False, "compiled blocks have not been tried with it"),
     "streaming": ("data", False, "pairs are tokenized before training"),
     "sets": ("data", {}, "pairs are read from one set"),
     "weight_column": ("data", None, "each pair counts once"),

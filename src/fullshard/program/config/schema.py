@@ -221,8 +221,6 @@ class RunConfig(ConfigSection):
                 "data.validation_file or data.validation_fraction, or set training.eval_strategy: no"
             )
         require_objective(self.training, self.data, self.model, self.sharding.tables)
-        if "compile" in self.speed.ways and self.training.objective != "sft":
-            raise ValueError("speed.ways: compile has not been tried with preferences (training.objective)")
         require_metrics(self.training, self.evaluation.every_metric)
         self._fitting_text()
         if self.data.weights and self.training.per_device_train_batch_tokens is not None:

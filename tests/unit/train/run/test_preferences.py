@@ -315,6 +315,20 @@ def test_a_fused_head_takes_the_same_steps(tmp_path, objective):
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # torch's compiler warns about its code
+@pytest.mark.parametrize(("kind", "objective"), [("t5", "dpo"), ("llama", "kto")])
+def test_compiled_blocks_take_the_same_steps(tmp_path, kind, objective):
+    changes = {"training__objective": objective, "training__max_steps": 4}
+    plain = RunConfig.model_validate(pair_settings(tmp_path, kind, **changes))
+    compiled = plain.training.model_copy(update={"torch_compile": True})
+    memories = [run(plain), run(plain.model_copy(update={"training": compiled, "resume": "never"}))]
+    assert memories[1].compiled
+    assert not any(late for _, late in memories[1].compiled)
+    losses = [[one.loss for one in memory.steps] for memory in memories]
+    assert losses[1] == pytest.approx(losses[0], abs=1e-5)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "objective"), [("t5", "dpo"), ("llama", "dpo"), ("t5", "kto")])
 def test_a_plan_of_a_run_has_its_step_and_evaluation(tmp_path, kind, objective):
     changes = EVALUATED | {"training__objective": objective}

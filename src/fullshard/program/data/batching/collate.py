@@ -207,10 +207,13 @@ def _labelled(
 ) -> Batch:
     """Return a batch of prompts with their own completions, and in it one of the same with unrelated ones."""
     plain = replace(tokenized, desirable=None, together=1)
-    own, other = (replace(collate(side, plain, spec), pairs=_pairs(side, plain)) for side in (rows[::2], rows[1::2]))
-    assert own.pairs is not None, "it was just given"
-    labels = torch.from_numpy(desirable[[row.index // 2 for row in rows[::2]]])
-    pairs = replace(own.pairs, desirable_P=labels, unrelated=other)
+    spec = replace(spec, shapes=tuple((count // 2, s, t) for count, s, t in spec.shapes))  # they are of both
+    own, other = (collate(side, plain, spec) for side in (rows[::2], rows[1::2]))
+    pairs, others = (
+        _pairs([RowRef(*one) for one in zip(side.indices, side.fillers, strict=True)], plain) for side in (own, other)
+    )
+    labels = torch.from_numpy(desirable[[index // 2 for index in own.indices]])
+    pairs = replace(pairs, desirable_P=labels, unrelated=replace(other, pairs=others))
     return replace(own, pairs=pairs, target_weight=float(pairs.counts_P.sum()))
 
 
