@@ -50,7 +50,7 @@ def test_every_objective_that_is_allowed_has_a_loss():
         ("data__streaming", True, "data.streaming cannot be used"),
         ("data__weight_column", "w", "data.weight_column cannot be used"),
         ("data__target_lists", "join", "data.target_lists cannot be used"),
-        ("data", {"sets": {"a": {"dataset_name": "me/a"}}}, "data.sets cannot be used"),
+        ("data", {"sets": {"a": {"dataset_name": "me/a", "weight_column": "w"}}}, "data.weight_column cannot be used"),
         ("data", {"train_file": "x.csv", "format": "phrasebank", "validation_fraction": 0.1}, "phrasebank has no pref"),
         ("sharding__tables", "home", "sharding.tables: home sends tokens"),
         ("evaluation__metrics", ["rougeL"], "evaluation has rougeL, which training.objective: dpo cannot measure"),
@@ -81,6 +81,8 @@ def test_labels_are_measured_by_margins_and_have_no_rejected_column():
     assert (config.evaluation.metric, config.training.preference_has_reference) == ("rewards/margins", True)
     with pytest.raises(ValidationError, match=r"evaluation has rewards/accuracies.*its metrics are rewards/margins"):
         config_of(training__objective="kto", evaluation__metrics=["rewards/accuracies"])
+    with pytest.raises(ValidationError, match=r"data\.sets cannot be used with training\.objective: kto"):
+        config_of(training__objective="kto", data={"sets": {"a": {"dataset_name": "me/a"}}})
     with pytest.raises(ValidationError, match=r"data\.rejected_column is for pairs of completions.*got kto"):
         config_of(training__objective="kto", data__rejected_column="bad")
 

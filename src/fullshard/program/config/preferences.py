@@ -20,7 +20,6 @@ _OF_PAIRS: Mapping[str, tuple[str, Any, str]] = {
     "label_smoothing_factor": ("training", 0.0, "it changes the cross-entropy, of which this loss is none"),
     "z_loss": ("training", 0.0, "it changes the cross-entropy, of which this loss is none"),
     "streaming": ("data", False, "pairs are tokenized before training"),
-    "sets": ("data", {}, "pairs are read from one set"),
     "weight_column": ("data", None, "each pair counts once"),
     "target_lists": ("data", "references", "a pair has one chosen completion"),
 }
@@ -47,12 +46,7 @@ def require_objective(training: TrainingConfig, data: DataConfig, model: ModelCo
         )
     if objective == "sft":
         return
-    for name, (section, value, why) in _OF_PAIRS.items():
-        given = getattr(training if section == "training" else data, name)
-        if given != value:
-            raise ValueError(f"{section}.{name} cannot be used with training.objective: {objective}: {why}")
-    if data.format in ("wikihow", "phrasebank"):
-        raise ValueError(f"data.format: {data.format} has no preferences, which training.objective: {objective} needs")
+    _require_rows(training, data)
     if tables == "home":
         raise ValueError(
             f"sharding.tables: home sends tokens to the output layer's rows, which training.objective: {objective} "
@@ -64,6 +58,19 @@ def require_objective(training: TrainingConfig, data: DataConfig, model: ModelCo
             f"model.adapter.type: {adapter.type} changes the model before it is trained, and the reference of "
             f"training.objective: {objective} is the model at the start. Use lora, or objective simpo or orpo"
         )
+
+
+def _require_rows(training: TrainingConfig, data: DataConfig) -> None:
+    """Raise ValueError if rows, or how they are batched, are not those of preferences."""
+    if training.objective == "kto" and data.sets:
+        raise ValueError("data.sets cannot be used with training.objective: kto: its reference point is of one set")
+    for name, (section, value, why) in _OF_PAIRS.items():
+        given = [getattr(one, name) for one in ([training] if section == "training" else data.parts.values())]
+        if any(one != value for one in given):
+            raise ValueError(f"{section}.{name} cannot be used with training.objective: {training.objective}: {why}")
+    odd = next((one.format for one in data.parts.values() if one.format in ("wikihow", "phrasebank")), None)
+    if odd is not None:
+        raise ValueError(f"data.format: {odd} has no preferences, which training.objective: {training.objective} needs")
 
 
 def require_metrics(training: TrainingConfig, metrics: tuple[str, ...]) -> None:

@@ -205,6 +205,38 @@ def test_held_out_rewards_are_measured_keep_the_best_model_and_are_the_same_on_a
         assert one.metrics == pytest.approx(other.metrics, abs=1e-5)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("weighted", [False, True])
+def test_several_sets_are_measured_each_with_its_own_reference(tmp_path, weighted):
+    config = RunConfig.model_validate(pair_settings(tmp_path, **EVALUATED))
+    expected, _ = run(config).evaluations[-1]
+    parts = {}
+    for name, rows in (("a", slice(0, 5)), ("b", slice(5, None))):
+        parts[name] = {}
+        for side in ("train", "held_out"):
+            header, *lines = (tmp_path / f"{side}.csv").read_text().splitlines()
+            cut = rows if side == "train" else slice(*((0, 2) if name == "a" else (2, None)))
+            (tmp_path / f"{name}_{side}.csv").write_text("\n".join([header, *lines[cut]]) + "\n")
+        parts[name] = {"train_file": f"{name}_train.csv", "validation_file": f"{name}_held_out.csv"}
+        parts[name] = {key: str(tmp_path / file) for key, file in parts[name].items()}
+        parts[name] |= {"weight": 1.0} if weighted else {}
+    values = config.as_plain()
+    values["resume"] = "never"
+    values["data"] |= {"sets": parts, "train_file": None, "validation_file": None}
+    mixed = RunConfig.model_validate(values)
+    memory = run(mixed)
+    report, _ = memory.evaluations[-1]
+    assert len(memory.steps) == 10
+    if not weighted:  # the same rows in the same order
+        assert report.loss == pytest.approx(expected.loss, abs=1e-5)
+        assert report.metrics == pytest.approx(expected.metrics, abs=1e-5)
+    for name in report.metrics:
+        sides = [report.sets[one]["metrics"][name] * report.sets[one]["rows"] for one in parts]
+        assert sum(sides) / 5 == pytest.approx(report.metrics[name], abs=1e-9)
+    assert [report.sets[one]["rows"] for one in parts] == [2, 3]
+    assert_evaluated(mixed, next(one for one, is_best in reversed(memory.evaluations) if is_best))
+
+
 def assert_evaluated(config, best):
     """The finished model is measured as in its run, against the model at the start."""
 

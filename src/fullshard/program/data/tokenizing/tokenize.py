@@ -246,7 +246,7 @@ def chained(sets: Sequence[TokenizedSet]) -> TokenizedSet:
     """Return the concatenated rows of all sets; a single set is returned unchanged.
 
     The sets share one tokenizer and kind of model, so either all or none have spans. They belong to one run, so either
-    all or none are tokenized on demand.
+    all or none are tokenized on demand or pairs. Rows with labels are of one set.
     """
     if len(sets) == 1:
         return sets[0]
@@ -264,6 +264,7 @@ def chained(sets: Sequence[TokenizedSet]) -> TokenizedSet:
         set_rows=tuple(rows),
         source=None if sources is None else ChainedSource(sources, rows),
         estimated=any(one.estimated for one in sets),
+        together=sets[0].together,
     )
 
 

@@ -159,10 +159,11 @@ def evaluate(  # noqa: PLR0913 (of the run, and of this evaluation)
     with evaluation_mode(model):
         found = _run(model, tokenizer, spec, comm, progress, at_once=at_once and needs_text(spec.metrics))
     # of all sets together
-    loss = sum(one.loss for one in found) / sum(one.counted for one in found)
+    counted = sum(one.counted for one in found)
+    loss = sum(one.loss for one in found) / counted
     texts = [text for one in found for text in one.texts]
     scores = _score(spec, loss, texts)
-    rewards = found[0].rewards
+    rewards = {name: sum(one.rewards[name] * one.counted for one in found) / counted for name in found[0].rewards}
     values = {name: rewards[name] if name in rewards else scores.values[name] for name in spec.metrics}
     rows = zip(spec.rows.examples, texts, strict=bool(texts))
     return EvaluationReport(
@@ -190,7 +191,7 @@ def _set_values(spec: EvaluationSpec, found: _Measured) -> dict[str, Any]:
     return {
         "rows": spec.rows.tokenized.examples,
         "loss": loss,
-        "metrics": dict(scores.values),
+        "metrics": {name: found.rewards.get(name, scores.values.get(name)) for name in spec.metrics},
         "baselines": {name: one.value for name, one in spec.baselines.items()},
     }
 

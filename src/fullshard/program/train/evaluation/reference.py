@@ -74,9 +74,28 @@ def with_reference(
         values = found
         together(comm, lambda: None if file is None else _write(file, values))
     train, held_out = np.split(found, [len(data.train_set)])
-    held_out_set = None if data.held_out_set is None else replace(data.held_out_set, reference=held_out)
+    data = replace(data, train_set=replace(data.train_set, reference=train))
     note = f"reference: {num_rows:,} log-probabilities under the model at the start, {what}"
-    return replace(data, train_set=replace(data.train_set, reference=train), held_out_set=held_out_set), note
+    return _with_held_out(data, held_out), note
+
+
+def _with_held_out(data: Prepared, reference: NDArray[np.float64]) -> Prepared:
+    """Return the data whose held-out rows, and those of each set of a mixture, have the reference's values."""
+    if data.held_out_set is None:
+        return data
+    rows, sets = data.held_out_set, [one for one in data.sets if one.held_out_set is not None]
+    parts = np.split(reference, np.cumsum(rows.set_rows)[:-1]) if rows.set_rows else [reference]
+    own = dict(zip((one.name for one in sets), parts, strict=True))
+    return replace(
+        data,
+        held_out_set=replace(rows, reference=reference),
+        sets=tuple(
+            one
+            if one.held_out_set is None
+            else replace(one, held_out_set=replace(one.held_out_set, reference=own[one.name]))
+            for one in data.sets
+        ),
+    )
 
 
 def with_held_out_reference(config: RunConfig, data: Prepared, comm: Comm) -> Prepared:
@@ -101,7 +120,7 @@ def with_held_out_reference(config: RunConfig, data: Prepared, comm: Comm) -> Pr
     shard_model(ready.model, config, comm, weights=ready.weights)
     collate, size = collate_spec(data.tokenizer, causal=data.causal), config.training.per_device_eval_batch_size
     found = _computed(ready.model, [data.held_out_set], comm, collate, size, lambda done, total: None)
-    return replace(data, held_out_set=replace(data.held_out_set, reference=found))
+    return _with_held_out(data, found)
 
 
 def _require_unchanged(config: RunConfig) -> None:
