@@ -24,33 +24,23 @@ MODELS = {
 MODELS["wide llama"] = MODELS["llama"] | {"hidden_size": 64, "intermediate_size": 128}
 
 
-def write_pairs(path, count, start=0):
-    """Prompts, chosen and rejected completions of different lengths."""
+def write_rows(path, count, start=0, *, labelled=False):
+    """Prompts, chosen and rejected completions of different lengths; or one each, two in three of them desirable."""
     with path.open("w", newline="") as file:
         writer = csv.writer(file)
-        writer.writerow(["prompt", "chosen", "rejected"])
+        writer.writerow(["prompt", "completion", "label"] if labelled else ["prompt", "chosen", "rejected"])
         for row in range(start, start + count):
-            words = ["where", "is", "my", "card", "please"][: 1 + row % 5]
-            writer.writerow([" ".join([*words, str(row)]), "yes " * (1 + row % 3), f"no {row}" * (1 + row % 2)])
-
-
-def write_labels(path, count, start=0):
-    """Prompts with completions, two in three of which are desirable."""
-    with path.open("w", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(["prompt", "completion", "label"])
-        for row in range(start, start + count):
-            words = ["where", "is", "my", "card", "please"][: 1 + row % 5]
-            text = f"no {row}" * (1 + row % 2) if row % 3 == 1 else "yes " * (1 + row % 3)
-            writer.writerow([" ".join([*words, str(row)]), text, row % 3 != 1])
+            prompt = " ".join([*["where", "is", "my", "card", "please"][: 1 + row % 5], str(row)])
+            good, bad = "yes " * (1 + row % 3), f"no {row}" * (1 + row % 2)
+            writer.writerow([prompt, *((bad if row % 3 == 1 else good, row % 3 != 1) if labelled else (good, bad))])
 
 
 def pair_settings(directory, kind="t5", **changes):
     """The settings of a run over pairs, or with kto over labels, that this writes to ``directory``."""
     values = settings(directory, model={"config": MODELS[kind], "tokenizer": {"vocab_size": 60}})
-    write = write_labels if changes.get("training__objective") == "kto" else write_pairs
-    write(directory / "train.csv", PAIRS)
-    write(directory / "held_out.csv", 5, start=PAIRS)
+    labelled = changes.get("training__objective") == "kto"
+    write_rows(directory / "train.csv", PAIRS, labelled=labelled)
+    write_rows(directory / "held_out.csv", 5, start=PAIRS, labelled=labelled)
     values["data"] |= {"source_column": None, "target_column": None, "max_source_length": 16}
     values["training"] = {
         "objective": "dpo",

@@ -66,7 +66,7 @@ def assert_same(directory, model, tolerance=1e-5):
         ("t5", "dpo", 2, 1, 3),
         pytest.param("t5", "dpo", 3, 2, 1, marks=pytest.mark.slow),
         pytest.param("t5", "ipo", 3, 1, 2, marks=pytest.mark.slow),
-        ("t5", "simpo", 2, 3, 1),
+        pytest.param("t5", "simpo", 2, 3, 1, marks=pytest.mark.slow),
         pytest.param("t5", "orpo", 2, 3, 1, marks=pytest.mark.slow),
         ("llama", "dpo", 3, 2, 1),
         pytest.param("llama", "orpo", 2, 3, 1, marks=pytest.mark.slow),
