@@ -80,10 +80,13 @@ class Memory:
     def __init__(self):
         self.steps, self.evaluations, self.checkpoints = [], [], []
         self.progress, self.begun, self.ended, self.closed, self.traces = [], [], [], 0, []
-        self.estimates, self.referred = [], []
+        self.estimates, self.referred, self.compiled = [], [], []
 
     def referring(self, done, total):
         self.referred.append((done, total))
+
+    def compiling(self, graphs, seconds, *, late_after=None):
+        self.compiled.append((graphs, late_after))
 
     def start(self, run):
         self.begun.append(run)

@@ -352,6 +352,34 @@ def test_preferences_are_recognised(model, objective, tmp_path, asked, monkeypat
     assert "# not used: score" in (tmp_path / "run.yaml").read_text()
 
 
+def test_pairs_of_conversations_are_recognised(tmp_path, asked, capsys):
+    rows = []
+    for i in range(40):
+        question = {"role": "user", "content": sentence("question", i)}
+        chosen, rejected = ([question, {"role": "assistant", "content": sentence(kind, i)}] for kind in ("a", "b"))
+        rows.append({"prompt": "x", "chosen": chosen, "rejected": rejected, "messages": chosen})
+    write(tmp_path / "train.jsonl", rows)
+    asked("new")
+    assert cli.main(["init", "train.jsonl"]) == 0
+    assert "chosen and rejected: each row is a conversation" in capsys.readouterr().out
+    config = load_run("run.yaml")
+    assert (config.training.objective, config.data.target_column) == ("orpo", None)
+    assert config.evaluation.every_metric == ("rewards/accuracies", "rewards/margins")
+    assert cli.main(["config", "check", "run.yaml"]) == 0
+
+
+@pytest.mark.parametrize("label", [True, "maybe"])
+def test_labels_are_recognised(label, tmp_path, asked):
+    rows = [{"prompt": sentence("p", i), "completion": sentence("c", i), "label": label} for i in range(40)]
+    write(tmp_path / "train.jsonl", rows)
+    asked("", "", "new")
+    assert cli.main(["init", "train.jsonl"]) == 0
+    config = load_run("run.yaml")
+    assert (config.data.source_column, config.data.target_column) == ("prompt", "completion")
+    assert config.training.objective == ("kto" if label is True else "sft")
+    assert ("# label says whether" in (tmp_path / "run.yaml").read_text()) == (label is True)
+
+
 def test_squad_is_asked_about_with_the_texts_of_its_answers(tmp_path, refused, asked):
     write(
         tmp_path / "train.jsonl",

@@ -65,7 +65,7 @@ def test_a_preset_reads_its_data(tmp_path, monkeypatch, name):
     config = load_run(tmp_path / f"{name}.yaml")
     evaluates = config.training.eval_strategy != "no"
     assert config.data.holds_out or not evaluates
-    spec = source_spec(config.data, preferences=config.training.objective != "sft")
+    spec = source_spec(config.data, config.training.objective)
     source, references = SOURCES[name]
     for split in ("train", "validation")[: 1 + config.data.holds_out]:
         example = read_split(spec, split).examples[0]

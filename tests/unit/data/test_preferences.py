@@ -1,6 +1,8 @@
 """Rows of preferences: their columns, two rows of ids for each, and pairs that no batch takes apart."""
 
+import csv
 import json
+from dataclasses import replace
 from itertools import chain
 
 import numpy as np
@@ -10,25 +12,34 @@ import torch
 from fullshard.errors import DataError
 from fullshard.program.data import (
     CollateSpec,
+    Conversation,
     EpochPlan,
     Example,
     LengthStats,
     RowRef,
     SourceSpec,
     TokenizedSet,
+    TokenizeSpec,
     batches,
     collate,
     fingerprint,
     in_pairs,
     padding_share,
     read_split,
+    tokenize,
+    with_unrelated,
 )
+from support.trained_tokenizer import byte_tokenizer
 
+TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{{ eos_token }}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
 STATS = LengthStats(1.0, 1, 0, 8)
 
 
 def spec_of(path, **changes):
-    return SourceSpec(train_file=path, preferences=True, **changes)
+    return SourceSpec(train_file=path, preferences="pairs", **changes)
 
 
 def written(tmp_path, columns, cells, suffix="jsonl"):
@@ -45,7 +56,8 @@ def written(tmp_path, columns, cells, suffix="jsonl"):
 def test_columns_are_found_by_their_names(tmp_path, prompt, suffix):
     path = written(tmp_path, [prompt, "other", "Chosen", "rejected"], [["p", "o", "c", "r"]], suffix)
     table = read_split(spec_of(path), "train")
-    assert table.examples == [Example("p", ("c",), 2 if suffix == "csv" else 1, rejected="r")]
+    line = 2 if suffix == "csv" else 1
+    assert table.examples == [Example("p", ("c",), line, rejected=Example("p", ("r",), line))]
     assert f"prompt is {prompt!r}, chosen 'Chosen', rejected 'rejected'" in table.notes[0]
 
 
@@ -56,7 +68,8 @@ def test_columns_can_be_named_and_prompts_filled_in(tmp_path):
     (filled,) = read_split(spec_of(path, template="{a}-{b}", **names), "train").examples
     assert (named.source, filled.source) == ("q", "p-q")
     assert named.target == filled.target == "c"
-    assert named.rejected == filled.rejected == "r"
+    assert (named.rejected.target, filled.rejected.target) == ("r", "r")
+    assert (named.rejected.source, filled.rejected.source) == ("q", "p-q")
 
 
 def test_missing_columns_are_named(tmp_path):
@@ -72,7 +85,7 @@ def test_missing_columns_are_named(tmp_path):
     [
         (" ", "column 'rejected' is empty"),
         (None, "column 'rejected' is missing"),
-        ([{"role": "assistant", "content": "r"}], "holds turns of a conversation; preferences are read as texts"),
+        ([{"role": "assistant", "content": "r"}], "column 'rejected' holds a list"),
     ],
 )
 def test_a_row_that_is_no_preference_is_unusable(tmp_path, cell, problem):
@@ -82,14 +95,164 @@ def test_a_row_that_is_no_preference_is_unusable(tmp_path, cell, problem):
     assert len(read_split(spec_of(path, max_bad_rows=1), "train").examples) == 1
 
 
+ASKED = [{"role": "system", "content": "Be short."}, {"role": "user", "content": "one"}]
+GOOD, BAD, MORE = (
+    {"role": role, "content": text} for role, text in (("assistant", "1"), ("assistant", "uno"), ("user", "why?"))
+)
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "csv"])
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": ASKED, "chosen": [GOOD], "rejected": [BAD]},
+        {"chosen": [*ASKED, GOOD], "rejected": [*ASKED, BAD]},
+        {"prompt": "one", "chosen": [*ASKED, GOOD], "rejected": [*ASKED, BAD]},
+        {"prompt": ASKED, "chosen": [*ASKED, GOOD], "rejected": [*ASKED, BAD]},
+        {"system": "Be short.", "prompt": ASKED[1:], "chosen": [GOOD], "rejected": [BAD]},
+        {"system": "Be short.", "chosen": [ASKED[1], GOOD], "rejected": [ASKED[1], BAD]},
+    ],
+    ids=["explicit", "implicit", "text prompt", "repeated prompt", "system", "implicit system"],
+)
+def test_conversations_begin_with_their_prompt_or_follow_it(tmp_path, row, suffix):
+    rows = [row, row]
+    path = written(tmp_path, list(row), [list(one.values()) for one in rows])
+    if suffix == "csv":
+        path = tmp_path / "rows.csv"
+        with path.open("w", newline="") as file:
+            cells = [[one if isinstance(one, str) else json.dumps(one) for one in row.values()] for row in rows]
+            csv.writer(file).writerows([list(row), *cells])
+    table = read_split(spec_of(path), "train")
+    example = table.examples[1]
+    for side, turn in ((example, GOOD), (example.rejected, BAD)):
+        assert side.conversation.messages == (*ASKED, turn)
+        assert (side.conversation.answers, side.source, side.target) == (
+            (2,),
+            "system: Be short.\nuser: one",
+            turn["content"],
+        )
+    assert (
+        "chosen and rejected: 2 conversations of 3.0 turns on average, loss on every assistant turn" in table.notes[0]
+    )
+
+
+def test_the_longest_common_beginning_is_the_prompt_as_in_trl(tmp_path):
+    sides = [[*ASKED, GOOD, MORE, GOOD], [*ASKED, GOOD, MORE, BAD]]
+    path = written(tmp_path, ["chosen", "rejected"], [sides, [sides[0], sides[0][:3]], [sides[0], sides[0]]])
+    later, shorter, equal = read_split(spec_of(path), "train").examples
+    assert later.conversation.answers == later.rejected.conversation.answers == (4,)
+    assert (shorter.conversation.answers, shorter.rejected.conversation.answers) == ((2, 4), (2,))
+    assert equal.conversation.answers == equal.rejected.conversation.answers == (4,)
+    (last, *_) = read_split(spec_of(path, train_on="last", max_bad_rows=2), "train").examples[1:2]
+    assert last.conversation.answers == (4,)
+
+
+@pytest.mark.parametrize(
+    ("row", "problem"),
+    [
+        ({"chosen": [*ASKED, GOOD], "rejected": [MORE, BAD]}, "column 'chosen' has no answer of the assistant to the"),
+        (
+            {"chosen": [*ASKED, GOOD], "rejected": [*ASKED, MORE, BAD]},
+            "column 'rejected' has no answer of the assistant",
+        ),
+        ({"prompt": [], "chosen": [GOOD], "rejected": [BAD]}, "column 'chosen' has no answer of the assistant to the"),
+        ({"chosen": [*ASKED, GOOD], "rejected": "text"}, "column 'rejected' holds a str, not a list of turns"),
+        ({"chosen": [*ASKED, GOOD], "rejected": None}, "column 'rejected' is missing"),
+    ],
+)
+def test_conversations_that_are_no_pair_are_unusable(tmp_path, row, problem):
+    good = {"prompt": None, "chosen": [*ASKED, GOOD], "rejected": [*ASKED, BAD]}
+    path = written(tmp_path, list(good), [list(good.values()), list(({"prompt": None} | row).values())])
+    with pytest.raises(DataError, match=problem):
+        read_split(spec_of(path), "train")
+
+
+def test_pairs_of_conversations_are_rendered_by_the_template():
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = TEMPLATE
+    sides = [Example("", (turn["content"],), 1, Conversation((*ASKED, turn), (2,))) for turn in (GOOD, BAD)]
+    rows = in_pairs([replace(sides[0], rejected=sides[1])])
+    found = tokenize(rows, tokenizer, TokenizeSpec(64, 64, causal=True))
+    for row, turn in enumerate((GOOD, BAD)):
+        prompt = tokenizer.apply_chat_template(ASKED, add_generation_prompt=True, return_dict=False)
+        full = tokenizer.apply_chat_template([*ASKED, turn], return_dict=False)
+        assert found.source_ids[row].tolist() == prompt
+        assert found.target_ids[row].tolist() == full[len(prompt) :]
+        assert found.spans[row].tolist() == [len(prompt), len(full)]
+
+
+def labelled(path, **changes):
+    return SourceSpec(train_file=path, preferences="labels", **changes)
+
+
+@pytest.mark.parametrize(
+    ("suffix", "labels"), [("csv", ("True", "0")), ("jsonl", (True, False)), ("jsonl", (1, "false"))]
+)
+def test_rows_with_labels_are_desirable_or_not(tmp_path, suffix, labels):
+    path = written(tmp_path, ["Prompt", "completion", "label"], [["p", "c", labels[0]], ["q", "d", labels[1]]], suffix)
+    first, second = read_split(labelled(path), "train").examples
+    assert (first.source, first.target, first.desirable) == ("p", "c", True)
+    assert (second.source, second.target, second.desirable) == ("q", "d", False)
+
+
+def test_conversations_have_labels_too(tmp_path):
+    path = written(tmp_path, ["prompt", "completion", "label"], [[ASKED, [GOOD], True]])
+    table = read_split(labelled(path), "train")
+    assert (table.examples[0].conversation.messages, table.examples[0].desirable) == ((*ASKED, GOOD), True)
+    assert "1 conversations of 3.0 turns" in table.notes[0]
+
+
+def test_labels_are_required(tmp_path):
+    path = written(tmp_path, ["prompt", "completion", "good"], [["p", "c", True]])
+    with pytest.raises(DataError, match=r"in columns named prompt, completion and label\. Its columns: 'prompt'"):
+        read_split(labelled(path), "train")
+    path = written(tmp_path, ["prompt", "completion", "label"], [["p", "c", "maybe"]])
+    with pytest.raises(DataError, match="column 'label' holds 'maybe', which is neither true nor false"):
+        read_split(labelled(path), "train")
+
+
+def test_each_prompt_also_has_the_completion_of_another_prompt():
+    rows = [Example(source, (target,), 1, desirable=True) for source, target in ("pa", "pb", "qc", "pd", "pe")]
+    found = with_unrelated(rows)
+    assert found[::2] == rows
+    assert [(one.source, one.target) for one in found[1::2]] == [
+        ("p", "c"),
+        ("p", "c"),
+        ("q", "d"),
+        ("p", "c"),
+        ("p", "c"),
+    ]
+    talks = [
+        Example("p", ("1",), 1, Conversation((*ASKED, GOOD), (2,))),
+        Example("q", ("uno",), 2, Conversation((MORE, BAD), (1,))),
+    ]
+    assert [one.conversation.messages for one in with_unrelated(talks)[1::2]] == [(*ASKED, BAD), (MORE, GOOD)]
+    with pytest.raises(DataError, match="All rows have the same prompt"):
+        with_unrelated(rows[:2])
+
+
+def test_a_batch_of_labels_has_unrelated_completions_beside_it():
+    rows = replace(pairs_of([1, 2, 3, 4], np.array([-1.0, -2.0, -3.0, -4.0])), desirable=np.array([True, False]))
+    batch = collate([RowRef(2), RowRef(3), RowRef(0, filler=True), RowRef(1, filler=True)], rows, CollateSpec(0))
+    assert (batch.indices, batch.target_tokens, batch.target_weight) == ((2, 0), 3, 1)
+    pairs = batch.to("meta").pairs
+    assert pairs.unrelated.input_ids_BS.device.type == pairs.unrelated.pairs.reference_B.device.type == "meta"
+    pairs = batch.pairs
+    assert pairs.desirable_P.tolist() == [False, True]
+    assert pairs.reference_B.tolist() == [-3, -1]
+    assert (pairs.unrelated.indices, pairs.unrelated.target_tokens) == ((3, 1), 4)
+    assert pairs.unrelated.pairs.reference_B.tolist() == [-4, -2]
+
+
 def test_the_cache_tells_preferences_from_rows_of_targets(tmp_path):
     path = written(tmp_path, ["prompt", "completion", "chosen", "rejected"], [["p", "t", "c", "r"]])
-    kinds = [SourceSpec(train_file=path), spec_of(path), spec_of(path, rejected_column="completion")]
-    assert len({fingerprint(one, "train") for one in kinds}) == 3
+    kinds = [SourceSpec(train_file=path), spec_of(path), spec_of(path, rejected_column="completion"), labelled(path)]
+    assert len({fingerprint(one, "train") for one in kinds}) == 4
 
 
 def test_a_preference_is_two_rows_of_one_prompt():
-    rows = in_pairs([Example("p", ("c",), 1, rejected="r"), Example("q", ("d", "e"), 2, rejected="s")])
+    others = [Example("p", ("r",), 1), Example("q", ("s",), 2)]
+    rows = in_pairs([Example("p", ("c",), 1, rejected=others[0]), Example("q", ("d", "e"), 2, rejected=others[1])])
     assert [(one.source, one.references, one.line) for one in rows] == [
         ("p", ("c",), 1),
         ("p", ("r",), 1),

@@ -8,7 +8,7 @@ import torch
 
 from fullshard import fully_shard
 from fullshard.core.testing import run_ranks
-from fullshard.program.models import Preference, fuse_head, row_loss
+from fullshard.program.models import Preference, fuse_head, reward_means, row_loss
 from support.models import VOCAB, bart, gpt2, t5
 from support.parity import assert_gradients, replicas, sharded_gradients
 
@@ -48,8 +48,31 @@ def test_each_loss_is_its_papers_formula(name):
     for pair in range(3):
         loss, chosen, rejected = by_hand(name, pair)
         assert found.losses_P[pair].item() == pytest.approx(loss, rel=1e-9)
-        assert found.chosen_P[pair].item() == pytest.approx(chosen, rel=1e-12)
-        assert found.rejected_P[pair].item() == pytest.approx(rejected, rel=1e-12)
+        rewards = [chosen, 1, rejected, 1, float(chosen > rejected)]
+        assert found.rewards[:, pair].tolist() == pytest.approx(rewards, rel=1e-12)
+
+
+def test_the_loss_of_labels_is_its_papers_formula():
+    preference = Preference("kto", beta=0.3, desirable_weight=2.0, undesirable_weight=0.5)
+    desirable = torch.tensor([True, False, False, True, True, False])
+    found = preference.of_labels(LOGPS, REFERENCE, desirable, torch.tensor(0.7))
+    for row, good in enumerate(desirable.tolist()):
+        gain = LOGPS[row].item() - REFERENCE[row].item()
+        value = 1 / (1 + math.exp(-0.3 * (gain - 0.7 if good else 0.7 - gain)))
+        weight = 2.0 if good else 0.5
+        assert found.losses_P[row].item() == pytest.approx(weight * (1 - value), rel=1e-6)
+        rewards = [0.3 * gain, 1, 0, 0, 0] if good else [0, 0, 0.3 * gain, 1, 0]
+        assert found.rewards[:, row].tolist() == pytest.approx(rewards, rel=1e-12)
+
+
+def test_rewards_are_means_of_their_sides():
+    assert reward_means([3.0, 2.0, -1.0, 4.0, 1.0], paired=False) == {
+        "rewards/chosen": 1.5,
+        "rewards/rejected": -0.25,
+        "rewards/margins": 1.75,
+    }
+    assert reward_means([3.0, 2.0, -1.0, 2.0, 1.0], paired=True)["rewards/accuracies"] == 0.5
+    assert reward_means([0.0, 0.0, -1.0, 4.0, 0.0], paired=False) == {"rewards/rejected": -0.25}
 
 
 @pytest.mark.parametrize("name", ["dpo", "ipo", "simpo", "orpo"])
@@ -66,8 +89,7 @@ def test_rewards_have_no_gradient():
     logps = LOGPS.clone().requires_grad_()
     found = Preference("dpo").of_pairs(logps, TOKENS, REFERENCE)
     assert found.losses_P.requires_grad
-    assert not found.chosen_P.requires_grad
-    assert not found.rejected_P.requires_grad
+    assert not found.rewards.requires_grad
 
 
 def batch(rows=4, length=7):

@@ -80,7 +80,8 @@ def _show(look: Any, machine: Any) -> None:
     for note in look.notes:
         print(f"  {note.removeprefix(f'{look.path}: ')}")
     if look.turns is not None:
-        print(f"  {look.turns}: each row is a conversation")
+        columns = look.turns if look.rejected is None else f"{look.turns} and {look.rejected}"
+        print(f"  {columns}: each row is a conversation")
     for one in look.columns:
         more = " or more" if one.distinct == 1_000 else ""
         print(
@@ -107,7 +108,7 @@ def _choose(starter: Any, look: Any, machine: Any, *, asks: bool) -> Any:
     """Return columns and model, as defaults or as the user's answers."""
     model = machine.at_hand or starter.NEW_MODEL
     if look.turns is not None:
-        return starter.Choice((), "", _ask_model(starter, machine, model) if asks else _told(model))
+        return starter.Choice((), "", _ask_model(starter, machine, model) if asks else _told(model), look.prefers)
     if look.text is not None:
         print(f"plain text: {look.text}, the only column")
         return starter.Choice((look.text,), "", _ask_model(starter, machine, model) if asks else _told(model))
@@ -134,7 +135,7 @@ def _choose(starter: Any, look: Any, machine: Any, *, asks: bool) -> Any:
     target = ask("Which column does it write?", "" if against else likely, column)
     model = _ask_model(starter, machine, model)
     kept = (source, target) == (usual[0][0], usual[1])
-    return starter.Choice(usual[0] if kept else (source,), target, model, look.prefers and kept)
+    return starter.Choice(usual[0] if kept else (source,), target, model, look.prefers if kept else None)
 
 
 def _ask_model(starter: Any, machine: Any, usual: str) -> str:

@@ -106,7 +106,7 @@ class DataConfig(ConfigSection):
     weight_column."""
     target_column: Annotated[str | None, Option("same", travels=True, also=("summary_column",))] = None
     """Column of the model's target text; null: chosen by its name, or the second of two columns."""
-    rejected_column: Annotated[str | None, SAME] = None
+    rejected_column: Annotated[str | None, ASKED] = None
     """Preferences: column of the rejected completion; null: rejected. source_column is then the prompt, and
     target_column the chosen completion; null: prompt, question, instruction or input, and chosen."""
     target_lists: Annotated[Literal["references", "join"], ASKED] = "references"

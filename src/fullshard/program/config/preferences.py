@@ -19,16 +19,18 @@ _OF_PAIRS: Mapping[str, tuple[str, Any, str]] = {
     ),
     "label_smoothing_factor": ("training", 0.0, "it changes the cross-entropy, of which this loss is none"),
     "z_loss": ("training", 0.0, "it changes the cross-entropy, of which this loss is none"),
-    "torch_compile": ("training", False, "compiled blocks have not been tried with it"),
     "streaming": ("data", False, "pairs are tokenized before training"),
-    "sets": ("data", {}, "pairs are read from one set"),
     "weight_column": ("data", None, "each pair counts once"),
     "target_lists": ("data", "references", "a pair has one chosen completion"),
-    "train_on": ("data", "assistant", "preferences are read as texts, not conversations"),
 }
 """Options with the only value that preferences take, and why."""
 
-_OF_ONE: Mapping[str, tuple[str, ...]] = {"beta": ("dpo", "ipo", "simpo", "orpo"), "simpo_gamma": ("simpo",)}
+_OF_ONE: Mapping[str, tuple[str, ...]] = {
+    "beta": ("dpo", "ipo", "simpo", "orpo", "kto"),
+    "simpo_gamma": ("simpo",),
+    "desirable_weight": ("kto",),
+    "undesirable_weight": ("kto",),
+}
 """Options with the objectives that have them."""
 
 
@@ -38,16 +40,13 @@ def require_objective(training: TrainingConfig, data: DataConfig, model: ModelCo
     for name, objectives in _OF_ONE.items():
         if training.given(name) and objective not in objectives:
             raise ValueError(f"training.{name} needs training.objective: {' or '.join(objectives)}; got {objective}")
+    if objective in ("sft", "kto") and data.rejected_column is not None:
+        raise ValueError(
+            f"data.rejected_column is for pairs of completions: set training.objective, such as dpo; got {objective}"
+        )
     if objective == "sft":
-        if data.rejected_column is not None:
-            raise ValueError("data.rejected_column is for preferences: set training.objective, such as dpo")
         return
-    for name, (section, value, why) in _OF_PAIRS.items():
-        given = getattr(training if section == "training" else data, name)
-        if given != value:
-            raise ValueError(f"{section}.{name} cannot be used with training.objective: {objective}: {why}")
-    if data.format in ("wikihow", "phrasebank"):
-        raise ValueError(f"data.format: {data.format} has no preferences, which training.objective: {objective} needs")
+    _require_rows(training, data)
     if tables == "home":
         raise ValueError(
             f"sharding.tables: home sends tokens to the output layer's rows, which training.objective: {objective} "
@@ -61,13 +60,27 @@ def require_objective(training: TrainingConfig, data: DataConfig, model: ModelCo
         )
 
 
+def _require_rows(training: TrainingConfig, data: DataConfig) -> None:
+    """Raise ValueError if rows, or how they are batched, are not those of preferences."""
+    if training.objective == "kto" and data.sets:
+        raise ValueError("data.sets cannot be used with training.objective: kto: its reference point is of one set")
+    for name, (section, value, why) in _OF_PAIRS.items():
+        given = [getattr(one, name) for one in ([training] if section == "training" else data.parts.values())]
+        if any(one != value for one in given):
+            raise ValueError(f"{section}.{name} cannot be used with training.objective: {training.objective}: {why}")
+    odd = next((one.format for one in data.parts.values() if one.format in ("wikihow", "phrasebank")), None)
+    if odd is not None:
+        raise ValueError(f"data.format: {odd} has no preferences, which training.objective: {training.objective} needs")
+
+
 def require_metrics(training: TrainingConfig, metrics: tuple[str, ...]) -> None:
     """Raise ValueError if metrics are not those of ``training.objective``."""
-    pairs = training.objective != "sft"
-    wrong = [name for name in metrics if (name in REWARDS) != pairs]
+    objective = training.objective
+    fitting = [name for name in METRICS if (name in REWARDS) == (objective != "sft")]
+    fitting = ["rewards/margins"] if objective == "kto" else fitting  # a label alone is neither right nor wrong
+    wrong = [name for name in metrics if name not in fitting]
     if training.eval_strategy == "no" or not wrong:
         return
-    fitting = [name for name in METRICS if (name in REWARDS) == pairs]
     raise ValueError(
         f"evaluation has {', '.join(wrong)}, which training.objective: {training.objective} cannot measure: its "
         f"metrics are {', '.join(fitting)}"

@@ -104,7 +104,7 @@ class EvaluationConfig(ConfigSection):
 
     metric: Annotated[MetricName, Option("evaluation", travels=True, also=("metric_for_best_model",))] = "exact_match"
     """Metric that selects the best model, one of the [metrics](#metrics) below; with preferences
-    (training.objective) rewards/accuracies unless it is set."""
+    (training.objective) rewards/accuracies, of kto rewards/margins, unless it is set."""
     metrics: Annotated[tuple[MetricName, ...], ASKED] = ()
     """Additional metrics to report."""
     lead_sentences: Annotated[PositiveInt, ASKED] = 1
@@ -194,7 +194,8 @@ class RunConfig(ConfigSection):
         if isinstance(sharding, Mapping) and sharding.get("tables", "auto") == "auto":
             values = {**values, "sharding": {**sharding, "tables": "gather"}}
         if isinstance(evaluation, Mapping) and evaluation.get("metric") is None:
-            values = {**values, "evaluation": {**evaluation, "metric": "rewards/accuracies"}}
+            metric = "rewards/margins" if objective == "kto" else "rewards/accuracies"
+            values = {**values, "evaluation": {**evaluation, "metric": metric}}
         return values
 
     @field_validator("sharding", mode="before")
@@ -220,8 +221,6 @@ class RunConfig(ConfigSection):
                 "data.validation_file or data.validation_fraction, or set training.eval_strategy: no"
             )
         require_objective(self.training, self.data, self.model, self.sharding.tables)
-        if "compile" in self.speed.ways and self.training.objective != "sft":
-            raise ValueError("speed.ways: compile has not been tried with preferences (training.objective)")
         require_metrics(self.training, self.evaluation.every_metric)
         self._fitting_text()
         if self.data.weights and self.training.per_device_train_batch_tokens is not None:

@@ -35,7 +35,7 @@ from fullshard.program.config.section import (
 )
 
 Tracker = Literal["tensorboard", "wandb", "mlflow", "trackio"]
-ObjectiveName = Literal["sft", "dpo", "ipo", "simpo", "orpo"]
+ObjectiveName = Literal["sft", "dpo", "ipo", "simpo", "orpo", "kto"]
 OptimizerName = Literal["adamw", "adafactor", "muon", "adamw_8bit", "adamw_bf16"]
 
 ScheduleName = Literal[
@@ -114,14 +114,19 @@ class TrainingConfig(ConfigSection):
     """The training loop and its optimizer."""
 
     objective: Annotated[ObjectiveName, Option("same", travels=True, before="sft")] = "sft"
-    """What is trained. sft: the target; the others: that a chosen completion is preferred to a rejected one, by the
-    loss of that name. dpo and ipo compare with the model at the start of training, simpo and orpo need no reference.
-    Micro-batches then count pairs. See docs/guides/preferences.md."""
-    beta: Annotated[PositiveFloat, Option("same", before=0.1)] = 0.1
+    """What is trained. sft: the target; kto: desirable completions and not undesirable ones; the others: that a chosen
+    completion is preferred to a rejected one, by the loss of that name. dpo, ipo and kto compare with the model at the
+    start of training, simpo and orpo need no reference. Micro-batches count pairs, of kto rows. See
+    docs/guides/preferences.md."""
+    beta: Annotated[PositiveFloat, Option("same", travels=True, before=0.1)] = 0.1
     """Preferences: how strongly the model is held to the reference; of simpo the factor of the reward, of orpo the
     weight of the odds. As in TRL; simpo's paper takes 2 or more."""
-    simpo_gamma: Annotated[NonNegativeFloat, Option("same", before=0.5)] = 0.5
+    simpo_gamma: Annotated[NonNegativeFloat, Option("same", travels=True, before=0.5)] = 0.5
     """simpo: margin by which the chosen completion's reward is to be greater; as in TRL."""
+    desirable_weight: Annotated[PositiveFloat, Option("same", before=1.0)] = 1.0
+    """kto: factor on the losses of desirable completions, for tables that have more of one kind; as in TRL."""
+    undesirable_weight: Annotated[PositiveFloat, Option("same", before=1.0)] = 1.0
+    """kto: factor on the losses of undesirable completions."""
     per_device_train_batch_size: Annotated[
         PositiveInt, Option("free", also=("batch_size", "per_gpu_train_batch_size", "train_batch_size"))
     ] = 8
@@ -278,7 +283,7 @@ class TrainingConfig(ConfigSection):
     @property
     def preference_has_reference(self) -> bool:
         """True if the loss compares with the model at the start of training."""
-        return self.objective in ("dpo", "ipo")
+        return self.objective in ("dpo", "ipo", "kto")
 
     @field_validator("checkpoints_to")
     @classmethod

@@ -36,6 +36,7 @@ from fullshard.program.data.examples import (
     Turn as Turn,
     asked as asked,
     in_pairs as in_pairs,
+    with_unrelated as with_unrelated,
 )
 from fullshard.program.data.reading.cells import cell_json as cell_json
 from fullshard.program.data.reading.conversations import (

@@ -9,6 +9,8 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any, Literal
 
+from fullshard.errors import DataError
+
 Split = Literal["train", "validation"]
 
 Turn = Mapping[str, Any]
@@ -90,7 +92,9 @@ class Example:
     # the row's turns, if it is a conversation: source and reference are then its history and its last answer as text
     conversation: Conversation | None = None
     weight: float = 1.0  # factor on the loss of its tokens, positive
-    rejected: str | None = None  # the completion that the target is preferred to; None: there is none
+    # the prompt with the completion that the target is preferred to; None: there is none
+    rejected: Example | None = None
+    desirable: bool | None = None  # whether the target is; None: rows have no labels
 
     @property
     def target(self) -> str:
@@ -112,8 +116,31 @@ class Example:
 
 def in_pairs(rows: Sequence[Example]) -> list[Example]:
     """Return two rows for each preference: the prompt with the chosen completion, and with the rejected one."""
-    both = ((row, text) for row in rows for text in (row.target, row.rejected or ""))
-    return [replace(row, references=(text,), rejected=None) for row, text in both]
+    both = ((replace(row, references=row.references[:1], rejected=None), row.rejected) for row in rows)
+    return [row for pair in both for row in pair if row is not None]
+
+
+def with_unrelated(rows: Sequence[Example]) -> list[Example]:
+    """Return each row, and its prompt with the completion of the next row of another prompt, the first after the last.
+
+    Raises:
+        DataError: All rows have one prompt.
+    """
+    others = list(rows)
+    for row in [*range(len(rows)), *range(len(rows))][::-1]:  # twice: the end's next ones are known after a round
+        after = (row + 1) % len(rows)
+        others[row] = rows[after] if rows[after].source != rows[row].source else others[after]
+    if any(one.source == other.source for one, other in zip(rows, others, strict=True)):
+        raise DataError("All rows have the same prompt, and kto compares a prompt's completion with another prompt's.")
+    return [one for row, other in zip(rows, others, strict=True) for one in (row, _answered(row, other))]
+
+
+def _answered(row: Example, other: Example) -> Example:
+    """Return a row with another one's target, of conversations with its last answer."""
+    talk, turns = row.conversation, () if other.conversation is None else other.conversation.messages[-1:]
+    if talk is not None:
+        talk = replace(talk, messages=(*talk.history, *turns), answers=(len(talk.history),))
+    return replace(row, references=other.references[:1], conversation=talk, desirable=None)
 
 
 @dataclass(frozen=True)
@@ -177,7 +204,8 @@ class SourceSpec:
     train_on: Literal["assistant", "last"] = "assistant"
     weight_column: str | None = None
     rejected_column: str | None = None
-    preferences: bool = False  # whether rows are a prompt, a chosen and a rejected completion
+    # whether rows are a prompt with a chosen and a rejected completion, or a completion with a label; None: neither
+    preferences: Literal["pairs", "labels"] | None = None
 
 
 @dataclass(frozen=True)

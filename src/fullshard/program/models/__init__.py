@@ -57,4 +57,4 @@ from fullshard.program.models.model_types import (
 )
 from fullshard.program.models.noise import add_embedding_noise as add_embedding_noise
 from fullshard.program.models.packing import decoder_inputs as decoder_inputs
-from fullshard.program.models.preferences import PairLosses as PairLosses, Preference as Preference
+from fullshard.program.models.preferences import Preference as Preference, reward_means as reward_means

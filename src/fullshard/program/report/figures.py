@@ -155,6 +155,7 @@ def curves(files: RunFiles) -> list[Figure]:
         *_metric_curves(files),
         _curve(files, "learning_rate", "Learning rate", "learning rate", "var(--purple)"),
         _curve(files, "router_loss", "Routers' own loss", "part of the loss", "var(--slate)", smoothed=True),
+        _curve(files, "rewards/margins", "Reward margin", "in training", "var(--teal)", smoothed=True),
         _curve(files, "grad_norm", "Gradient norm", "norm before clipping", "var(--orange)", smoothed=True),
         _curve(files, "tokens_per_second", "Speed", "tokens / s, all ranks", "var(--teal)", smoothed=True),
         _curve(files, "mfu", "Model FLOPs utilization", "share of the devices' peak", "var(--blue)", smoothed=True),

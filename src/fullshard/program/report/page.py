@@ -137,10 +137,11 @@ def _facts(files: RunFiles, numbers: dict[str, Any]) -> list[tuple[str, str, str
         best = f", step {numbers['best_step']:,}"
     base = files.fact("base") or {}
     objective = ((files.fact("config") or {}).get("training") or {}).get("objective", "sft")
-    each = "per target token" if objective == "sft" else "per pair"
+    each = {"sft": "per target token", "kto": "per row"}.get(objective, "per pair")
+    what = "desirable and undesirable texts" if objective == "kto" else "preferences of a chosen over a rejected text"
     known: list[tuple[str, Any, Callable[[Any], str], str]] = [
         ("base model", base.get("name"), str, f"quantised: {base.get('quantisation')}; {base.get('content')}"),
-        ("objective", None if objective == "sft" else objective, str, "preferences of a chosen over a rejected text"),
+        ("objective", None if objective == "sft" else objective, str, what),
         ("optimizer", files.fact("optimizer"), str, ""),
         ("training loss", numbers["train_loss"], partial(number, decimals=4), f"{each}, last step{last}"),
         ("held-out loss", numbers["held_out_loss"], partial(number, decimals=4), f"{each}{best}"),

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from typing import Literal
 
 from fullshard.errors import DataError
 from fullshard.program.data.examples import SourceSpec
@@ -21,7 +22,12 @@ from fullshard.program.data.reading.columns import (
 from fullshard.program.data.reading.conversations import find_conversations
 from fullshard.program.data.reading.csv_file import find_delimiter
 from fullshard.program.data.reading.kind import Encoding, find_encoding
-from fullshard.program.data.reading.preferences import choose_preferences, holds_preferences
+from fullshard.program.data.reading.preferences import (
+    choose_preferences,
+    find_paired_turns,
+    holds_labels,
+    holds_preferences,
+)
 from fullshard.program.data.reading.row import Row, UnusableRowError
 from fullshard.program.data.reading.split import format_of, open_file
 from fullshard.program.data.reading.text_file import open_lines
@@ -59,7 +65,9 @@ class Look:
     delimiter: str | None  # None if it is not a CSV file
     rows: int
     columns: tuple[Column, ...]  # empty if the rows are conversations
-    turns: str | None = None  # the column that holds the conversations
+    turns: str | None = None  # the column that holds the conversations; of preferences the chosen ones
+    rejected: str | None = None  # the column that holds rejected conversations
+    labelled: bool = False  # whether a column label says whether completions are desirable
     notes: tuple[str, ...] = ()  # messages for the user about how it is read
 
     @property
@@ -70,7 +78,7 @@ class Look:
     @cached_property
     def by_name(self) -> tuple[tuple[str, ...], str] | None:
         """Source columns and target column as a run would choose them by name or order; None if it cannot."""
-        if self.prefers:
+        if self.prefers == "pairs":
             names = [one.name for one in self.columns]
             found = choose_preferences(SourceSpec(train_file=self.path), names, str(self.path)).accepted
             return found.sources, found.target
@@ -81,9 +89,11 @@ class Look:
         return recipe.sources, recipe.target
 
     @property
-    def prefers(self) -> bool:
-        """True if the columns are a prompt, a chosen and a rejected completion, by their names."""
-        return holds_preferences([one.name for one in self.columns])
+    def prefers(self) -> Literal["pairs", "labels"] | None:
+        """Whether rows are a prompt with a chosen and a rejected completion, or a completion with a label."""
+        if self.rejected is not None or holds_preferences([one.name for one in self.columns]):
+            return "pairs"
+        return "labels" if self.labelled else None
 
     @property
     def speaking_against(self) -> tuple[str, ...]:
@@ -146,9 +156,12 @@ def look_at(path: Path) -> Look:
             delimiter = find_delimiter(lines, path)
     reader = open_file(path, SourceSpec(encoding=encoding.name, delimiter=delimiter))
     names = reader.columns()
-    if talk := find_conversations(reader, names, SourceSpec(train_file=path), completed=True):
-        rows = sum(1 for _ in reader.rows([talk.turns]))
-        return Look(path, kind, encoding, delimiter, rows, (), talk.turns, (*reader.notes, *talk.notes))
+    spec = SourceSpec(train_file=path)
+    pairs, labelled = find_paired_turns(reader, names, spec), holds_labels(reader, names)
+    if talk := pairs or find_conversations(reader, names, spec, completed=True):
+        rows, notes = sum(1 for _ in reader.rows([talk.turns])), (*reader.notes, *talk.notes)
+        rejected = None if pairs is None else pairs.completion
+        return Look(path, kind, encoding, delimiter, rows, (), talk.turns, rejected, labelled, notes)
     inner = nested_names(reader, names)
     if not inner:
         raise DataError(f"{path} has no columns: texts, or a source and a target column are needed.")
@@ -163,7 +176,7 @@ def look_at(path: Path) -> Look:
         raise DataError(f"{path} has a header but no rows: at least one row is needed.")
     columns = tuple(_column(name, found) for name, found in texts.items())
     notes = (*reader.notes, *_header_notes(kind, texts))
-    look = Look(path, kind, encoding, delimiter, rows, columns, notes=notes)
+    look = Look(path, kind, encoding, delimiter, rows, columns, labelled=labelled, notes=notes)
     left = None if look.by_name is None else left_out_note((*look.by_name[0], look.by_name[1]), names)
     return look if left is None else replace(look, notes=(*notes, left))
 

@@ -8,6 +8,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 import torch
 from huggingface_hub import try_to_load_from_cache
@@ -16,7 +17,7 @@ from fullshard.errors import DataError
 from fullshard.program.config.training import NEW_MODEL_LEARNING_RATE, auto_precision
 from fullshard.program.data import Example, SourceSpec, read_split
 from fullshard.program.data.examples import turn_text
-from fullshard.program.data.reading.preferences import REJECTED
+from fullshard.program.data.reading.preferences import LABEL, REJECTED
 from fullshard.program.data.reading.split import FORMATS, open_rows
 from fullshard.program.starter.inspection import FEW, Look
 from fullshard.program.train.setup.devices import Devices, precision_of
@@ -110,6 +111,13 @@ _NEW = """\
     vocab_size: 2000"""
 
 
+_TOLD = {
+    "pairs": "  # rejected is the completion that the target is preferred to",
+    "labels": "  # label says whether the target is desirable",
+}
+"""Lines on what else is read of preferences."""
+
+
 @dataclass(frozen=True)
 class Choice:
     """The user's answers: columns and model."""
@@ -117,7 +125,7 @@ class Choice:
     sources: tuple[str, ...]  # source columns; several for a known combination, none for conversations
     target: str  # target column; empty for conversations and plain text
     model: str  # directory or id of a model, or ``NEW_MODEL``
-    prefers: bool = False  # whether the target is preferred to a rejected completion
+    prefers: Literal["pairs", "labels"] | None = None  # as of :class:`Look`
 
     @property
     def text(self) -> str | None:
@@ -150,7 +158,7 @@ def run_file_text(look: Look, machine: Machine, choice: Choice, rows: Rows, out:
         _NEW.format(suggested=machine.fitting) if choice.model == NEW_MODEL else f"  path: {_quoted(choice.model)}",
         *_data(look, choice, rows, out),
         *_training(machine, choice, rows),
-        *(_rewards(rows) if choice.prefers else _evaluation(choice, rows)),
+        *(_rewards(choice, rows) if choice.prefers else _evaluation(choice, rows)),
     ]
     return "\n".join(lines) + "\n"
 
@@ -225,17 +233,18 @@ def _columns(look: Look, choice: Choice) -> list[str]:
     """Return the lines that name the columns, and those that are not used."""
     others = [one.name for one in look.columns if one.name not in (*choice.sources, choice.target)]
     if choice.prefers:
-        others = [name for name in others if name.lower() != REJECTED]
+        others = [name for name in others if name.lower() not in (REJECTED, LABEL)]
     unused = f"  # not used: {', '.join(others)}" if others else ""
     if look.turns is not None:
+        if look.rejected is not None:
+            return [f"  # {look.turns} and {look.rejected}: two conversations that begin alike; the first is preferred"]
         return [f"  # {look.turns}: each row is a conversation; train_on: last trains on its last answer only"]
     if choice.text is not None:
         return [f"  text_column: {_quoted(choice.text)}  # plain text, joined and cut into rows"]
     unused = unused.replace("\n", " ")
     if len(choice.sources) == 1:
         lines = [f"  source_column: {_quoted(choice.sources[0])}{unused}", f"  target_column: {_quoted(choice.target)}"]
-        told = ["  # rejected is the completion that the target is preferred to"] if choice.prefers else []
-        return lines + told
+        return lines + ([_TOLD[choice.prefers]] if choice.prefers else [])
     lines = [f"  # source is {' and '.join(choice.sources)}, target is {choice.target}: chosen by their names"]
     return [*lines, unused] if unused else lines
 
@@ -246,14 +255,14 @@ def _row_tokens(choice: Choice) -> int:
 
 
 def _texts(rows: Rows) -> tuple[list[str], list[str]]:
-    targets = [text for one in rows.examples for text in _targets(one)]
-    return [one.source for one in rows.examples], targets
+    both = [side for one in rows.examples for side in (one, one.rejected) if side is not None]
+    return [one.source for one in rows.examples], [text for one in both for text in _targets(one)]
 
 
 def _targets(example: Example) -> list[str]:
     """Return the texts to be learned from a row; of a conversation, each answer."""
     if example.conversation is None:
-        return [example.target, *([] if example.rejected is None else [example.rejected])]
+        return [example.target]
     return [turn_text(example.conversation.messages[index]) for index in example.conversation.answers]
 
 
@@ -270,7 +279,7 @@ def _training(machine: Machine, choice: Choice, rows: Rows) -> list[str]:
         rate, why = 1e-5, "preferences; with an adapter about 1.0e-4"
     lines = [
         "training:",
-        *([_objective(is_new=is_new)] if choice.prefers else []),
+        *([_objective(choice, is_new=is_new)] if choice.prefers else []),
         f"  per_device_train_batch_size: {batch}  # on {machine.ranks} ranks about {steps:,} steps an epoch",
         "  per_device_eval_batch_size: 32",
         f"  num_train_epochs: {epochs}",
@@ -292,7 +301,7 @@ def _trained_rows(choice: Choice, rows: Rows) -> int:
     if choice.text is not None:
         characters = sum(len(one.source) for one in rows.examples) * trained // len(rows.examples)
         return max(1, characters // (_CHARACTERS_A_TOKEN * _row_tokens(choice)))
-    if choice.sources or choice.model != NEW_MODEL:
+    if choice.sources or choice.prefers or choice.model != NEW_MODEL:
         return trained
     answers = sum(len(one.conversation.answers) for one in rows.examples if one.conversation is not None)
     return trained * answers // len(rows.examples)
@@ -311,7 +320,9 @@ def _evaluation(choice: Choice, rows: Rows) -> list[str]:
     return ["evaluation:", "  metric: rougeL  # targets are texts; exact_match is for labels"]
 
 
-def _objective(*, is_new: bool) -> str:
+def _objective(choice: Choice, *, is_new: bool) -> str:
+    if choice.prefers == "labels":
+        return "  objective: kto  # for a model that answers already"
     if is_new:
         return (
             "  objective: orpo  # which learns the targets too; dpo, ipo and simpo are for a model that answers already"
@@ -319,8 +330,10 @@ def _objective(*, is_new: bool) -> str:
     return "  objective: dpo  # or ipo, simpo, orpo"
 
 
-def _rewards(rows: Rows) -> list[str]:
-    return [] if rows.fraction is None else ["evaluation:", "  metrics: [rewards/margins]"]
+def _rewards(choice: Choice, rows: Rows) -> list[str]:
+    if rows.fraction is None or choice.prefers == "labels":
+        return []
+    return ["evaluation:", "  metrics: [rewards/margins]"]
 
 
 def _quoted(text: str) -> str:

@@ -130,7 +130,8 @@ def _set_of(config: RunConfig, lengths: tuple[int, int], token: int, world_size:
         Ragged(np.broadcast_to(np.int32(token), count * length), np.arange(count + 1) * length) for length in lengths
     )
     source, target = (LengthStats(length, length, 0, length) for length in lengths)
-    return TokenizedSet(sources, targets, source, target, together=together)
+    labels = np.ones(count // together, bool) if training.objective == "kto" else None
+    return TokenizedSet(sources, targets, source, target, together=together, desirable=labels)
 
 
 def _blank_tokenizer(config: RunConfig) -> PreTrainedTokenizerBase:

@@ -18,6 +18,7 @@ With N ranks, at most T tokens each, and width d, a rank sends (N-1) T d numbers
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -217,14 +218,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
         terms: Terms,
         records: bool,  # noqa: FBT001 (autograd passes by position)
     ) -> torch.Tensor:
-        wants_rows, wants_weight, wants_bias = (records and wanted for wanted in ctx.needs_input_grad[:3])
         wide = torch.promote_types(rows.dtype, torch.float32)
         # Gradients are scaled before they are rounded to 16 bits.
         ctx.factor = 1.0 if wide == rows.dtype else terms.factor
         loss = torch.zeros((), dtype=wide, device=rows.device)
-        of_rows = torch.empty_like(rows) if wants_rows else None
-        of_weight = torch.zeros_like(weight, dtype=wide) if wants_weight else None
-        of_bias = torch.zeros_like(bias, dtype=wide) if bias is not None and wants_bias else None
+        gradients = _Gradients(rows, weight, bias, [records and wanted for wanted in ctx.needs_input_grad[:3]])
         for part in _parts_of(rows, weight):
             weights = None if terms.weights is None else terms.weights[part]
             losses, slopes = _of_complete_logits(
@@ -233,14 +231,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
             loss += losses.sum()
             if slopes.dtype != rows.dtype:
                 slopes = torch.mul(slopes, ctx.factor, out=torch.empty_like(slopes, dtype=rows.dtype))
-            if of_rows is not None:
-                torch.mm(slopes, weight, out=of_rows[part])
-            if of_weight is not None:
-                _add_product(of_weight, slopes, rows[part])
-            if of_bias is not None:
-                of_bias += slopes.sum(0, dtype=wide)
-        of_weight, of_bias = (None if one is None else one.to(weight.dtype) for one in (of_weight, of_bias))
-        ctx.gradients = of_rows, of_weight, of_bias
+            gradients.add(part, slopes)
+        ctx.gradients = gradients.sums()
         return loss
 
     @staticmethod
@@ -278,23 +270,38 @@ class _LinearLosses(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
         rows, weight, bias, labels = ctx.saved_tensors
-        wants_rows, wants_weight, wants_bias = ctx.needs_input_grad[:3]
-        wide = gradient.dtype
-        of_rows = torch.empty_like(rows) if wants_rows else None
-        of_weight = torch.zeros_like(weight, dtype=wide) if wants_weight else None
-        of_bias = torch.zeros_like(bias, dtype=wide) if wants_bias else None
+        gradients = _Gradients(rows, weight, bias, ctx.needs_input_grad[:3])
         for part in _parts_of(rows, weight):
-            slopes = torch.softmax(F.linear(rows[part], weight, bias).to(wide), 1)
+            slopes = torch.softmax(F.linear(rows[part], weight, bias).to(gradient.dtype), 1)
             slopes = PLAIN.slopes(slopes, gradient[part], labels[part, None], weight.shape[0])
-            slopes = slopes.mul_(gradient[part, None]).to(rows.dtype)
-            if of_rows is not None:
-                torch.mm(slopes, weight, out=of_rows[part])
-            if of_weight is not None:
-                _add_product(of_weight, slopes, rows[part])
-            if of_bias is not None:
-                of_bias += slopes.sum(0, dtype=wide)
-        of_weight, of_bias = (None if one is None else one.to(weight.dtype) for one in (of_weight, of_bias))
-        return of_rows, of_weight, of_bias, None
+            gradients.add(part, slopes.mul_(gradient[part, None]).to(rows.dtype))
+        return (*gradients.sums(), None)
+
+
+class _Gradients:
+    """Gradients of a linear layer's rows, weight and bias, of the slopes of parts of its logits."""
+
+    def __init__(
+        self, rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, wanted: Sequence[bool]
+    ) -> None:
+        self._rows, self._weight, self._wide = rows, weight, torch.promote_types(rows.dtype, torch.float32)
+        self._of_rows = torch.empty_like(rows) if wanted[0] else None
+        self._of_weight = torch.zeros_like(weight, dtype=self._wide) if wanted[1] else None
+        self._of_bias = torch.zeros_like(bias, dtype=self._wide) if bias is not None and wanted[2] else None
+
+    def add(self, part: slice, slopes: torch.Tensor) -> None:
+        """Add those of some rows, whose logits have ``slopes``."""
+        if self._of_rows is not None:
+            torch.mm(slopes, self._weight, out=self._of_rows[part])
+        if self._of_weight is not None:
+            _add_product(self._of_weight, slopes, self._rows[part])
+        if self._of_bias is not None:
+            self._of_bias += slopes.sum(0, dtype=self._wide)
+
+    def sums(self) -> tuple[torch.Tensor | None, ...]:
+        """Return the gradients in the dtypes of what they are of; None where none is wanted."""
+        parts = (self._of_weight, self._of_bias)
+        return (self._of_rows, *(None if one is None else one.to(self._weight.dtype) for one in parts))
 
 
 def _parts_of(rows: torch.Tensor, weight: torch.Tensor) -> list[slice]:

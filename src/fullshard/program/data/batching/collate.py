@@ -62,10 +62,12 @@ class Packing:
 
 @dataclass(frozen=True)
 class Pairs:
-    """What a batch of P pairs of preferences has besides its B = 2 P rows: chosen, rejected, chosen, ..."""
+    """What a batch of P preferences has besides its rows: chosen, rejected, chosen, ..., or one each with labels."""
 
-    counts_P: Tensor  # float32, 1 for each pair that counts, 0 for fillers
+    counts_P: Tensor  # float32, 1 for each preference that counts, 0 for fillers
     reference_B: Tensor  # float32, log-probability of each row's target under the reference; 0 without one
+    desirable_P: Tensor | None = None  # bool, whether each row's completion is; None: rows are pairs
+    unrelated: Batch | None = None  # with labels: the same prompts with completions of other ones
 
 
 @dataclass(frozen=True)
@@ -117,20 +119,19 @@ def _tensors_of(holder: Batch | Packing | Pairs) -> dict[int, Tensor]:
     for value in (getattr(holder, one.name) for one in fields(holder)):
         if isinstance(value, Tensor):
             found[id(value)] = value
-        elif isinstance(value, Packing | Pairs):
+        elif isinstance(value, Packing | Pairs | Batch):
             found |= _tensors_of(value)
     return found
 
 
-H = TypeVar("H", Batch, Packing, Pairs)
-
-
-def _with(holder: H, moved: dict[int, Tensor]) -> H:
-    """Return a batch with other tensors, by the ids of its own."""
-    values = {one.name: getattr(holder, one.name) for one in fields(holder)}
-    changed: dict[str, Any] = {name: moved[id(value)] for name, value in values.items() if isinstance(value, Tensor)}
-    changed |= {name: _with(value, moved) for name, value in values.items() if isinstance(value, Packing)}
-    changed |= {name: _with(value, moved) for name, value in values.items() if isinstance(value, Pairs)}
+def _with(holder: Any, moved: dict[int, Tensor]) -> Any:
+    """Return a batch, or a part of one, with other tensors, by the ids of its own."""
+    changed: dict[str, Any] = {}
+    for name, value in ((one.name, getattr(holder, one.name)) for one in fields(holder)):
+        if isinstance(value, Tensor):
+            changed[name] = moved[id(value)]
+        elif isinstance(value, Packing | Pairs | Batch):
+            changed[name] = _with(value, moved)
     return replace(holder, **changed)
 
 
@@ -146,6 +147,8 @@ def collate(rows: Sequence[RowRef], tokenized: TokenizedSet, spec: CollateSpec) 
         The batch; each axis has the length of its longest row, or of its longest sequence if rows are packed. If shapes
         are fixed it has one of them: the first row is repeated as a filler, or with packed rows empty sequences follow.
     """
+    if tokenized.desirable is not None:
+        return _labelled(rows, tokenized, tokenized.desirable, spec)
     size: Shape | None = None
     sequences: list[list[int]] = []
     if spec.shapes:
@@ -199,6 +202,21 @@ def collate(rows: Sequence[RowRef], tokenized: TokenizedSet, spec: CollateSpec) 
         indices=tuple(row.index for row in rows),
         fillers=tuple(row.filler for row in rows),
     )
+
+
+def _labelled(
+    rows: Sequence[RowRef], tokenized: TokenizedSet, desirable: NDArray[np.bool_], spec: CollateSpec
+) -> Batch:
+    """Return a batch of prompts with their own completions, and in it one of the same with unrelated ones."""
+    plain = replace(tokenized, desirable=None, together=1)
+    spec = replace(spec, shapes=tuple((count // 2, s, t) for count, s, t in spec.shapes))  # they are of both
+    own, other = (collate(side, plain, spec) for side in (rows[::2], rows[1::2]))
+    pairs, others = (
+        _pairs([RowRef(*one) for one in zip(side.indices, side.fillers, strict=True)], plain) for side in (own, other)
+    )
+    labels = torch.from_numpy(desirable[[index // 2 for index in own.indices]])
+    pairs = replace(pairs, desirable_P=labels, unrelated=replace(other, pairs=others))
+    return replace(own, pairs=pairs, target_weight=float(pairs.counts_P.sum()))
 
 
 def _pairs(rows: Sequence[RowRef], tokenized: TokenizedSet) -> Pairs:

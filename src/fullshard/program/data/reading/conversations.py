@@ -81,11 +81,18 @@ class ConversationRecipe:
         messages = self._messages(row)
         given = len(messages)
         if self.completion is not None:
-            messages += _turns(self.completion, cell_of(row, self.completion))
-        first = given if self.completion is not None else 0
+            messages += turns_of(self.completion, cell_of(row, self.completion))
+            return self.learned(row, messages, given, self.completion)
+        return self.learned(row, messages, 0, self.turns)
+
+    def learned(self, row: Row, messages: Sequence[Turn], first: int, where: str) -> Example:
+        """Return the example of turns whose answers from the ``first`` turn on are learned; ``where`` names a column.
+
+        Raises:
+            UnusableRowError: There is none.
+        """
         answers = [index for index in range(first, len(messages)) if _is_learned(messages, index)]
         if not answers:
-            where = self.turns if self.completion is None else self.completion
             raise UnusableRowError(f"column {where!r} has no turn of the assistant that answers another turn")
         kept = tuple(_without_weight(message) for message in messages[: answers[-1] + 1])
         chosen = tuple(answers if self.train_on == "assistant" else answers[-1:])
@@ -99,7 +106,7 @@ class ConversationRecipe:
         Raises:
             UnusableRowError: A turn is malformed, or nothing is left.
         """
-        if self.text_too and row.problem is None and not _has_turns(row, self.turns, is_plain=False):
+        if self.text_too and row.problem is None and not has_turns(row, self.turns, is_plain=False):
             text = cell_text(self.turns, cell_of(row, self.turns))
             if not text.strip():
                 raise UnusableRowError(f"column {self.turns!r} is empty")
@@ -115,7 +122,14 @@ class ConversationRecipe:
     def _messages(self, row: Row) -> list[dict[str, Any]]:
         if row.problem is not None:
             raise UnusableRowError(row.problem)
-        messages = _turns(self.turns, cell_of(row, self.turns))
+        return self.after_system(row, turns_of(self.turns, cell_of(row, self.turns)))
+
+    def after_system(self, row: Row, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Return a row's turns after those of its system column, unless they begin with one.
+
+        Raises:
+            UnusableRowError: That column holds no text.
+        """
         system = None if self.system is None else row.cells.get(self.system)
         if system is None or messages[0]["role"] in ("system", "developer"):
             return messages
@@ -172,7 +186,7 @@ def find_conversations(
         is_lone = chosen == pair and len(pair) == 1
         is_plain = not from_text or (is_lone and not asks_turns)
         looked_at = islice(reader.rows(columns_read(chosen, columns)), LOOKED_AT)
-        if any(all(_has_turns(row, name, is_plain=is_plain) for name in chosen) for row in looked_at):
+        if any(all(has_turns(row, name, is_plain=is_plain) for name in chosen) for row in looked_at):
             completion = chosen[1] if len(chosen) == 2 and completed else None
             found = ConversationRecipe(chosen[0], completion, names.get("system"), names.get("tools"), spec.train_on)
             left = left_out_note(found.columns, columns)
@@ -290,7 +304,7 @@ def _without_weight(message: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in message.items() if key != "weight"}
 
 
-def _has_turns(row: Row, name: str, *, is_plain: bool) -> bool:
+def has_turns(row: Row, name: str, *, is_plain: bool) -> bool:
     """Return True if a row has turns there, or unless text ``is_plain``, the JSON text of turns with roles."""
     try:
         cell = cell_of(row, name)
@@ -303,7 +317,7 @@ def _has_turns(row: Row, name: str, *, is_plain: bool) -> bool:
     return isinstance(turns, list) and any(isinstance(turn, Mapping) and keys & turn.keys() for turn in turns)
 
 
-def _turns(name: str, cell: object) -> list[dict[str, Any]]:
+def turns_of(name: str, cell: object) -> list[dict[str, Any]]:
     """Return the turns of a cell, with roles renamed to their standard names."""
     if cell is None:
         raise UnusableRowError(f"column {name!r} is missing")

@@ -26,7 +26,13 @@ from fullshard.program.data.reading.csv_file import CsvFile
 from fullshard.program.data.reading.json_file import JsonFile, JsonLinesFile
 from fullshard.program.data.reading.kind import kind_of
 from fullshard.program.data.reading.phrasebank import open_phrasebank
-from fullshard.program.data.reading.preferences import PreferenceRecipe, choose_preferences
+from fullshard.program.data.reading.preferences import (
+    LabelledRecipe,
+    PreferenceRecipe,
+    choose_labelled,
+    choose_preferences,
+    find_paired_turns,
+)
 from fullshard.program.data.reading.row import BadRows, Row, RowReader, UnusableRowError, distinct
 from fullshard.program.data.reading.sample import Sides
 from fullshard.program.data.reading.text_file import empty, encoding_problem, open_lines, unreadable
@@ -138,8 +144,9 @@ class OpenedRows:
         if not self._num_usable:
             found = f"{count} rows, none of which can be used" if count else "a header but no rows"
             raise DataError("\n".join([f"{self.reader.where} has {found}: at least one row is needed.", *notes]))
-        if isinstance(self.recipe, ConversationRecipe):
-            notes = (conversation_note(self.recipe, self._turns, self.reader.where), *notes)
+        recipe = self.recipe.completed if isinstance(self.recipe, LabelledRecipe) else self.recipe
+        if isinstance(recipe, ConversationRecipe):
+            notes = (conversation_note(recipe, self._turns, self.reader.where), *notes)
         return notes
 
 
@@ -166,9 +173,17 @@ def open_rows(spec: SourceSpec, split: Split, columns: list[str] | None = None) 
     return OpenedRows(reader, spec, spec.weight_column if split == "train" else None, columns)
 
 
-def _recipe(reader: RowReader, columns: list[str], spec: SourceSpec) -> Recipe | ConversationRecipe | PreferenceRecipe:
+def _recipe(
+    reader: RowReader, columns: list[str], spec: SourceSpec
+) -> Recipe | ConversationRecipe | PreferenceRecipe | LabelledRecipe:
     """Choose how rows with targets, or of plain text, become examples."""
+    if spec.preferences == "labels":
+        with with_inner_names(reader, columns):
+            return choose_labelled(reader, columns, spec)
     if spec.preferences:
+        if (pairs := find_paired_turns(reader, columns, spec)) is not None:
+            return pairs
+        require_conversations(spec, reader.where)
         with with_inner_names(reader, columns):
             return choose_preferences(spec, columns, reader.where)
     if spec.text_column is not None:
@@ -296,7 +311,8 @@ def fingerprint(spec: SourceSpec, split: Split) -> str:
     options += [[split, spec.validation_fraction] if _split_by_hash(spec) else None]
     # Hashed only if it is not the default, so that runs of versions without the option still resume.
     options += [spec.train_on] if spec.train_on != "assistant" else []
-    options += [["preferences", spec.rejected_column]] if spec.preferences else []
+    options += [["preferences", spec.rejected_column]] if spec.preferences == "pairs" else []
+    options += [["labels"]] if spec.preferences == "labels" else []
     options += [["text", spec.text_column]] if spec.text_column is not None else []
     options += [["weights", spec.weight_column]] if spec.weight_column is not None and split == "train" else []
     if _of_dataset(spec, split):
@@ -325,14 +341,17 @@ def fingerprint(spec: SourceSpec, split: Split) -> str:
 
 def _mark_of_turns(reader: RowReader, spec: SourceSpec) -> list[object]:
     """Return what marks JSON text that is read as turns, which earlier versions read as text; nothing of other rows."""
-    if spec.preferences or spec.text_column is not None:
+    if spec.text_column is not None:
         return []
     if isinstance(reader, JsonLinesFile):
         # Its columns take a pass over the file, and the first rows decide.
         columns = list(dict.fromkeys(name for row in islice(reader.rows(()), LOOKED_AT) for name in row.cells))
     else:
         columns = reader.columns()
-    ways = [find_conversations(reader, columns, spec, completed=True, from_text=one) for one in (True, False)]
+    if spec.preferences == "pairs":
+        ways = [find_paired_turns(reader, columns, spec, from_text=one) for one in (True, False)]
+    else:
+        ways = [find_conversations(reader, columns, spec, completed=True, from_text=one) for one in (True, False)]
     return [["turns", "text"]] if ways[0] is not None and ways[1] is None else []
 
 

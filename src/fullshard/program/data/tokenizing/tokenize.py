@@ -79,8 +79,12 @@ class TokenizedSet:
     # makes the ids on demand; None: the set holds them
     source: RowSource | None = None
     estimated: bool = False  # whether the lengths of rows are estimates, and their statistics those of a sample
-    # rows next to each other that share every micro-batch: 2 of a pair of preferences, chosen and rejected
+    # rows next to each other that share every micro-batch: 2 of a preference, a prompt with its chosen and its rejected
+    # completion, or with its own and an unrelated one
     together: int = 1
+    desirable: NDArray[np.bool_] | None = (
+        None  # for each run of such rows whether the first is; None: there are no labels
+    )
     # log-probability of each row's target under the reference of preferences; None: there is none
     reference: NDArray[np.float64] | None = None
 
@@ -97,7 +101,7 @@ class TokenizedSet:
 
     @property
     def examples(self) -> int:
-        """Number of rows of the data: pairs of preferences are one each."""
+        """Number of rows of the data: preferences are one each."""
         return len(self) // self.together
 
     @property
@@ -242,7 +246,7 @@ def chained(sets: Sequence[TokenizedSet]) -> TokenizedSet:
     """Return the concatenated rows of all sets; a single set is returned unchanged.
 
     The sets share one tokenizer and kind of model, so either all or none have spans. They belong to one run, so either
-    all or none are tokenized on demand.
+    all or none are tokenized on demand or pairs. Rows with labels are of one set.
     """
     if len(sets) == 1:
         return sets[0]
@@ -260,6 +264,7 @@ def chained(sets: Sequence[TokenizedSet]) -> TokenizedSet:
         set_rows=tuple(rows),
         source=None if sources is None else ChainedSource(sources, rows),
         estimated=any(one.estimated for one in sets),
+        together=sets[0].together,
     )
 
 

@@ -22,6 +22,7 @@ from fullshard.program.launch.progress import WorkProgress
 from fullshard.program.models import resolve_model
 from fullshard.program.train.evaluation.evaluate import evaluate
 from fullshard.program.train.evaluation.generation import fits_at_once
+from fullshard.program.train.evaluation.reference import with_held_out_reference
 from fullshard.program.train.evaluation.results import (
     draw_evaluation,
     evaluation_values,
@@ -49,10 +50,12 @@ def _evaluate(options: argparse.Namespace, *, is_first: bool) -> None:
     at_hub = is_hub_id(str(options.run))
     path = resolve_model(str(options.run)) if at_hub else options.run
     run = read_evaluated(path, options.data, options.overrides)
-    if run.training.objective != "sft":
+    refers = run.training.preference_has_reference
+    if refers and not (path / SUMMARY_NAME).exists() and read_prompt(path) is not None:
         raise ConfigError(
             f"The model was trained with training.objective: {run.training.objective}, whose metrics compare with the "
-            "model at the start of its run: the run's own evaluations are in its report. For texts: fullshard predict."
+            f"model at the start of its run, and {path} has no run. Evaluate the run's output_dir, or a model with "
+            "--model and the run. For texts: fullshard predict."
         )
     if options.set is not None or options.data is not None:
         run = run.of_set(options.set)
@@ -62,13 +65,17 @@ def _evaluate(options: argparse.Namespace, *, is_first: bool) -> None:
     require_no_run(output)
     file = None if options.data is None else options.data.absolute()
     name = options.model or str(run.output_dir)
-    trained = find_trained(name, with_rows(run, file, options.overrides), options.base)
-    source = source_spec(trained.config.data)
+    started = with_rows(run, file, options.overrides)
+    trained = find_trained(name, started, options.base)
+    source = source_spec(trained.config.data, run.training.objective)
     encoding, encoding_notes = (None, ()) if file is None else encoding_of_rows(file, source, options.encoding)
     shown = say if is_first else lambda line: None
     prepared = _with_labels(prepare(trained.config, shown, rows_file=file, rows_encoding=encoding), path)
     comm = init_from_env()
     require_same_rows(comm, prepared)
+    if refers:
+        shown("reading the model at the start of the run, and computing its log-probabilities of the rows")
+        prepared = with_held_out_reference(started, prepared, comm)
     spec = together(comm, lambda: make_evaluation(trained.config, prepared))
     assert spec is not None, "with_rows saw that there are held-out rows"
     model, tokenizer, notes = load_trained(trained, comm)
@@ -78,7 +85,7 @@ def _evaluate(options: argparse.Namespace, *, is_first: bool) -> None:
     data = trained.config.data
     origin = file or data.validation_file or data.train_file or data.dataset_name or " and ".join(data.parts)
     values = evaluation_values(
-        report, model=str(trained.directory), data=str(origin), rows=len(spec.rows.tokenized), world_size=comm.size
+        report, model=str(trained.directory), data=str(origin), rows=spec.rows.tokenized.examples, world_size=comm.size
     )
     together(comm, lambda: write_evaluation(report, values, output) if is_first else None)
     if is_first:

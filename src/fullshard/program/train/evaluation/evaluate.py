@@ -5,12 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fullshard.core.comm import Comm
 from fullshard.core.engine import has_tables_at_home, unsharded
@@ -29,10 +29,10 @@ from fullshard.program.metrics import (
     require_packages,
     score,
 )
-from fullshard.program.models import Preference, uncompiled
+from fullshard.program.models import Preference, reward_means, uncompiled
 from fullshard.program.train.evaluation.generation import GenerationSpec, generate, require_right_text
 from fullshard.program.train.reporting.reports import EvaluationReport, Prediction
-from fullshard.program.train.setup.model import loss_sum, pair_loss, preference_of
+from fullshard.program.train.setup.model import loss_sum, preference_of, row_logps
 from fullshard.program.train.setup.sequence import Readers
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ class EvaluationSpec:
     rows: HeldOut  # the held-out rows
     batch_size: int  # rows of one rank's batch
     generation: GenerationSpec  # settings of text generation
-    preference: Preference | None  # the loss to measure, of pairs of completions; None: that of target tokens
+    preference: Preference | None  # the loss to measure, of preferences; None: that of target tokens
     metrics: tuple[str, ...]  # names of the metrics; the first decides which model is the best
     baselines: Mapping[str, Baseline]  # baseline of each metric that has one
     # how words of text beyond ASCII are counted, by metric; empty: as by the metrics' packages
@@ -159,10 +159,11 @@ def evaluate(  # noqa: PLR0913 (of the run, and of this evaluation)
     with evaluation_mode(model):
         found = _run(model, tokenizer, spec, comm, progress, at_once=at_once and needs_text(spec.metrics))
     # of all sets together
-    loss = sum(one.loss for one in found) / sum(one.counted for one in found)
+    counted = sum(one.counted for one in found)
+    loss = sum(one.loss for one in found) / counted
     texts = [text for one in found for text in one.texts]
     scores = _score(spec, loss, texts)
-    rewards = found[0].rewards
+    rewards = {name: sum(one.rewards[name] * one.counted for one in found) / counted for name in found[0].rewards}
     values = {name: rewards[name] if name in rewards else scores.values[name] for name in spec.metrics}
     rows = zip(spec.rows.examples, texts, strict=bool(texts))
     return EvaluationReport(
@@ -190,7 +191,7 @@ def _set_values(spec: EvaluationSpec, found: _Measured) -> dict[str, Any]:
     return {
         "rows": spec.rows.tokenized.examples,
         "loss": loss,
-        "metrics": dict(scores.values),
+        "metrics": {name: found.rewards.get(name, scores.values.get(name)) for name in spec.metrics},
         "baselines": {name: one.value for name, one in spec.baselines.items()},
     }
 
@@ -263,7 +264,7 @@ class _Measured:
     """Measurements on some rows."""
 
     loss: float  # summed over what is counted
-    counted: float  # target tokens; of preferences the pairs
+    counted: float  # target tokens; of preferences their number
     rewards: Mapping[str, float]  # metrics of preferences
     texts: list[str]  # generated text of each row; empty if no metric needs text
 
@@ -275,28 +276,65 @@ def _losses(
 
     They are the same on every rank.
     """
+    if spec.preference is not None:
+        rows = spec.rows.tokenized
+        logps_2N = logps_of_rows(model, rows, comm, spec.rows.collate, plan, tell)
+        loss, rewards = of_preferences(spec.preference, rows, logps_2N)
+        return loss, rows.examples, rewards
     causal = spec.rows.collate.causal
     # Sum and count in float64: the count is exact, and the sum does not depend on the number of batches.
-    totals = torch.zeros(4, dtype=torch.float64, device=comm.device)
+    totals = torch.zeros(2, dtype=torch.float64, device=comm.device)
     readers = Readers.of(model, comm)
     for batch in batches(spec.rows.tokenized, plan, readers.index, spec.rows.collate):
-        here = batch.to(comm.device)
-        if spec.preference is None:
-            totals[0] += loss_sum(model, here, causal=causal)
-        else:
-            assert here.pairs is not None, "batches of preferences are made of pairs"
-            loss, pairs = pair_loss(model, here, spec.preference, causal=causal)
-            margins_P, counts_P = pairs.chosen_P - pairs.rejected_P, here.pairs.counts_P
-            right, margin = torch.stack([(margins_P > 0).to(counts_P), margins_P]) @ counts_P
-            totals += torch.stack([loss, loss.new_zeros(()), right, margin])
+        totals[0] += loss_sum(model, batch.to(comm.device), causal=causal)
         if readers.first:
-            totals[1] += batch.target_tokens if spec.preference is None else batch.target_weight
+            totals[1] += batch.target_tokens
         tell()
     comm.all_reduce(totals).wait()
-    loss, counted, *rewards = totals.tolist()
-    if spec.preference is None:
-        return loss, counted, {}
-    return loss, counted, {name: one / counted for name, one in zip(REWARDS, rewards, strict=True)}
+    loss, counted = totals.tolist()
+    return loss, counted, {}
+
+
+@torch.no_grad()
+def logps_of_rows(
+    model: PreTrainedModel,
+    rows: TokenizedSet,
+    comm: Comm,
+    collate: CollateSpec,
+    plan: EpochPlan,
+    tell: Callable[[], None],
+) -> Tensor:
+    """Return the log-probability of each row's target and the number of its tokens, (2, N), float64, on the CPU.
+
+    Every rank calls it, in evaluation mode, and gets the same; ``tell`` is called after each batch.
+    """
+    rows = replace(rows, desirable=None)  # related and unrelated completions alike
+    totals = torch.zeros(2, len(rows), dtype=torch.float64, device=comm.device)
+    for batch in batches(rows, plan, comm.rank, collate):
+        found = torch.stack(row_logps(model, batch.to(comm.device), causal=collate.causal)).double()
+        mine = [place for place, filler in enumerate(batch.fillers) if not filler]
+        # Each row is one rank's, so that the sum over ranks is its value.
+        totals[:, [batch.indices[place] for place in mine]] = found[:, mine]
+        tell()
+    comm.all_reduce(totals).wait()
+    return totals.cpu()
+
+
+def of_preferences(preference: Preference, rows: TokenizedSet, logps_2N: Tensor) -> tuple[float, dict[str, float]]:
+    """Return the loss summed over preferences, and their metrics; any rank, alone.
+
+    ``logps_2N`` is that of :func:`logps_of_rows`.
+    """
+    logps_N, tokens_N = logps_2N
+    reference_N = torch.zeros_like(logps_N) if rows.reference is None else torch.from_numpy(rows.reference)
+    if rows.desirable is None:
+        found = preference.of_pairs(logps_N, tokens_N, reference_N)
+    else:
+        divergence = (logps_N - reference_N)[1::2].mean().clamp(min=0)
+        labels = torch.from_numpy(rows.desirable)
+        found = preference.of_labels(logps_N[::2], reference_N[::2], labels, divergence)
+    means = reward_means(found.rewards.sum(1).tolist(), paired=rows.desirable is None)
+    return float(found.losses_P.sum()), {name: means[name] for name in REWARDS if name in means}
 
 
 def write_texts(  # noqa: PLR0913 (of the model, of the rows, and the ranks)

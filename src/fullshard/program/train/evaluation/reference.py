@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from hashlib import blake2b
 from importlib.metadata import version
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,15 +21,16 @@ import torch
 from numpy.typing import NDArray
 
 from fullshard.core.comm import Comm, together
-from fullshard.errors import DataError
-from fullshard.program.config import RunConfig
-from fullshard.program.data import CollateSpec, EpochPlan, TokenizedSet, batches, default_directory
-from fullshard.program.models import resolve_adapter
-from fullshard.program.train.evaluation.evaluate import evaluation_mode
-from fullshard.program.train.setup.model import row_logps
-from fullshard.program.train.setup.prepare import Prepared
+from fullshard.errors import CheckpointError, DataError, ModelError
+from fullshard.program.config import RUN_NAME, RunConfig
+from fullshard.program.data import CollateSpec, EpochPlan, TokenizedSet, default_directory
+from fullshard.program.models import resolve_adapter, resolve_model
+from fullshard.program.train.evaluation.evaluate import evaluation_mode, logps_of_rows
+from fullshard.program.train.setup.devices import Devices, smallest_memory, usable
+from fullshard.program.train.setup.model import prepare_model, shard_model
+from fullshard.program.train.setup.prepare import Prepared, collate_spec
 from fullshard.program.train.setup.resume import deciding_settings
-from fullshard.state.storage import content_of
+from fullshard.state.storage import content_of, read_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -61,9 +63,9 @@ def with_reference(
         DataError: The cache cannot be written; on every rank.
     """
     sets = [one for one in (data.train_set, data.held_out_set) if one is not None]
-    count = sum(map(len, sets))
+    num_rows = sum(map(len, sets))
     file = together(comm, lambda: _file(config, data) if comm.rank == 0 else None)
-    found: NDArray[np.float64] | None = comm.all_gather_object(_read(file, count))[0]
+    found: NDArray[np.float64] | None = comm.all_gather_object(_read(file, num_rows))[0]
     what = "from the cache" if found is not None else "computed before the first step"
     if found is None:
         # As small as both, so that it needs no more memory than the planned step or the planned evaluation.
@@ -72,9 +74,72 @@ def with_reference(
         values = found
         together(comm, lambda: None if file is None else _write(file, values))
     train, held_out = np.split(found, [len(data.train_set)])
-    held_out_set = None if data.held_out_set is None else replace(data.held_out_set, reference=held_out)
-    note = f"reference: {count:,} log-probabilities under the model at the start, {what}"
-    return replace(data, train_set=replace(data.train_set, reference=train), held_out_set=held_out_set), note
+    data = replace(data, train_set=replace(data.train_set, reference=train))
+    note = f"reference: {num_rows:,} log-probabilities under the model at the start, {what}"
+    return _with_held_out(data, held_out), note
+
+
+def _with_held_out(data: Prepared, reference: NDArray[np.float64]) -> Prepared:
+    """Return the data whose held-out rows, and those of each set of a mixture, have the reference's values."""
+    if data.held_out_set is None:
+        return data
+    rows, sets = data.held_out_set, [one for one in data.sets if one.held_out_set is not None]
+    parts = np.split(reference, np.cumsum(rows.set_rows)[:-1]) if rows.set_rows else [reference]
+    own = dict(zip((one.name for one in sets), parts, strict=True))
+    return replace(
+        data,
+        held_out_set=replace(rows, reference=reference),
+        sets=tuple(
+            one
+            if one.held_out_set is None
+            else replace(one, held_out_set=replace(one.held_out_set, reference=own[one.name]))
+            for one in data.sets
+        ),
+    )
+
+
+def with_held_out_reference(config: RunConfig, data: Prepared, comm: Comm) -> Prepared:
+    """Return rows to evaluate a trained model on with the reference's log-probabilities; every rank calls it.
+
+    The model at the start of the run is read or made again for it, and freed.
+
+    Args:
+        config: The settings of the run, with the model that it started with.
+        data: The rows, with the trained model's tokenizer.
+        comm: The ranks.
+
+    Raises:
+        UserError: That model cannot be loaded, or is not what it was; on every rank.
+    """
+    assert data.held_out_set is not None, "there are rows to evaluate on"
+    plain = config.speed.model_copy(update={"ways": ()})  # as the trained model is loaded
+    config, _ = usable(config.model_copy(update={"speed": plain}), Devices.of_ranks(comm))
+    together(comm, lambda: _require_unchanged(config) if comm.rank == 0 else None)
+    memory = smallest_memory(comm)
+    ready = together(comm, lambda: prepare_model(config, data.tokenizer, memory_bytes=memory))
+    shard_model(ready.model, config, comm, weights=ready.weights)
+    collate, size = collate_spec(data.tokenizer, causal=data.causal), config.training.per_device_eval_batch_size
+    found = _computed(ready.model, [data.held_out_set], comm, collate, size, lambda done, total: None)
+    return _with_held_out(data, found)
+
+
+def _require_unchanged(config: RunConfig) -> None:
+    """Raise ModelError if a directory that a run started with has another content now."""
+    try:
+        content = read_json(config.output_dir / RUN_NAME).get("content", {})
+    except FileNotFoundError:  # a run file, before its run
+        return
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"The record of the run cannot be read: {error}.") from error
+    places = {"model.path": (config.model.path, resolve_model)}
+    if config.model.adapter is not None:
+        places["model.adapter.path"] = (config.model.adapter.path, resolve_adapter)
+    for key, (place, resolve) in places.items():
+        if place is not None and key in content and content_of(resolve(place)) != content[key]:
+            raise ModelError(
+                f"{key}: {place} has changed since the run started with it, and is no longer the reference of "
+                f"training.objective: {config.training.objective}. It was {content[key]}."
+            )
 
 
 def _computed(
@@ -90,19 +155,13 @@ def _computed(
         EpochPlan(len(one), comm.size, batch_size, training=False, lengths=one.lengths, together=one.together)
         for one in sets
     ]
-    totals, done, first = torch.zeros(sum(map(len, sets)), dtype=torch.float64, device=comm.device), 0, 0
+    done, total = count(1), sum(one.num_batches for one in plans)
     with evaluation_mode(model):
-        for rows, plan in zip(sets, plans, strict=True):
-            for batch in batches(rows, plan, comm.rank, collate):
-                logps_B = row_logps(model, batch.to(comm.device), causal=collate.causal)
-                mine = [place for place, filler in enumerate(batch.fillers) if not filler]
-                # Each row is one rank's, so that the sum over ranks is its value.
-                totals[[first + batch.indices[place] for place in mine]] = logps_B[mine].double()
-                done += 1
-                progress(done, sum(one.num_batches for one in plans))
-            first += len(rows)
-    comm.all_reduce(totals).wait()
-    return totals.cpu().numpy()
+        found = [
+            logps_of_rows(model, rows, comm, collate, plan, lambda: progress(next(done), total))[0]
+            for rows, plan in zip(sets, plans, strict=True)
+        ]
+    return torch.cat(found).numpy()
 
 
 def _file(config: RunConfig, data: Prepared) -> Path:

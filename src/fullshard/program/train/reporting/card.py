@@ -353,7 +353,7 @@ def _training(run: Run) -> list[str]:
         [settings["lr_scheduler_type"], *(f"{k} {v}" for k, v in settings.get("lr_scheduler_kwargs", {}).items())]
     )
     objective = _objective(settings)
-    rows = "rows" if objective is None else "pairs"
+    rows = "rows" if settings.get("objective", "sft") in ("sft", "kto") else "pairs"
     facts = {
         "objective": objective,
         "base model": None if of_base is None else f"{run.base}: {of_base}",
@@ -387,10 +387,15 @@ def _objective(settings: Mapping[str, Any]) -> str | None:
     name = settings.get("objective", "sft")
     if name == "sft":
         return None
-    options = {"beta": name, "simpo_gamma": "simpo"}
+    options = {"beta": name, "simpo_gamma": "simpo", "desirable_weight": "kto", "undesirable_weight": "kto"}
     given = ", ".join(f"{key} {settings[key]:g}" for key, one in options.items() if one == name)
     reference = "" if name in ("simpo", "orpo") else "; the reference is the model before this training"
-    return f"{name}, preferences of a chosen over a rejected completion ({given}{reference})"
+    what = (
+        "desirable and undesirable completions"
+        if name == "kto"
+        else "preferences of a chosen over a rejected completion"
+    )
+    return f"{name}, {what} ({given}{reference})"
 
 
 def _without_paths(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

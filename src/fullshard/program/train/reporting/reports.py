@@ -97,6 +97,9 @@ class StepReport:
     skipped: bool = False  # whether loss or gradient was not finite, so that the weights were not changed
     loss_scale: float | None = None  # factor on the loss in fp16
     router_loss: float | None = None  # the routers' own part of the loss; None: there is none
+    # means over the step's preferences before the update, by TRL's names: rewards/chosen, rewards/rejected,
+    # rewards/margins, rewards/accuracies of pairs, kl of kto; empty without preferences
+    rewards: Mapping[str, float] = field(default_factory=dict)
     stop_requested: bool = False  # whether a stop was requested on any rank when the step began
 
     @property
@@ -107,6 +110,7 @@ class StepReport:
     def as_dict(self) -> dict[str, Any]:
         """Return JSON-able values, with the rate."""
         values = asdict(self)
+        values |= values.pop("rewards")
         del values["stop_requested"]
         if self.router_loss is None:
             del values["router_loss"]

@@ -83,6 +83,7 @@ class TrackerSink(Sink):
             "train/grad_norm": report.grad_norm,
             "train/learning_rate": report.learning_rate,
             **({} if report.router_loss is None else {"train/router_loss": report.router_loss}),
+            **{f"train/{name}": value for name, value in report.rewards.items()},
             "train/epoch": report.epoch,
             "train/tokens_per_second": report.tokens_per_second,
             "train/memory_bytes": float(report.memory_bytes),

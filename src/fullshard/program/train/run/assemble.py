@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
+from zlib import crc32
 
 import torch
 
@@ -222,7 +223,8 @@ def _summary(rows: TokenizedSet) -> str:
     source, target = rows.source_ids, rows.target_ids
     sums = f"{source.checksum():08x}-{target.checksum():08x}"
     weights = "" if rows.weights is None else f", weights {rows.weights.sum():.9g}"
-    return f"{len(rows):,} of {source.num_ids:,} and {target.num_ids:,} tokens (checksum {sums}{weights})"
+    labels = "" if rows.desirable is None else f", labels {crc32(rows.desirable.tobytes()):08x}"
+    return f"{len(rows):,} of {source.num_ids:,} and {target.num_ids:,} tokens (checksum {sums}{weights}{labels})"
 
 
 def make_evaluation(config: RunConfig, prepared: Prepared) -> EvaluationSpec | None:

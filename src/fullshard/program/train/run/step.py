@@ -23,9 +23,10 @@ from fullshard.core.optim import ShardedGradScaler, clip_grad_norm_
 from fullshard.core.shards import rows_of
 from fullshard.errors import TrainingError
 from fullshard.program.data import Batch
-from fullshard.program.models import PLAIN, Objective, Preference, RouterLoss
+from fullshard.program.models import PLAIN, Objective, Preference, RouterLoss, reward_means
+from fullshard.program.train.evaluation.evaluate import evaluation_mode
 from fullshard.program.train.reporting.reports import MemoryTimeline, RankTrace, StepReport, StepTrace
-from fullshard.program.train.setup.model import losses, pair_loss
+from fullshard.program.train.setup.model import losses, preference_loss, summed_divergence
 from fullshard.program.train.setup.optimizers import held_state_bytes
 from fullshard.program.train.setup.sequence import Readers
 
@@ -44,7 +45,7 @@ class StepSpec:
     causal: bool  # whether source and target are one sequence (decoder-only)
     stop: bool = False  # whether a stop was requested on this rank; the report says whether it was on any rank
     objective: Objective = PLAIN  # label smoothing and z-loss
-    preference: Preference | None = None  # the loss of pairs of completions, instead of the tokens'
+    preference: Preference | None = None  # the loss of preferences, instead of the tokens'
     router_loss: RouterLoss | None = None  # the routers' own loss of a mixture of experts; None: it is not trained
     # if the loss or the gradient is not finite: ``stop`` ends the run, ``skip`` skips the step
     on_nonfinite: Literal["stop", "skip"] = "stop"
@@ -66,7 +67,7 @@ def issue_step(
 
     The loss is the sum over all target tokens of all ranks and micro-batches divided by their number, so world size and
     accumulation do not change it. If rows have weights, each token counts with its row's weight in both the sum and the
-    number. The loss of preferences is summed over pairs, and divided by their number. The routers' own loss is not a
+    number. The loss of preferences is summed over them, and divided by their number. The routers' own loss is not a
     sum over tokens: each micro-batch's counts in proportion to its tokens. In fp16, if the loss is finite but the
     gradient is not, the step is skipped and the loss scale is halved, as long as it is at least 1.
 
@@ -85,12 +86,12 @@ def issue_step(
     counts = _count(micro_batches if Readers.of(model, comm).first else (), comm, spec)
     optimizer.zero_grad(set_to_none=True)
     loss_scale = None if scaler is None else scaler.get_scale()
-    total, router = _accumulate(model, micro_batches, comm, spec, counts, scaler)
+    total, router, *rewards = _accumulate(model, micro_batches, comm, spec, counts, scaler)
     if scaler is not None:
         scaler.unscale_(optimizer)
     norm = clip_grad_norm_(model, math.inf)
     measured = torch.stack([total / counts[0].to(total.dtype), norm.to(total), router])
-    numbers = torch.cat([measured.double(), counts])
+    numbers = torch.cat([measured.double(), counts, *(one.double().reshape(1) for one in rewards)])
     on_host = device.empty_host(numbers.numel(), torch.float64, pinned=True)
     issued = IssuedStep(spec, started, loss_scale, comm, on_host, device.copy_to_host([(on_host, numbers)]))
     if late:
@@ -143,7 +144,8 @@ class IssuedStep:
             TrainingError: Loss or norm is not finite, and the step was not skipped; on every rank.
         """
         spec, (loss, norm) = self.spec, self.loss_and_norm
-        tokens, stop, target_tokens, *memory = map(int, self._numbers[4:])
+        end = 7 + 2 * self.comm.size
+        tokens, stop, target_tokens, *memory = map(int, self._numbers[4:end])
         memory, reserved = memory[: self.comm.size], memory[self.comm.size :]
         if self.ends_run:
             raise TrainingError(
@@ -168,13 +170,20 @@ class IssuedStep:
             skipped=not self.finite,
             loss_scale=self.loss_scale,
             router_loss=None if spec.router_loss is None else self._numbers[2],
+            rewards={} if spec.preference is None else self._rewards(spec.preference, self._numbers[end:]),
         )
+
+    def _rewards(self, preference: Preference, sums: Sequence[float]) -> dict[str, float]:
+        """Return the rewards of a step of preferences, by TRL's names."""
+        *sides, divergence = sums
+        found = reward_means(sides, paired=preference.name != "kto")
+        return found | ({"kl": divergence} if preference.name == "kto" else {})
 
 
 def _count(micro_batches: Sequence[Batch], comm: Comm, spec: StepSpec) -> Tensor:
     """Return over all ranks: weights of target tokens, tokens, requests to stop, target tokens, each rank's memory.
 
-    Of preferences the weights are the number of pairs. Tokens exclude padding; memory is the peak, then what is
+    Of preferences the weights are their number. Tokens exclude padding; memory is the peak, then what is
     reserved. In float64, exact for counts, (4 + 2 ranks,), on the device, where the loss is divided by them: reading
     them would wait for the previous step.
     """
@@ -196,17 +205,22 @@ def _accumulate(
     spec: StepSpec,
     counts: Tensor,
     scaler: ShardedGradScaler | None,
-) -> tuple[Tensor, Tensor]:
-    """Run backward on each micro-batch; return the summed loss and the mean of the routers' over all ranks, 0-d."""
-    total = torch.zeros(2, device=comm.device)
+) -> list[Tensor]:
+    """Run backward on each micro-batch; return the summed loss and the mean of the routers' over all ranks, 0-d.
+
+    Of preferences, the sums of :attr:`PreferenceLosses.rewards` and the divergence follow.
+    """
+    total = torch.zeros(2 if spec.preference is None else 7, device=comm.device)
+    divergence = _divergence(model, micro_batches, comm, spec, counts)
     # The engine averages gradients over ranks; multiplied by the world size, they are the sum.
     factor = comm.size / counts[0]
     expected_gradient = factor.float() * (1.0 if scaler is None else scaler.get_scale())
     held_back = no_sync if spec.unsharded else no_all_reduce
     for left, batch in zip(range(len(micro_batches))[::-1], micro_batches, strict=True):
-        loss, router = _losses(model, batch.to(comm.device), spec, expected_gradient)
+        loss, router, rewards = _losses(model, batch.to(comm.device), spec, expected_gradient, divergence)
         scaled = loss * factor.to(loss.dtype)
         total[0] += loss.detach()
+        total[2:] += rewards
         if router is not None:
             share = (batch.tokens / counts[1]).to(router.dtype)
             scaled = scaled + router * (comm.size * share)
@@ -214,16 +228,31 @@ def _accumulate(
         with held_back(model) if left else nullcontext():
             (scaled if scaler is None else scaler.scale(scaled)).backward()
     comm.all_reduce(total).wait()
-    return total[0], total[1]
+    return [*total] if spec.preference is None else [*total, divergence]
+
+
+def _divergence(
+    model: PreTrainedModel, micro_batches: Sequence[Batch], comm: Comm, spec: StepSpec, counts: Tensor
+) -> Tensor:
+    """Return kto's reference point over the micro-batches of all ranks, 0-d; of other losses zero, with no forward."""
+    total = torch.zeros((), device=comm.device)
+    if spec.preference is None or spec.preference.name != "kto":
+        return total
+    with evaluation_mode(model):  # the reference was computed in it
+        for batch in micro_batches:
+            total += summed_divergence(model, batch.to(comm.device), causal=spec.causal)
+    comm.all_reduce(total).wait()
+    return (total / counts[0].to(total.dtype)).clamp(min=0)
 
 
 def _losses(
-    model: PreTrainedModel, batch: Batch, spec: StepSpec, expected_gradient: Tensor
-) -> tuple[Tensor, Tensor | None]:
-    """Return the loss of a micro-batch, summed, and the routers' own loss or None."""
+    model: PreTrainedModel, batch: Batch, spec: StepSpec, expected_gradient: Tensor, divergence: Tensor
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Return the loss of a micro-batch, summed, the routers' own loss or None, and the rewards' sums, (5,) or (0,)."""
     if spec.preference is not None:
-        return pair_loss(model, batch, spec.preference, causal=spec.causal)[0], None
-    return losses(
+        loss, rewards = preference_loss(model, batch, spec.preference, divergence, causal=spec.causal)
+        return loss, None, rewards
+    found = losses(
         model,
         batch,
         spec.router_loss,
@@ -231,6 +260,7 @@ def _losses(
         objective=spec.objective,
         expected_gradient=expected_gradient,
     )
+    return *found, divergence.new_zeros(0)
 
 
 def _update(

@@ -37,7 +37,6 @@ from fullshard.program.models import (
     AdapterSpec,
     AdapterWeights,
     Objective,
-    PairLosses,
     Preference,
     RouterLoss,
     add_adapter,
@@ -267,7 +266,7 @@ def _logits_bytes(model: PreTrainedModel, config: RunConfig) -> int:
     words = model.config.get_text_config().vocab_size
     tokens = config.data.max_target_length + is_causal(model) * config.data.max_source_length
     tokens = tokens if config.data.text_column is None else config.data.max_source_length  # no target is longer
-    rows = config.training.per_device_train_batch_size * (1 if config.training.objective == "sft" else 2)
+    rows = config.training.per_device_train_batch_size * (1 if config.training.objective in ("sft", "kto") else 2)
     tokens = config.training.per_device_train_batch_tokens or rows * tokens
     return 4 * tokens * words
 
@@ -627,13 +626,16 @@ def _predicted(batch: Batch, *, causal: bool) -> Tensor:
 def preference_of(config: RunConfig) -> Preference | None:
     """Return the loss of preferences that a run trains; None: it learns targets."""
     settings = config.training
-    return None if settings.objective == "sft" else Preference(settings.objective, settings.beta, settings.simpo_gamma)
+    if settings.objective == "sft":
+        return None
+    options = (settings.beta, settings.simpo_gamma, settings.desirable_weight, settings.undesirable_weight)
+    return Preference(settings.objective, *options)
 
 
-def row_logps(model: PreTrainedModel, batch: Batch, *, causal: bool) -> Tensor:
-    """Return the log-probability of each row's targets, summed over them, (B,), without gradients; every rank calls it.
+def row_logps(model: PreTrainedModel, batch: Batch, *, causal: bool) -> tuple[Tensor, Tensor]:
+    """Return the log-probability of each row's targets, summed over them, (B,), and their number, (B,).
 
-    Runs one forward. Zero for fillers.
+    Every rank calls it, as it runs a forward, without gradients. Zero for fillers.
     """
     found: list[Tensor] = []
 
@@ -643,25 +645,47 @@ def row_logps(model: PreTrainedModel, batch: Batch, *, causal: bool) -> Tensor:
 
     with torch.no_grad():
         _of_rows(model, batch, note, causal=causal)
-    return found[0]
+    return found[0], _num_targets(batch, causal=causal)
 
 
-def pair_loss(
-    model: PreTrainedModel, batch: Batch, preference: Preference, *, causal: bool
-) -> tuple[Tensor, PairLosses]:
-    """Return the loss of preferences summed over the pairs of one batch, 0-d, and those of each pair.
+def _num_targets(batch: Batch, *, causal: bool) -> Tensor:
+    return (_predicted(batch, causal=causal) != IGNORED_LABEL).sum(1)
 
-    Every rank calls it, as it runs a forward: of the chosen and the rejected completions together.
+
+def summed_divergence(model: PreTrainedModel, batch: Batch, *, causal: bool) -> Tensor:
+    """Return by how much unrelated completions are likelier than under the reference, summed over them; 0-d.
+
+    Every rank calls it, as it runs a forward, without gradients. Zero without such completions.
     """
-    pairs, tokens_B = batch.pairs, (_predicted(batch, causal=causal) != IGNORED_LABEL).sum(1)
-    assert pairs is not None, "batches of preferences are made of pairs"
-    found: list[PairLosses] = []
+    other = None if batch.pairs is None else batch.pairs.unrelated
+    if other is None or other.pairs is None:
+        return torch.zeros((), device=batch.input_ids_BS.device)
+    gains_P = row_logps(model, other, causal=causal)[0] - other.pairs.reference_B
+    return torch.dot(gains_P, other.pairs.counts_P.to(gains_P.dtype))
+
+
+def preference_loss(
+    model: PreTrainedModel, batch: Batch, preference: Preference, divergence: Tensor, *, causal: bool
+) -> tuple[Tensor, Tensor]:
+    """Return the loss summed over the preferences of one batch, 0-d, and :attr:`PreferenceLosses.rewards` summed, (5,).
+
+    Every rank calls it, as it runs a forward: of the chosen and the rejected completions together. ``divergence`` is
+    the mean of :func:`summed_divergence` over the step, at least 0; not read of pairs.
+    """
+    pairs, tokens_B = batch.pairs, _num_targets(batch, causal=causal)
+    assert pairs is not None, "batches of preferences have them"
+    rewards: list[Tensor] = []
 
     def loss(logps_B: Tensor) -> Tensor:
-        found.append(preference.of_pairs(logps_B, tokens_B, pairs.reference_B.to(logps_B.dtype)))
-        return torch.dot(found[0].losses_P, pairs.counts_P.to(logps_B.dtype))
+        reference_B, counts_P = pairs.reference_B.to(logps_B.dtype), pairs.counts_P.to(logps_B.dtype)
+        if pairs.desirable_P is None:
+            found = preference.of_pairs(logps_B, tokens_B, reference_B)
+        else:
+            found = preference.of_labels(logps_B, reference_B, pairs.desirable_P, divergence.to(logps_B.dtype))
+        rewards.append(found.rewards @ counts_P)
+        return torch.dot(found.losses_P, counts_P)
 
-    return _of_rows(model, batch, loss, causal=causal), found[0]
+    return _of_rows(model, batch, loss, causal=causal), rewards[0]
 
 
 def _of_rows(model: PreTrainedModel, batch: Batch, of_rows: Callable[[Tensor], Tensor], *, causal: bool) -> Tensor:

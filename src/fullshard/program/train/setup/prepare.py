@@ -13,7 +13,7 @@ from hashlib import blake2b
 from importlib.metadata import version
 from itertools import chain, compress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -59,6 +59,7 @@ from fullshard.program.data import (
     training_texts,
     uses_chat_template,
     with_rows_of,
+    with_unrelated,
     writes_date,
 )
 from fullshard.program.models import add_tokens, load_tokenizer, resolve_model, train_tokenizer
@@ -93,10 +94,11 @@ def sets_of(
     ]
 
 
-def source_spec(data: DataConfig, *, preferences: bool = False) -> SourceSpec:
-    """Return where the rows of one set come from, which may be ``preferences``; any process, alone."""
+def source_spec(data: DataConfig, objective: str = "sft") -> SourceSpec:
+    """Return where the rows of one set come from, for ``training.objective``; any process, alone."""
     names = {each.name for each in fields(SourceSpec)} - {"preferences"}
-    return SourceSpec(**{name: getattr(data, name) for name in names}, preferences=preferences)
+    kinds: dict[str, Literal["pairs", "labels"] | None] = {"sft": None, "kto": "labels"}
+    return SourceSpec(**{name: getattr(data, name) for name in names}, preferences=kinds.get(objective, "pairs"))
 
 
 @dataclass
@@ -114,10 +116,15 @@ class SetRows:
 
     def source(self, split: Split) -> SourceSpec:
         """Return where a split's rows come from."""
-        own = source_spec(self.config.data, preferences=self.config.training.objective != "sft")
+        own = source_spec(self.config.data, self.config.training.objective)
         if split == "train" or self.rows_file is None:
             return own
         return with_rows_of(self.rows_file, own, self.rows_encoding or own.encoding)
+
+    @property
+    def together(self) -> int:
+        """Rows of tokens of each row of the data."""
+        return 1 if self.config.training.objective == "sft" else 2
 
     @property
     def directory(self) -> Path:
@@ -235,33 +242,38 @@ def set_tokens(
 
     ``system_turns``: the beginning of the conversation that a row of plain text becomes; None: it stays plain.
     """
-    together = 1 if work.config.training.objective == "sft" else 2
+    objective = work.config.training.objective
     what = "training rows" if split == "train" else "held-out rows"
 
     def build(entry: Path) -> dict[str, Any]:
         rows, notes, skipped = work.rows(split)
         about = _count_conversations(rows)
-        if split == "train" and not spec.causal:
+        desirable = ""
+        if objective != "sft":
+            desirable = _labels_of(rows) if objective == "kto" else ""
+            rows = with_unrelated(rows) if objective == "kto" else in_pairs(rows)
+            _require_one_answer(rows, causal=spec.causal)
+        elif split == "train" and not spec.causal:
             rows = answers_as_rows(rows)
-        rows = in_pairs(rows) if together > 1 else rows
         if system_turns is not None and not about["conversations"]:
             notes = (*notes, asked_note(system_turns, "as the training rows are conversations"))
             rows = [row.after(system_turns) for row in rows]
         texts_are_rows = not spec.text_tokens
         work.say(f"tokenizing {len(rows):,} {what if texts_are_rows else f'texts for {what}'}")
         stats = tokenize_to(entry, rows, tokenizer, spec, lambda done, total: work.progress(what, done, total))
-        kept = {"stats": stats, "notes": notes, "skipped": skipped}
+        kept = {"stats": stats, "notes": notes, "skipped": skipped, "desirable": desirable}
         if split == "train":
             return kept | (_count_targets(rows) if texts_are_rows else {"labels": None, "majority": ""}) | about
         # Rows that are cut out of joined texts are none of them.
-        texts = [(row.source, row.references, row.line) for row in rows[::together]] if texts_are_rows else []
+        texts = [(row.source, row.references, row.line) for row in rows[:: work.together]] if texts_are_rows else []
         (entry / EXAMPLES_NAME).write_text(json.dumps(texts), encoding="utf-8")
         return kept
 
     key = work.key(split, "tokens", content, asdict(spec), system_turns)
     entry, kept = work.find(key, build, "tokens")
     kept["notes"] = [*kept["notes"], *work.listed(split, kept["skipped"])]
-    return replace(open_tokens(entry, kept["stats"]), together=together), kept, entry
+    labels = np.array([one == "1" for one in kept["desirable"]]) if kept.get("desirable") else None
+    return replace(open_tokens(entry, kept["stats"]), together=work.together, desirable=labels), kept, entry
 
 
 def streamed_tokens(
@@ -289,6 +301,30 @@ def streamed_tokens(
     key = work.key("train", "lengths", content, asdict(spec))
     exact, about = work.find(key, build, "lengths")
     return open_stream(entry, rows, about, exact), kept
+
+
+def _labels_of(rows: Sequence[Example]) -> str:
+    """Return a digit for each row, 1 if it is desirable.
+
+    Raises:
+        DataError: All are alike, so that no desirable completion can be told from an undesirable one.
+    """
+    labels = "".join("1" if row.desirable else "0" for row in rows)
+    if len(set(labels)) == 1:
+        kind = "desirable" if rows[0].desirable else "undesirable"
+        raise DataError(f"All {len(rows):,} rows are {kind} (column label), and kto needs both kinds, also held out.")
+    return labels
+
+
+def _require_one_answer(rows: Sequence[Example], *, causal: bool) -> None:
+    """Raise DataError if a completion has several answers, and the model is an encoder-decoder, which learns one."""
+    talks = ((row.line, row.conversation) for row in rows if row.conversation is not None and not causal)
+    long = next(((line, talk) for line, talk in talks if len(talk.answers) > 1), None)
+    if long is not None:
+        raise DataError(
+            f"Line {long[0]} of the data has a completion of {len(long[1].answers)} answers, and an encoder-decoder "
+            "learns one. data.train_on: last takes the last, after the turns before it."
+        )
 
 
 def _count_targets(rows: Sequence[Example]) -> dict[str, Any]:
@@ -692,6 +728,9 @@ def _length_notes(name: str, tokenized: TokenizedSet, spec: TokenizeSpec) -> lis
     rows = f"{name}: {len(tokenized):,} rows"
     if tokenized.together > 1:
         rows = f"{name}: {tokenized.examples:,} pairs, in {len(tokenized):,} rows"
+    if tokenized.desirable is not None:
+        good = int(tokenized.desirable.sum())
+        rows = f"{name}: {tokenized.examples:,} rows, {good:,} desirable, each also with another row's completion"
     if tokenized.source is not None:
         rows += ", tokenized when a step needs them"
     if tokenized.estimated:

@@ -152,7 +152,8 @@ def make_mixture(config: RunConfig, train_set: TokenizedSet) -> Mixture | None:
     """Return the shares of the sets of a run in an epoch; None if they have no weights, so that each row comes once."""
     weights = config.data.weights
     # A mixture of one set is that set, whatever its weight.
-    return Mixture(train_set.set_rows, weights, config.seed) if weights and train_set.set_rows else None
+    rows = tuple(count // train_set.together for count in train_set.set_rows)
+    return Mixture(rows, weights, config.seed) if weights and rows else None
 
 
 def mixture_notes(config: RunConfig, prepared: Prepared) -> list[str]:
@@ -162,8 +163,8 @@ def mixture_notes(config: RunConfig, prepared: Prepared) -> list[str]:
         return []
     total = sum(mixture.rows)
     parts = [
-        f"{one.name} {count:,} ({count / total:.1%}, {count / len(one.train_set):.2f} times its {len(one.train_set):,})"
-        for one, count in zip(prepared.sets, mixture.counts, strict=True)
+        f"{one.name} {count:,} ({count / total:.1%}, {count / rows:.2f} times its {rows:,})"
+        for one, count, rows in zip(prepared.sets, mixture.counts, mixture.rows, strict=True)
     ]
     return [f"mixture: an epoch of {total:,} rows has {', '.join(parts)}"]
 
@@ -171,14 +172,14 @@ def mixture_notes(config: RunConfig, prepared: Prepared) -> list[str]:
 def set_facts(config: RunConfig, prepared: Prepared) -> tuple[SetFacts, ...]:
     """Return the recorded facts of each set of a mixture, empty if there is none; any rank."""
     mixture = make_mixture(config, prepared.train_set)
-    counts = [len(one.train_set) for one in prepared.sets] if mixture is None else mixture.counts
+    counts = [one.train_set.examples for one in prepared.sets] if mixture is None else mixture.counts
     return tuple(
         SetFacts(
             name=one.name,
             weight=config.data.sets[one.name].weight,
-            train_rows=len(one.train_set),
+            train_rows=one.train_set.examples,
             epoch_rows=count,
-            validation_rows=0 if one.held_out_set is None else len(one.held_out_set),
+            validation_rows=0 if one.held_out_set is None else one.held_out_set.examples,
             content=one.content,
         )
         for one, count in zip(prepared.sets, counts, strict=True)
