@@ -64,3 +64,4 @@ from fullshard.program.models.new_tokens import (
 from fullshard.program.models.noise import add_embedding_noise as add_embedding_noise
 from fullshard.program.models.packing import decoder_inputs as decoder_inputs
 from fullshard.program.models.preferences import PairLosses as PairLosses, Preference as Preference
+from fullshard.program.models.saved_tokenizer import save_tokenizer as save_tokenizer
