@@ -11,7 +11,7 @@ from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
 from fullshard import save
 from fullshard.core.testing import run_ranks
-from fullshard.errors import ModelError
+from fullshard.errors import ConfigError, ModelError
 from fullshard.program.config import RunConfig
 from fullshard.program.models import add_tokens, load_model
 from fullshard.program.train import FileSink, train
@@ -206,6 +206,16 @@ def test_an_adapter_that_changes_the_table_too_is_refused(bases, tokenizer):
         for make in (prepare_model, outline_model):
             with pytest.raises(ModelError, match=r"single rows of a table that model\.adapter changes too, in shared"):
                 make(config_with(bases["t5"], {"type": "lora", **adapter}), added)
+
+
+def test_rows_that_would_stay_as_they_were_drawn_are_refused(bases, tokenizer):
+    added = add_tokens(copy.deepcopy(tokenizer), NEW)
+    for option, patterns in (("freeze", ["encoder.*"]), ("train", ["decoder.block.*"])):
+        config = config_with(bases["t5"])
+        config = config.model_copy(update={"model": config.model.model_copy(update={option: patterns})})
+        for make in (prepare_model, outline_model):
+            with pytest.raises(ConfigError, match=rf"model\.{option} leaves the table of embeddings untrained"):
+                make(config, added)
 
 
 def test_wrong_tokens_are_refused_by_name(bases, tokenizer):
