@@ -25,6 +25,7 @@ from fullshard.program.models import (
     is_causal,
     load_model,
     load_tokenizer,
+    save_tokenizer,
     train_tokenizer,
 )
 
@@ -325,3 +326,24 @@ def test_names_that_transformers_converts():
     assert converted_names(mixtral, [expert, "model.norm.weight"]) == [expert]
     assert converted_names(gpt2, ["h.0.ln_1.weight", "transformer.h.0.ln_1.weight"]) == []
     assert converted_names(gpt2, ["h.0.LayerNorm.gamma"]) == ["h.0.LayerNorm.gamma"]
+
+
+def test_a_saved_tokenizer_is_read_by_other_programs_and_by_transformers_alike(tmp_path):
+    tokenizer = train_tokenizer(["where is my card"] * 3, 60, sentinels=2)
+    tokenizer.vocab_file = str(tmp_path / "spiece.model")
+    (tmp_path / "spiece.model").write_bytes(b"pieces")
+    tokenizer.add_tokens(["<ticket>"])
+    saved = tmp_path / "saved"
+    saved.mkdir()
+    save_tokenizer(tokenizer, saved)
+    assert (saved / "spiece.model").read_bytes() == b"pieces"
+    assert json.loads((saved / "added_tokens.json").read_text()) == tokenizer.get_added_vocab()
+    values = json.loads((saved / "tokenizer_config.json").read_text())
+    assert values["additional_special_tokens"] == ["<extra_id_0>", "<extra_id_1>"]  # transformers 4 asks for a mapping
+    assert values["tokenizer_class"] == "PreTrainedTokenizerFast"
+    loaded = AutoTokenizer.from_pretrained(saved)
+    assert type(loaded) is type(tokenizer)
+    assert loaded.get_vocab() == tokenizer.get_vocab()
+    assert loaded.all_special_tokens == tokenizer.all_special_tokens
+    text = "my <ticket> <extra_id_1> card"
+    assert loaded(text).input_ids == tokenizer(text).input_ids

@@ -1,5 +1,6 @@
 """A sharded model saved by its ranks is the model that Hugging Face loads, to the bit."""
 
+import copy
 import errno
 import json
 import os
@@ -9,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer, LlamaConfig
 
 from fullshard import MixedPrecision, ShardingStrategy, fully_shard, save
 from fullshard.core.comm import run_together
@@ -283,3 +284,29 @@ def test_a_disk_slower_than_the_communication_timeout_trips_nothing(tmp_path, mo
 
     run_ranks(2, work, timeout_s=1.0)
     assert_equal(load(reference, tmp_path / "model"), reference)
+
+
+def test_the_configuration_says_what_other_readers_do_not_find_out(tmp_path):
+    """Transformers 4, vLLM and converters tie by the configuration, and know rotary embeddings by earlier names."""
+    small = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+    rope = {"rope_type": "linear", "rope_theta": 5e5, "factor": 2.0}
+    own_head = t5_untied()
+    own_head.config.scale_decoder_outputs = False  # as of T5 1.1, and of flan-t5
+    own_head.lm_head.weight = nn.Parameter(torch.randn_like(own_head.shared.weight))
+    for name, reference in {
+        "t5": t5(),
+        "own": own_head,
+        "llama": AutoModelForCausalLM.from_config(LlamaConfig(vocab_size=64, **small, rope_parameters=rope)),
+    }.items():
+        save_over(1, [copy.deepcopy(reference)], tmp_path / name)
+        loaded = load(reference, tmp_path / name)
+        assert_equal(loaded, reference)
+        assert loaded.config.to_diff_dict().get("rope_parameters") == reference.config.to_diff_dict().get(
+            "rope_parameters"
+        )
+        assert getattr(loaded.config, "scale_decoder_outputs", 0) == getattr(
+            reference.config, "scale_decoder_outputs", 0
+        )
+    own, tied, llama = (json.loads((tmp_path / one / "config.json").read_text()) for one in ("own", "t5", "llama"))
+    assert (own["tie_word_embeddings"], tied["tie_word_embeddings"]) == (False, True)
+    assert (llama["rope_theta"], llama["rope_scaling"]) == (5e5, {"rope_type": "linear", "factor": 2.0})

@@ -147,7 +147,8 @@ class ModelConfig(ConfigSection):
     new_tokens: Annotated[tuple[str, ...], Option("state", before=[])] = ()
     """Words or marks to add to the tokenizer as tokens of their own, such as [<ticket>, <reply>]. Where the table of
     embeddings (and an output layer of its own) has no rows for them, it gets new ones, with the values that
-    transformers' resize_token_embeddings gives them. Needs full fine-tuning."""
+    transformers' resize_token_embeddings gives them. With an adapter (lora, dora) only the tokens' own rows are
+    trained, and saved with it."""
 
     @field_validator("freeze", "train", "new_tokens", mode="before")
     @classmethod
@@ -159,11 +160,14 @@ class ModelConfig(ConfigSection):
         repeated = sorted({one for one in self.new_tokens if self.new_tokens.count(one) > 1})
         if repeated or not all(one.strip() for one in self.new_tokens):
             raise ValueError(f"new_tokens: {f'{repeated[0]!r} is given twice' if repeated else 'a token is empty'}")
-        if self.new_tokens and self.adapter is not None:
-            raise ValueError(
-                "new_tokens trains the rows of new tokens with the model, and an adapter is saved without the model "
-                "and its table. Remove adapter; or train the tokens in a full run first, and an adapter over its model"
-            )
+        adapter = self.adapter
+        if (
+            self.new_tokens
+            and adapter is not None
+            and (adapter.path is not None or adapter.type not in ("lora", "dora"))
+        ):
+            why = "an adapter of type lora or dora" if adapter.path is None else "a new adapter: another has its tokens"
+            raise ValueError(f"new_tokens needs full fine-tuning or {why}. Remove one of them")
         return self
 
     @model_validator(mode="after")

@@ -11,6 +11,7 @@ from fullshard.program.models.adapters import (
     load_adapter as load_adapter,
     magnitude_layers as magnitude_layers,
     saved_adapter as saved_adapter,
+    trains_rows as trains_rows,
 )
 from fullshard.program.models.blocks import (
     blocks_of as blocks_of,
@@ -20,7 +21,7 @@ from fullshard.program.models.blocks import (
 )
 from fullshard.program.models.build import (
     ModelClass as ModelClass,
-    add_tokens as add_tokens,
+    add_rows as add_rows,
     build_model as build_model,
     build_skeleton as build_skeleton,
     converted_names as converted_names,
@@ -55,6 +56,12 @@ from fullshard.program.models.model_types import (
     router_loss as router_loss,
     set_attention_dropout as set_attention_dropout,
 )
+from fullshard.program.models.new_tokens import (
+    GrownWeights as GrownWeights,
+    add_tokens as add_tokens,
+    tokenizer_of as tokenizer_of,
+)
 from fullshard.program.models.noise import add_embedding_noise as add_embedding_noise
 from fullshard.program.models.packing import decoder_inputs as decoder_inputs
 from fullshard.program.models.preferences import Preference as Preference, reward_means as reward_means
+from fullshard.program.models.saved_tokenizer import save_tokenizer as save_tokenizer

@@ -18,12 +18,12 @@ import torch
 from torch import Tensor, nn
 
 from fullshard.core.comm import Comm, together
-from fullshard.core.engine import WantedTensor, WeightReader, wanted_tensors
+from fullshard.core.engine import WantedTensor, WeightReader, WeightSource, wanted_tensors
+from fullshard.core.engine.setup.weights import quantize_of
 from fullshard.core.policy import Quantize
 from fullshard.core.quantized import chosen_layers, format_of, keep_quiet, rounded
 from fullshard.errors import InvariantError, ModelError
 from fullshard.program.models.build import ONE_AT_A_TIME
-from fullshard.state.saving.weights import Pretrained
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -49,6 +49,7 @@ class AdapterSpec:
     target_modules: tuple[str, ...] | str | None = None
     num_virtual_tokens: int = 20  # number of vectors of prompt and prefix
     options: Mapping[str, Any] = field(default_factory=dict)  # further options of peft's configuration
+    new_tokens: tuple[int, ...] = ()  # lora and dora: ids whose rows in the tables are trained too
     path: Path | None = None  # directory of a trained adapter to go on with, whose own settings apply; None: a new one
 
 
@@ -115,6 +116,37 @@ def add_adapter(model: PreTrainedModel, spec: AdapterSpec, *, seed: int) -> Adap
     counts = [(p.numel(), p.requires_grad) for p in adapted.parameters()]
     trainable = sum(numel for numel, trained in counts if trained)
     return Adapted(adapted.train(), values, lacking, trainable, sum(numel for numel, _ in counts))
+
+
+def _row_targets(model: PreTrainedModel, spec: AdapterSpec) -> dict[str, list[int]]:
+    """Return peft's ``trainable_token_indices`` for new tokens: the modules that have rows of them, by name.
+
+    Raises:
+        ModelError: peft would compute something else, or another option trains the table.
+    """
+    table, head = model.get_input_embeddings(), model.get_output_embeddings()
+    tied, kind = getattr(model.config, "tie_word_embeddings", False), type(model).__name__
+    # peft follows the configuration, by which every T5 is tied; in files with two tables transformers unties them.
+    if (getattr(head, "weight", None) is table.weight) != tied or (model.config.is_encoder_decoder and not tied):
+        raise ModelError(
+            f"model.new_tokens: this {kind} has an output layer of its own, whose rows peft would not train apart from "
+            "the embeddings. Train without an adapter, or leave new_tokens out."
+        )
+    if getattr(head, "bias", None) is not None:
+        raise ModelError(
+            f"model.new_tokens: the output layer of {kind} has a bias, which peft leaves out of a layer with trained "
+            "rows. Train without an adapter, or leave new_tokens out."
+        )
+    found = [name for name, one in model.named_modules() if one is table or (one is head and not tied)]
+    targets = spec.target_modules if isinstance(spec.target_modules, tuple) else ()
+    in_full = [*targets, *(spec.options.get("modules_to_save") or ())]
+    twice = [one for one in in_full if any(f".{name}".endswith(f".{one}") for name in [*found, "lm_head"])]
+    if twice:
+        raise ModelError(
+            f"model.new_tokens trains single rows of a table that model.adapter changes too, in {twice[0]}. Take that "
+            "out of target_modules and modules_to_save, or leave new_tokens out."
+        )
+    return {name: list(spec.new_tokens) for name in found}
 
 
 def _require_parameters(adapted: Any, config: Any, buffers: set[int]) -> None:
@@ -263,7 +295,8 @@ def _peft_config(peft: Any, spec: AdapterSpec, model: PreTrainedModel) -> Any:
     targets = spec.target_modules
     tuned = {"target_modules": list(targets) if isinstance(targets, tuple) else targets}
     virtual = {"num_virtual_tokens": spec.num_virtual_tokens}
-    low_rank = {"r": spec.r, "lora_alpha": spec.lora_alpha, "lora_dropout": spec.lora_dropout, **tuned}
+    rows = {"trainable_token_indices": _row_targets(model, spec)} if spec.new_tokens else {}
+    low_rank = {**rows, "r": spec.r, "lora_alpha": spec.lora_alpha, "lora_dropout": spec.lora_dropout, **tuned}
     kinds: dict[str, tuple[str, dict[str, Any]]] = {
         "lora": ("LoraConfig", low_rank),
         "dora": ("LoraConfig", {**low_rank, "use_dora": True}),
@@ -302,6 +335,15 @@ def saved_adapter(directory: Path) -> tuple[str, str | None]:
     if found is None:
         raise ModelError(f"{directory} is a {kind} adapter; a run can go on with lora, dora and ia3.")
     return found, base
+
+
+def trains_rows(directory: Path) -> bool:
+    """Return whether the adapter that peft saved in a directory has rows of single tokens; any process."""
+    try:
+        values = json.loads((directory / "adapter_config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False  # the error comes where the adapter is loaded
+    return isinstance(values, dict) and bool(values.get("trainable_token_indices"))
 
 
 def _saved_config(peft: Any, directory: Path, model: PreTrainedModel) -> Any:
@@ -362,7 +404,7 @@ def _prefix_shape(model: PreTrainedModel) -> dict[str, int]:
 class AdapterWeights:
     """Weight source for ``fully_shard(peft_model, weights=AdapterWeights(Pretrained(path), values))``, one per rank."""
 
-    def __init__(self, base: Pretrained, values: Mapping[str, Tensor]) -> None:
+    def __init__(self, base: WeightSource, values: Mapping[str, Tensor]) -> None:
         """Keep the adapter's values as long as this object exists.
 
         ``base`` has the tensor names of the model without an adapter. ``values`` have those of peft's model; they are
@@ -374,7 +416,7 @@ class AdapterWeights:
     @property
     def quantize(self) -> Quantize | None:
         """Quantisation of the base model's linear layers."""
-        return self._base.quantize
+        return quantize_of(self._base)
 
     def open(self, model: Any, wanted: list[WantedTensor]) -> WeightReader:
         """See :meth:`fullshard.engine.WeightSource.open`; raises CheckpointError if the files do not fit the base."""

@@ -5,8 +5,9 @@ from __future__ import annotations
 import difflib
 import inspect
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -105,22 +106,6 @@ def train_tokenizer(
         )
     special: dict[str, Any] = {"extra_special_tokens": extra} if extra else {}
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=PAD, eos_token=EOS, unk_token=UNK, **special)
-
-
-def add_tokens(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[str]) -> PreTrainedTokenizerBase:
-    """Add tokens to a tokenizer, in place, and return it; any rank, alone.
-
-    Raises:
-        ModelError: It has one of them already.
-    """
-    vocabulary = tokenizer.get_vocab()
-    known = [one for one in tokens if one in vocabulary]
-    if known:
-        raise ModelError(
-            f"model.new_tokens: the tokenizer has {', '.join(map(repr, known))} already. Remove what is no new token."
-        )
-    tokenizer.add_tokens(list(tokens))
-    return tokenizer
 
 
 def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
@@ -232,11 +217,24 @@ def load_model(
     except (ImportError, OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise ModelError(f"The weights in {directory} cannot be loaded: {error}") from error
     _require_all_weights(directory, info)
-    if grow is not None and lacks_rows(hf_config, tokenizer):
-        with ONE_AT_A_TIME, torch.random.fork_rng(devices=[]):
-            torch.manual_seed(grow)
-            model.resize_token_embeddings(len(tokenizer))
+    if grow is not None:
+        add_rows(model, tokenizer, grow)
     return model.train()
+
+
+def add_rows(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, seed: int) -> None:
+    """Add rows to a model's tables, in place, if they have none for some ids; any rank. A seed gives the same values.
+
+    They are those of transformers' ``resize_token_embeddings``; on the meta device there are none.
+    """
+    if lacks_rows(model.config, tokenizer):
+        has_values = not model.get_input_embeddings().weight.is_meta
+        with ONE_AT_A_TIME, torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            # By itself it would tie by the configuration: an output layer whose own weights were loaded would be lost.
+            model.tie_weights = partial(type(model).tie_weights, model, recompute_mapping=False)
+            model.resize_token_embeddings(len(tokenizer), mean_resizing=has_values)
+            del model.tie_weights
 
 
 def build_skeleton(
@@ -250,8 +248,8 @@ def build_skeleton(
     """Build the model of a local Hugging Face directory without its weights, on the meta device; any rank, alone.
 
     It is the model of :func:`load_model` with the same arguments, but without memory: weights are read into the shards
-    later. It is in training mode and its parameters are fp32. If it ``grows``, its vocabulary is at least the
-    tokenizer's.
+    later. It is in training mode and its parameters are fp32. If it ``grows``, its vocabulary may be smaller than the
+    tokenizer's: rows are added later.
 
     Raises:
         ModelError: There is no such directory or config, the type has no such class, or the vocabulary is smaller than
@@ -259,8 +257,6 @@ def build_skeleton(
     """
     directory, hf_config, auto_class = _read_config(path, tokenizer, model_class, grows=grows)
     _require_attention(hf_config, auto_class, attention)
-    if grows and lacks_rows(hf_config, tokenizer):
-        hf_config.get_text_config().vocab_size = len(tokenizer)
     try:
         with ONE_AT_A_TIME, torch.device("meta"):
             model = auto_class.from_config(hf_config, dtype=torch.float32, attn_implementation=attention)

@@ -48,7 +48,7 @@ from fullshard.program.data import (
     step_shapes,
     steps,
 )
-from fullshard.program.models import Objective, add_tokens, blocks_of, load_tokenizer, resolve_model
+from fullshard.program.models import Objective, add_tokens, blocks_of, resolve_model
 from fullshard.program.models.float8 import Float8Layers
 from fullshard.program.models.hub import reads_one_sequence
 from fullshard.program.train.around_steps import AT_ONCE, AroundSteps, HeldOutBatches, assumed
@@ -65,7 +65,7 @@ from fullshard.program.train.setup.model import (
     shard_model,
 )
 from fullshard.program.train.setup.optimizers import make_optimizer, moving_average
-from fullshard.program.train.setup.prepare import Prepared, collate_spec
+from fullshard.program.train.setup.prepare import Prepared, collate_spec, model_tokenizer
 from fullshard.program.train.setup.quantization import describe_quantization
 from fullshard.program.train.setup.sequence import readers
 from fullshard.program.train.setup.steps import learning_rate_schedule, make_plan, training_batches
@@ -91,8 +91,10 @@ def prepare_length(config: RunConfig, source: int | None, target: int, world_siz
         ModelError: The tokenizer or the model's configuration cannot be read.
     """
     directory = None if config.model.path is None else resolve_model(config.model.path)
-    tokenizer = _blank_tokenizer(config) if directory is None else load_tokenizer(directory)
-    tokenizer = add_tokens(tokenizer, config.model.new_tokens)
+    if directory is None:
+        tokenizer = add_tokens(_blank_tokenizer(config), config.model.new_tokens)
+    else:
+        tokenizer = model_tokenizer(config, directory)
     described = directory if config.model.config is None else config.model.config
     causal = reads_one_sequence(described, config.model.model_class)  # type: ignore[arg-type]
     if source is None:

@@ -20,6 +20,7 @@ from fullshard.state.saving.lora import (
     TIED_NAME,
     ExportedTensor,
     LowRank,
+    NewRows,
     OverBase,
     adapter_tensors,
     holds_adapter,
@@ -425,7 +426,7 @@ class _OfBase:
     @property
     def specs(self) -> list[TensorSpec]:
         """Names, shapes and dtypes of the tensors."""
-        return [TensorSpec(name, tuple(one.shape), one.dtype) for name, one in self._base.files.tensors.items()]
+        return [TensorSpec(name, self._base.shape(name), one.dtype) for name, one in self._base.files.tensors.items()]
 
     def runs(self, name: str) -> Iterator[tuple[int, torch.Tensor]]:
         """Yield a tensor's only run: a weight at a time."""
@@ -433,7 +434,7 @@ class _OfBase:
             yield 0, _read_matrix(self._source, self._base.trained[name], torch.float32).view(-1)
             return
         values, update = self._base.read(name), self._base.updates.get(name)
-        yield 0, values if update is None else _Update(self._source, update, torch.float32).added(values, 0)
+        yield 0, values if update is None else _read_update(self._source, update, torch.float32).added(values, 0)
 
 
 def _runs(source: CheckpointReader, exported: ExportedTensor) -> Iterator[tuple[int, torch.Tensor]]:
@@ -441,13 +442,34 @@ def _runs(source: CheckpointReader, exported: ExportedTensor) -> Iterator[tuple[
     entry = source.entry(exported.source)
     dtype = dtype_of(entry)
     summed = torch.promote_types(dtype, torch.float32)
-    update = None if exported.update is None else _Update(source, exported.update, summed)
+    update = None if exported.update is None else _read_update(source, exported.update, summed)
     numel = RUN_BYTES // (dtype if update is None else summed).itemsize
     for stored in entry.pieces:
         for start in range(stored.start, stored.stop, numel):
             run = torch.empty(min(numel, stored.stop - start), dtype=dtype)
             source.read(Piece(exported.source, entry.shape, start, run))
             yield start, run if update is None else update.added(run, start)
+
+
+def _read_update(source: CheckpointReader, update: LowRank | NewRows, dtype: torch.dtype) -> _Update | _Rows:
+    return _Update(source, update, dtype) if isinstance(update, LowRank) else _Rows(source, update, dtype)
+
+
+class _Rows:
+    """Trained rows of a table, read completely."""
+
+    def __init__(self, source: CheckpointReader, rows: NewRows, dtype: torch.dtype) -> None:
+        self._values, self._indices = _read_matrix(source, rows.values, dtype), rows.indices
+
+    def added(self, run: torch.Tensor, start: int) -> torch.Tensor:
+        """Return a run of the table with the trained rows in place of its own, in their dtype."""
+        run, columns = run.to(self._values.dtype), self._values.shape[1]
+        for index, values in zip(self._indices, self._values, strict=True):
+            first = index * columns - start
+            begin, end = max(first, 0), min(first + columns, run.numel())
+            if begin < end:
+                run[begin:end] = values[begin - first : end - first]
+        return run
 
 
 class _Update:

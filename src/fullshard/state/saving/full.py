@@ -280,6 +280,7 @@ def write_assets(model: Any, directory: Path, *, tokenizer: Any = None, dtype: t
         config.architectures = [type(base).__name__]
         config.dtype = None if dtype is None else str(dtype).removeprefix("torch.")
         config.save_pretrained(directory)
+        _tell_other_readers(directory / "config.json", model)
     if getattr(model, "generation_config", None) is not None:
         model.generation_config.save_pretrained(directory)
     _write_adapter_config(model, directory)
@@ -288,6 +289,35 @@ def write_assets(model: Any, directory: Path, *, tokenizer: Any = None, dtype: t
         (directory / TIED_NAME).write_text(json.dumps(tied, indent=2) + "\n", encoding="utf-8")
     if tokenizer is not None:
         tokenizer.save_pretrained(directory)
+
+
+def _tell_other_readers(path: Path, model: Any) -> None:
+    """Add to a saved configuration what only transformers 5 finds out by itself; it reads it as its own.
+
+    Others tie an output layer by the configuration, by which every T5 is tied, even if the files have two tables, and
+    they look for the base of rotary embeddings under its earlier names.
+    """
+    values = json.loads(path.read_text(encoding="utf-8"))
+    if _has_own_head(model) and not values.get("scale_decoder_outputs"):
+        values["tie_word_embeddings"] = False
+    rope = values.get("rope_parameters")
+    if isinstance(rope, dict) and "rope_theta" in rope:
+        values["rope_theta"] = rope["rope_theta"]
+        if rope.get("rope_type", "default") != "default":
+            values["rope_scaling"] = {key: value for key, value in rope.items() if key != "rope_theta"}
+    path.write_text(json.dumps(values, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def _has_own_head(model: Any) -> bool:
+    """Return whether the output layer has weights of its own, and not those of the table of embeddings."""
+    base = model.get_base_model() if hasattr(model, "peft_config") else model
+    if not hasattr(base, "get_output_embeddings") or base.get_output_embeddings() is None:
+        return False
+    wanted = {id(base.get_input_embeddings()), id(base.get_output_embeddings())}
+    paths = [f"{plain_name(path)}." for path, module in model.named_modules() if id(module) in wanted]
+    return not any(
+        all(any(name.startswith(path) for name in one.names) for path in paths) for one in saved_tensors(model)
+    )
 
 
 def check_saving(model: Any, tokenizer: Any) -> None:

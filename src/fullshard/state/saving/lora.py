@@ -4,7 +4,9 @@ A layer of ``base_model.model.decoder.q`` with LoRA is stored as ``decoder.q.bas
 ``decoder.q.lora_A.default.weight``, ``decoder.q.lora_B.default.weight``; an embedding as ``lora_embedding_A.default``;
 a fully trained module as ``head.original_module.weight`` and ``head.modules_to_save.default.weight``. A vector
 of IA3 is ``q.ia3_l.default``; those of prompt and prefix tuning, outside of the base model, are
-``prompt_encoder.default.embedding.weight``.
+``prompt_encoder.default.embedding.weight``. Trained rows of a table are
+``embed_tokens.token_adapter.trainable_tokens_delta.default``, and the table itself is
+``embed_tokens.token_adapter.base_layer.weight``.
 
 A checkpoint that holds only an adapter is merged over its base model, whose files are read one weight at a time. A
 weight that was quantised is quantised and dequantised again, so that the adapter is added to the numbers it was trained
@@ -39,6 +41,7 @@ _SAVED = re.compile(r"(?P<module>.+)\.modules_to_save\.(?P<adapter>[^.]+)\.(?P<e
 _VECTORS = re.compile(r"(?P<module>.+)\.(?P<kind>ia3_l)\.(?P<adapter>[^.]+)")
 _PROMPT = re.compile(r"prompt_encoder\.(?P<adapter>[^.]+)\.embedding\.weight")
 _TOKENS = re.compile(r"(?P<module>.+\.token_adapter)\.(?P<kind>trainable_tokens_delta)\.(?P<adapter>[^.]+)")
+_TOKEN_ADAPTER = ".token_adapter"
 _PROMPTS = {"PROMPT_TUNING", "PREFIX_TUNING"}
 _ADAPTERS = {"LORA", "IA3", *_PROMPTS}
 _FACTORS = {"lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B"}
@@ -52,10 +55,10 @@ _HARMLESS = frozenset((
     "eva_config", "exclude_modules", "fan_in_fan_out", "inference_mode", "init_lora_weights", "layers_pattern",
     "layers_to_transform", "loftq_config", "lora_alpha", "lora_dropout", "lora_ga_config", "megatron_core",
     "modules_to_save", "peft_type", "peft_version", "qalora_group_size", "r", "rank_pattern", "revision",
-    "runtime_config", "target_modules", "task_type", "use_rslora",
+    "runtime_config", "target_modules", "task_type", "trainable_token_indices", "use_rslora",
 ))
 # fmt: on
-"""Settings with which merging is W + scaling * B @ A; any other that is set would change the merged weight."""
+"""Settings with which merging is W + scaling * B @ A, and rows of tokens; any other would change the merged weight."""
 
 
 @dataclass(frozen=True)
@@ -72,12 +75,20 @@ class LowRank:
 
 
 @dataclass(frozen=True)
+class NewRows:
+    """Trained rows of a table, which replace its own."""
+
+    values: str  # stored name of the rows
+    indices: tuple[int, ...]  # their places in the table
+
+
+@dataclass(frozen=True)
 class ExportedTensor:
     """One tensor of an export."""
 
     name: str  # its name in the exported files
     source: str  # its name in the checkpoint
-    update: LowRank | None = None  # the update to add to it; None: none
+    update: LowRank | NewRows | None = None  # its change; None: none
 
 
 def holds_adapter(names: Iterable[str]) -> bool:
@@ -151,23 +162,25 @@ def merged_tensors(
     """
     _require_one_adapter(tensors, config)
     _require_plain_lora(config)
-    factors = _factors(tensors)
+    factors, rows = _factors(tensors), _rows(tensors, config)
     trained = {f"{m['module']}.{m['end']}": name for name in tensors if (m := _SAVED.fullmatch(name)) is not None}
     merged = []
     for name, entry in tensors.items():
-        if _LORA.fullmatch(name) or ".original_module." in name:
+        if _LORA.fullmatch(name) or _TOKENS.fullmatch(name) or ".original_module." in name:
             continue
         match = _SAVED.fullmatch(name)
         module, is_base, end = name.rpartition(".base_layer.")
         plain = f"{match['module']}.{match['end']}" if match else f"{module}.{end}" if is_base else name
-        update = None
-        if is_base and end == "weight" and module in factors:
+        update: LowRank | NewRows | None = None
+        if is_base and end == "weight" and module in rows:
+            update, plain = rows.pop(module), f"{module.removesuffix(_TOKEN_ADAPTER)}.{end}"
+        elif is_base and end == "weight" and module in factors:
             update = _low_rank(module, factors.pop(module), entry, tensors, config)
-        if match is not None or update is not None:
+        if match is not None or isinstance(update, LowRank):
             _require_untied(plain, entry, model_config)
         merged.append(ExportedTensor(plain.removeprefix(_PREFIX), MODEL + name, update))
     untrained = {name: re.sub(r"\.modules_to_save\.[^.]+\.", ".original_module.", name) for name in trained.values()}
-    lost = [f"{module}.weight" for module in factors]
+    lost = [f"{module}.weight" for module in (*factors, *rows)]
     lost += [plain for plain, name in trained.items() if untrained[name] not in tensors]
     if lost:
         raise CheckpointError(
@@ -182,7 +195,7 @@ def merged_updates(
     config: Mapping[str, Any],
     model_config: Mapping[str, Any],
     entry_of: Callable[[str], TensorEntry],
-) -> dict[str, LowRank]:
+) -> dict[str, LowRank | NewRows]:
     """Return the update of each weight that an adapter changes, by its name in the base model.
 
     Args:
@@ -200,7 +213,10 @@ def merged_updates(
     _require_plain_lora({name: value for name, value in config.items() if name != "use_dora"})
     matches = [match for name in tensors if (match := _LORA.fullmatch(name))]
     magnitudes = {match["module"]: match[0] for match in matches if match["kind"] == _MAGNITUDE}
-    updates = {}
+    updates: dict[str, LowRank | NewRows] = {
+        f"{module.removeprefix(_PREFIX).removesuffix(_TOKEN_ADAPTER)}.weight": rows
+        for module, rows in _rows(tensors, config).items()
+    }
     for module, found in _factors(set(tensors) - set(magnitudes.values())).items():
         name = f"{module.removeprefix(_PREFIX)}.weight"
         entry = entry_of(name)
@@ -212,6 +228,17 @@ def merged_updates(
         updates[name] = update
         _require_untied(name, entry, model_config)
     return updates
+
+
+def _rows(tensors: Iterable[str], config: Mapping[str, Any]) -> dict[str, NewRows]:
+    """Return the trained rows of tables, by the name of peft's layer."""
+    given = config.get("trainable_token_indices") or {}
+    found = {}
+    for match in (match for name in tensors if (match := _TOKENS.fullmatch(name))):
+        layer = match["module"].removesuffix(_TOKEN_ADAPTER)
+        named = given if isinstance(given, list) else next(ids for key, ids in given.items() if layer.endswith(key))
+        found[match["module"]] = NewRows(MODEL + match[0], tuple(named))
+    return found
 
 
 def trained_copies(tensors: Mapping[str, TensorEntry], model_config: Mapping[str, Any]) -> dict[str, str]:
@@ -373,7 +400,15 @@ class OverBase:
         self.format = format_of(Quantize(base.type, double_quant=base.double_quant))
         self.quantised = {self._stored(name) for name in base.layers}
         updates = merged_updates(tensors, config, model_config, self._entry)
-        self.updates: dict[str, LowRank] = {self._stored(module): update for module, update in updates.items()}
+        self.updates = {self._stored(module): update for module, update in updates.items()}
+        for name, update in list(self.updates.items()):
+            if isinstance(update, NewRows):  # a tied table may be stored under several names
+                shape = self.files.tensors[name].shape
+                alike = [one for one, entry in self.files.tensors.items() if entry.shape == shape]
+                self.updates |= {
+                    one: update for one in alike if one not in self.updates and self.files.equal(name, one)
+                }
+        self._words: int | None = model_config.get("vocab_size")
         copies = trained_copies(tensors, model_config)
         self.trained = {self._stored(plain): MODEL + name for plain, name in copies.items()}
 
@@ -390,12 +425,23 @@ class OverBase:
         found = self.files.tensors[self._stored(name)]
         return TensorEntry(str(found.dtype).removeprefix("torch."), tuple(found.shape), ())
 
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a tensor in the merged model, in which tables may have more rows."""
+        shape, update = tuple(self.files.tensors[name].shape), self.updates.get(name)
+        if isinstance(update, NewRows):
+            return max(shape[0], max(update.indices) + 1), *shape[1:]
+        return (1, self._words) if name.endswith("final_logits_bias") and self._words else shape
+
     def read(self, name: str) -> torch.Tensor:
-        """Return a tensor of the files, flattened: in float32 if it is changed, and dequantised if it was quantised."""
+        """Return a tensor, flattened: in float32 if it is changed, and dequantised if it was quantised.
+
+        New rows of a table are zero.
+        """
         found = self.files.tensors[name]
         changes = name in self.quantised or name in self.updates
-        values = torch.empty(torch.Size(found.shape).numel(), dtype=torch.float32 if changes else found.dtype)
-        self.files.read(name, 0, values)
+        dtype = torch.float32 if changes else found.dtype
+        values = torch.zeros(torch.Size(self.shape(name)).numel(), dtype=dtype)
+        self.files.read(name, 0, values[: torch.Size(found.shape).numel()])
         if name not in self.quantised:
             return values
         return rounded(self.format, values.view(found.shape), torch.float32).reshape(-1)

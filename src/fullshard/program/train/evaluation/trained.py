@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from fullshard.core.comm import Comm, together
 from fullshard.errors import ConfigError, ModelError
 from fullshard.program.config import ModelConfig, RunConfig, option_of, recorded_base
-from fullshard.program.models import AdapterWeights, load_adapter, load_model, load_tokenizer, resolve_model
+from fullshard.program.models import AdapterWeights, load_adapter, load_model, resolve_model, tokenizer_of, trains_rows
 from fullshard.program.train.setup.devices import Devices, usable
 from fullshard.program.train.setup.model import choose_loader, make_model, shard_model
 from fullshard.program.train.setup.quantization import quantization_notes
@@ -77,7 +77,8 @@ def find_trained(path_or_id: str, config: RunConfig | None = None, moved: Path |
         before = config.model.model_dump(by_alias=True)
         kept = [name for name in before if option_of(f"model.{name}").travels]
         if base != directory and config.model.quantization is not None:
-            kept += ["adapter", "quantization"]
+            values["adapter"] = {"path": str(directory)}
+            kept += ["quantization"]
         model = ModelConfig.model_validate({**values, **{name: before[name] for name in kept}})
         config = config.model_copy(update={"model": model})
     return Trained(directory, base, config, recorded)
@@ -137,8 +138,8 @@ def _require_base(trained: Trained, recorded: Mapping[str, str]) -> None:
 
 
 def _tokenizer_of(trained: Trained) -> PreTrainedTokenizerBase:
-    """Load the base model's tokenizer; if it has no chat template, use the one saved with the adapter."""
-    tokenizer = load_tokenizer(trained.base)
+    """Load the model's tokenizer; if an adapter's base has no chat template, use the one saved with the adapter."""
+    tokenizer = tokenizer_of(trained.base, trained.directory)
     own = trained.directory / "chat_template.jinja"
     if tokenizer.chat_template is None and own.is_file():
         try:
@@ -152,7 +153,8 @@ def _with_adapter(trained: Trained, tokenizer: PreTrainedTokenizerBase) -> Any:
     """Load the full model on the CPU, with its adapter."""
     settings = trained.config.model
     kind, attention = settings.model_class, settings.attn_implementation
-    model = load_model(trained.base, tokenizer, model_class=kind, attention=attention)
+    grow = trained.config.seed if trains_rows(trained.directory) else None  # its own values replace those of new rows
+    model = load_model(trained.base, tokenizer, model_class=kind, attention=attention, grow=grow)
     return load_adapter(model, trained.directory)[0]
 
 

@@ -19,7 +19,7 @@ from huggingface_hub import EvalResult, EvalResultEntry, ModelCardData, eval_res
 from fullshard.errors import CheckpointError, ModelError
 from fullshard.program.config import option_of
 from fullshard.program.metrics import format_metric, metric_of
-from fullshard.program.models import saved_adapter
+from fullshard.program.models import saved_adapter, trains_rows
 from fullshard.program.train.reporting.reports import RunStart, RunSummary, spread
 from fullshard.program.train.reporting.scores import LEAST_OTHERS, RESAMPLES
 from fullshard.program.train.reporting.sinks import METRICS_NAME, Sink
@@ -272,6 +272,9 @@ def _use(run: Run) -> str:
     loaded = [f"model = {name}.from_pretrained(path)"]
     if run.adapter:
         loaded = [f'base = {name}.from_pretrained("{run.base}")', "model = PeftModel.from_pretrained(base, path)"]
+        if run.section("model").get("new_tokens") or trains_rows(Path(run.end.output_dir)):
+            rows = "max(len(tokenizer), base.get_input_embeddings().num_embeddings)"
+            loaded.insert(1, f"base.resize_token_embeddings({rows})  # room for the adapter's own tokens")
     predictions, place = run.end.predictions, run.repo or run.name
     # A recorded conversation is one text; as the content of a single turn it would give another prompt.
     usable = predictions and run.texts and not (run.start.causal and run.start.conversations)

@@ -30,6 +30,7 @@ from fullshard.core.comm import Comm, together, together_in_background
 from fullshard.errors import CheckpointError, ConfigError
 from fullshard.program.config import PROMPT_NAME, prompt_text
 from fullshard.program.metrics import higher_is_better, needs_text
+from fullshard.program.models import save_tokenizer
 from fullshard.program.train.evaluation.trained import BEST_NAME
 from fullshard.program.train.reporting.reports import CheckpointReport, EvaluationReport
 from fullshard.program.train.reporting.sinks import Sink
@@ -50,7 +51,7 @@ class PromptedTokenizer:
     def save_pretrained(self, directory: Path) -> None:
         """Write the tokenizer and ``fullshard_prompt.json``; on rank 0."""
         parts = self._parts
-        parts.tokenizer.save_pretrained(directory)
+        save_tokenizer(parts.tokenizer, directory)
         labels = None if parts.evaluation is None else parts.evaluation.rows.labels
         labels = labels if isinstance(labels, Mapping) else None
         text = prompt_text(parts.config, parts.system_turns, labels, conversations=bool(parts.system_turns))

@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import difflib
 from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING
 
 from torch import nn
 
 from fullshard.errors import ConfigError
 from fullshard.program.config import RunConfig
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
-def freeze(model: nn.Module, config: RunConfig) -> None:
+
+def freeze(model: PreTrainedModel, config: RunConfig) -> None:
     """Freeze the parameters that the settings name, in place; any rank, before sharding.
 
     A tied parameter is named by each of its names. A parameter that the model itself freezes stays so.
 
     Raises:
-        ConfigError: A pattern matches no parameter, or nothing is left to train.
+        ConfigError: A pattern matches no parameter, or nothing is left to train, or not the rows of new tokens.
     """
     chosen = {id(param) for found in _matches(model, config).values() for param in found}
     for param in model.parameters() if config.model.freeze or config.model.train else ():
@@ -25,6 +29,11 @@ def freeze(model: nn.Module, config: RunConfig) -> None:
             param.requires_grad = False
     if not any(param.requires_grad for param in model.parameters()):
         raise ConfigError(f"model.{_option(config)} leaves no parameter to train. Change its patterns.")
+    if config.model.new_tokens and not model.get_input_embeddings().weight.requires_grad:
+        raise ConfigError(
+            f"model.{_option(config)} leaves the table of embeddings untrained, and so the rows of model.new_tokens. A "
+            "tied table is named by each of its names. Change the patterns, or leave new_tokens out."
+        )
 
 
 def frozen_notes(model: nn.Module, config: RunConfig) -> tuple[str, ...]:

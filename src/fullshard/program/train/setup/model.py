@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers import AutoConfig
 
 from fullshard.core.comm import Comm, machine_axes, on_gpu, whole_memory_bytes
 from fullshard.core.engine import WeightSource, check_wrapped, fully_shard
@@ -36,11 +35,13 @@ from fullshard.program.models import (
     PLAIN,
     AdapterSpec,
     AdapterWeights,
+    GrownWeights,
     Objective,
     Preference,
     RouterLoss,
     add_adapter,
     add_embedding_noise,
+    add_rows,
     base_of,
     blocks_of,
     build_model,
@@ -64,6 +65,7 @@ from fullshard.program.models import (
     row_loss,
     saved_adapter,
     set_attention_dropout,
+    trains_rows,
 )
 from fullshard.program.models.packing import PackedRows, enable_packing, packed_inputs
 from fullshard.program.speed import WAYS, Facts, apply_ways, biased_layers
@@ -179,7 +181,8 @@ def _change_forward(model: PreTrainedModel, config: RunConfig) -> None:
 def make_model(config: RunConfig, tokenizer: PreTrainedTokenizerBase, directory: Path | None = None) -> PreTrainedModel:
     """Return the model of ``model.config`` on the CPU, the same on every rank, or of ``model.path`` on the meta device.
 
-    ``directory`` is ``model.path`` resolved by ``resolve_model``; None: resolved here.
+    The latter may lack rows for new tokens. ``directory`` is ``model.path`` resolved by ``resolve_model``; None:
+    resolved here.
 
     Raises:
         ModelError: It cannot be built.
@@ -188,15 +191,21 @@ def make_model(config: RunConfig, tokenizer: PreTrainedTokenizerBase, directory:
     kind, attention = settings.model_class, settings.attn_implementation
     if settings.path is not None:
         directory = directory or resolve_model(settings.path)
-        grows = bool(settings.new_tokens)
-        return build_skeleton(directory, tokenizer, model_class=kind, attention=attention, grows=grows)
+        return build_skeleton(directory, tokenizer, model_class=kind, attention=attention, grows=_may_grow(config))
     assert settings.config is not None, "the schema requires path or config"
     return build_model(settings.config, tokenizer, model_class=kind, attention=attention, seed=config.seed)
 
 
+def _may_grow(config: RunConfig) -> bool:
+    """Return whether the tables of ``model.path`` may lack rows for ids of the tokenizer, which has new tokens."""
+    adapter = config.model.adapter
+    begun = None if adapter is None or adapter.path is None else resolve_adapter(adapter.path)
+    return bool(config.model.new_tokens) or (begun is not None and trains_rows(begun))
+
+
 def choose_loader(
     skeleton: PreTrainedModel, config: RunConfig, tokenizer: PreTrainedTokenizerBase, directory: Path | None = None
-) -> tuple[PreTrainedModel, Pretrained | None, tuple[str, ...]]:
+) -> tuple[PreTrainedModel, Pretrained | GrownWeights | None, tuple[str, ...]]:
     """Decide whether ``model.path`` can be read shard by shard, or must be loaded in full by transformers.
 
     ``skeleton`` is the model on the meta device, ``directory`` the resolved ``model.path``; None: resolved here.
@@ -214,9 +223,12 @@ def choose_loader(
     weights = Pretrained(directory, quantize=quantize_of(config))
     converted = converted_names(skeleton, weights.names())
     reason = f"transformers converts {len(converted)} of its tensors ({converted[0]}, …)" if converted else None
-    if config.model.new_tokens and lacks_rows(AutoConfig.from_pretrained(directory, local_files_only=True), tokenizer):
-        reason = "its table of embeddings gets rows for model.new_tokens"
     reason = reason or weights.misfit(skeleton)
+    if reason is None and (
+        lacks_rows(skeleton.config, tokenizer) or (config.model.adapter and config.model.new_tokens)
+    ):
+        note = f"the embeddings of {config.model.path} were read in full on every rank, to take rows of new tokens from"
+        return skeleton, GrownWeights(skeleton, weights, tokenizer, config.seed), (note,)
     if reason is None:
         return skeleton, weights, ()
     require_by_shard(config, reason)
@@ -226,7 +238,7 @@ def choose_loader(
 def _load_full(config: RunConfig, tokenizer: PreTrainedTokenizerBase, directory: Path) -> PreTrainedModel:
     settings = config.model
     kind, attention = settings.model_class, settings.attn_implementation
-    grow = config.seed if settings.new_tokens else None
+    grow = config.seed if _may_grow(config) else None
     return load_model(directory, tokenizer, model_class=kind, attention=attention, grow=grow)
 
 
@@ -318,7 +330,7 @@ def _adapted(
     settings = config.model.adapter
     if settings is None:
         return ready
-    spec = _spec_of(config)
+    spec = _spec_of(config, tokenizer)
     _check_adapter(config, spec.type, causal=is_causal(ready.model))
     adapted, notes = add_adapter(ready.model, spec, seed=config.seed), ready.notes
     weights: WeightSource | None = ready.weights
@@ -328,7 +340,7 @@ def _adapted(
         notes = (*notes, _full_load_note(config, reason))
         full = _changed(_load_full(config, tokenizer, directory), config, memory_bytes)
         adapted, weights = add_adapter(full, spec, seed=config.seed), None
-    elif isinstance(weights, Pretrained):
+    elif weights is not None:
         weights = AdapterWeights(weights, adapted.values)
     _require_fused(adapted.model, config)
     share = adapted.trainable / adapted.total
@@ -346,13 +358,15 @@ def _require_fused(model: nn.Module, config: RunConfig) -> None:
         )
 
 
-def _spec_of(config: RunConfig) -> AdapterSpec:
-    """Return type and options of the run's adapter, of which it has one."""
+def _spec_of(config: RunConfig, tokenizer: PreTrainedTokenizerBase | None = None) -> AdapterSpec:
+    """Return type and options of the run's adapter, of which it has one; without a tokenizer, without new tokens."""
     settings = config.model.adapter
     assert settings is not None, "called where there is one"
     values, base = dict(settings), str(config.model.path)
     if settings.path is None:
-        return AdapterSpec(base=base, **values)
+        vocabulary = {} if tokenizer is None else tokenizer.get_vocab()
+        rows = tuple(vocabulary[token] for token in config.model.new_tokens if token in vocabulary)
+        return AdapterSpec(base=base, new_tokens=rows, **values)
     directory = resolve_adapter(settings.path)
     return AdapterSpec(type=saved_adapter(directory)[0], base=base, path=directory)
 
@@ -490,10 +504,12 @@ def outline_model(config: RunConfig, tokenizer: PreTrainedTokenizerBase, memory_
         UserError: The model cannot be built, or the settings do not match it.
     """
     with torch.device("meta"):
-        model = _changed(make_model(config, tokenizer), config, memory_bytes)
+        model = make_model(config, tokenizer)
+        add_rows(model, tokenizer, config.seed)
+        model = _changed(model, config, memory_bytes)
     settings = config.model.adapter
     if settings is not None:
-        spec = _spec_of(config)
+        spec = _spec_of(config, tokenizer)
         _check_adapter(config, spec.type, causal=is_causal(model))
         adapted = add_adapter(model, spec, seed=config.seed)
         if adapted.model is None:

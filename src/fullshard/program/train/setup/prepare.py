@@ -62,7 +62,14 @@ from fullshard.program.data import (
     with_unrelated,
     writes_date,
 )
-from fullshard.program.models import add_tokens, load_tokenizer, resolve_model, train_tokenizer
+from fullshard.program.models import (
+    add_tokens,
+    load_tokenizer,
+    resolve_adapter,
+    resolve_model,
+    tokenizer_of,
+    train_tokenizer,
+)
 from fullshard.program.models.hub import reads_one_sequence, task_prefixes
 
 if TYPE_CHECKING:
@@ -622,6 +629,19 @@ def prepare_tokenizer(config: RunConfig, say: Callable[[str], None] = lambda lin
     return make_tokenizer(sets_of(config, say), directory)
 
 
+def model_tokenizer(config: RunConfig, directory: Path) -> PreTrainedTokenizerBase:
+    """Return the tokenizer of ``model.path``, or of a trained adapter that brings tokens of its own, with new tokens.
+
+    ``directory`` is the former, resolved. Any process.
+
+    Raises:
+        ModelError: It cannot be loaded, or has a new token already.
+    """
+    adapter = config.model.adapter
+    begun = None if adapter is None or adapter.path is None else resolve_adapter(adapter.path)
+    return add_tokens(_without_padding(tokenizer_of(directory, begun)), config.model.new_tokens)
+
+
 def make_tokenizer(works: Sequence[SetRows], directory: Path | None) -> PreTrainedTokenizerBase:
     """Return the model directory's tokenizer, or one trained on the training rows and kept in the cache.
 
@@ -629,7 +649,7 @@ def make_tokenizer(works: Sequence[SetRows], directory: Path | None) -> PreTrain
         ModelError: It cannot be loaded or trained.
     """
     if directory is not None:
-        return add_tokens(_without_padding(load_tokenizer(directory)), works[0].config.model.new_tokens)
+        return model_tokenizer(works[0].config, directory)
     settings = works[0].config.model.tokenizer
     assert settings is not None, "the schema requires model.tokenizer with model.config"
 
