@@ -59,9 +59,11 @@ def pair_settings(directory, kind="t5", **changes):
     return values
 
 
-def saved_start(directory, kind="t5"):
-    """The path of a model with random weights and its tokenizer."""
-    config = RunConfig.model_validate(pair_settings(directory, kind))
+def saved_start(directory, kind="t5", **options):
+    """The path of a model with random weights and its tokenizer; ``options`` of its configuration."""
+    values = pair_settings(directory, kind)
+    values["model"]["config"] = values["model"]["config"] | options
+    config = RunConfig.model_validate(values)
     tokenizer = prepare(config).tokenizer
     make_model(config, tokenizer).save_pretrained(directory / "start")
     tokenizer.save_pretrained(directory / "start")

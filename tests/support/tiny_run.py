@@ -94,9 +94,6 @@ class Memory:
     def step(self, report):
         self.steps.append(report)
 
-    def compiling(self, graphs, seconds, *, late_after=None):
-        pass
-
     def estimate(self, steps):
         self.estimates.append(steps)
 

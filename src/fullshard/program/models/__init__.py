@@ -50,6 +50,7 @@ from fullshard.program.models.loss import (
 from fullshard.program.models.model_types import (
     T5_FAMILY as T5_FAMILY,
     RouterLoss as RouterLoss,
+    rates_of_dropout as rates_of_dropout,
     require_fp16_fit as require_fp16_fit,
     require_left_to_right as require_left_to_right,
     require_plain_loss as require_plain_loss,

@@ -6,6 +6,7 @@ to the loss are refused, because they would silently be trained with a different
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -169,6 +170,20 @@ def require_left_to_right(config: PreTrainedConfig) -> None:
         f"A {kind} model with this configuration reads its input in both directions: it would see the tokens that it "
         f"is to predict, and write nothing useful. {remedy}"
     )
+
+
+def rates_of_dropout(owners: Iterable[object]) -> list[tuple[object, str, float]]:
+    """Return the rates of dropout and jitter that are not 0 among the attributes of modules or configurations.
+
+    Each is its owner, the attribute's name and its value; any process.
+    """
+    return [
+        (owner, name, value)
+        for owner in owners
+        for name, value in vars(owner).items()
+        if isinstance(value, float) and value
+        if "drop" in name or "jitter" in name or (name == "p" and "Drop" in type(owner).__name__)
+    ]
 
 
 def set_attention_dropout(model: PreTrainedModel, probability: float) -> None:

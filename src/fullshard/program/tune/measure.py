@@ -19,7 +19,7 @@ from fullshard.core.optim import ShardedGradScaler
 from fullshard.errors import ConfigError, MemoryLimitError, ModelError, TrainingError, WrapError
 from fullshard.program.config import RunConfig
 from fullshard.program.data import Batch
-from fullshard.program.models import blocks_of
+from fullshard.program.models import blocks_of, rates_of_dropout
 from fullshard.program.speed import WAYS
 from fullshard.program.train.fit import Load
 from fullshard.program.train.reporting.flops import Flops, count_flops, peak_flops
@@ -123,13 +123,7 @@ def without_dropout(model: nn.Module) -> Iterator[None]:
     """Set every rate of dropout and jitter to 0 inside the context. Not ``eval()``, in which ways do not apply."""
     modules = list(model.modules())
     configs = {id(config): config for one in modules if hasattr(config := getattr(one, "config", None), "__dict__")}
-    kept = [
-        (owner, name, value)
-        for owner in (*modules, *configs.values())
-        for name, value in vars(owner).items()
-        if isinstance(value, float) and value
-        if "drop" in name or "jitter" in name or (name == "p" and "Drop" in type(owner).__name__)
-    ]
+    kept = rates_of_dropout((*modules, *configs.values()))
     try:
         for owner, name, _ in kept:
             setattr(owner, name, 0.0)

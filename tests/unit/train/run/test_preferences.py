@@ -9,12 +9,12 @@ import torch
 from huggingface_hub import ModelCard
 from peft import PeftModel, get_peft_model_state_dict
 from safetensors.torch import load_file
-from transformers import T5ForConditionalGeneration
+from transformers import AutoTokenizer, T5ForConditionalGeneration
 
 from fullshard.core.testing import run_ranks
 from fullshard.errors import DataError, ModelError, RunStopped
 from fullshard.program.config import RunConfig
-from fullshard.program.models import AdapterSpec, add_adapter
+from fullshard.program.models import AdapterSpec, add_adapter, rates_of_dropout
 from fullshard.program.report.files import read_run
 from fullshard.program.report.page import make_page
 from fullshard.program.train import FileSink, StopRequest, train
@@ -124,6 +124,17 @@ def test_an_adapter_is_trained_against_the_model_without_it(tmp_path, kind, quan
     assert saved.keys() == ours.keys()
     for name, weight in ours.items():
         assert torch.allclose(saved[name], weight, atol=1e-5), name
+
+
+def test_dropout_is_off_but_for_what_the_run_file_sets_as_in_trl(tmp_path):
+    path = saved_start(tmp_path, "t5", dropout_rate=0.25)
+    for objective, given, rates in (("dpo", None, set()), ("orpo", 0.5, {0.5}), ("sft", None, {0.25})):
+        model = {"path": path, "attention_dropout": given}
+        config = RunConfig.model_validate(pair_settings(tmp_path, training__objective=objective, model=model))
+        tokenizer = AutoTokenizer.from_pretrained(path)
+        ready = modelling.prepare_model(config, tokenizer).model
+        assert {rate for _, _, rate in rates_of_dropout(ready.modules())} == rates
+        assert ready.config.dropout_rate == 0.25
 
 
 @pytest.mark.slow

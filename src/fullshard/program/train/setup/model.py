@@ -56,6 +56,7 @@ from fullshard.program.models import (
     lacks_rows,
     load_model,
     model_loss,
+    rates_of_dropout,
     require_fp16_fit,
     require_left_to_right,
     require_plain_loss,
@@ -249,6 +250,9 @@ def _full_load_note(config: RunConfig, reason: str) -> str:
 def _changed(model: PreTrainedModel, config: RunConfig, memory_bytes: int | None) -> PreTrainedModel:
     """Change the model in place; called before its adapter is added."""
     freeze(model, config)
+    if config.training.objective != "sft" and config.model.path is not None:
+        for owner, name, _ in rates_of_dropout(model.modules()):  # the configuration that is published keeps them
+            setattr(owner, name, 0.0)
     if config.model.attention_dropout is not None:
         set_attention_dropout(model, config.model.attention_dropout)
     if refuses_fp16(config):
