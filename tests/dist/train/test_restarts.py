@@ -22,7 +22,7 @@ CHANGES = QUICK | {
 def run(directory, kind, **more):
     """Train in ``directory`` with a fault of a kind in rank 1's third step; return how it ended and its files."""
     directory.mkdir()
-    arguments = [kind, str(write_run_file(directory, **CHANGES)), "resume=never"]
+    arguments = [kind, str(write_run_file(directory, **CHANGES)), "resume=never", "--no-plan"]
     return launch_support("faulty_rank", arguments, **more), directory / "out"
 
 
