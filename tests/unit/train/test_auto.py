@@ -26,7 +26,7 @@ from support.tiny_run import QUICK
 
 @pytest.fixture(scope="module")
 def run_file(tmp_path_factory):
-    path = write_run(tmp_path_factory.mktemp("auto"), **QUICK)
+    path = write_run(tmp_path_factory.mktemp("auto"), model=QUICK["model"])
     path.write_text(path.read_text() + "\nsharding: auto\n")
     return path
 
