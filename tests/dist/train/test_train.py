@@ -14,7 +14,7 @@ from support.tiny_run import QUICK, read_jsonl, write_run_file
 
 pytestmark = pytest.mark.dist
 
-QUICK_MUON = {"model": QUICK["model"], "training__optimizer": "muon"}
+QUICK_MUON = {"model": QUICK["model"], "training__optimizer": "muon", "training__accumulate": "sharded"}
 DEMO = Path(__file__).parents[3] / "examples" / "banking77_tiny.yaml"
 
 
