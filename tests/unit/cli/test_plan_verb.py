@@ -138,11 +138,11 @@ def test_a_length_that_cannot_be(run_file, length, refused):
 
 
 @pytest.mark.slow
-def test_the_steps_of_all_plans_are_told(tmp_path, monkeypatch):
+def test_the_steps_of_all_plans_are_told(run_file, monkeypatch):
     told = []
     name = "fullshard.program.launch.progress.WorkProgress.__call__"
     monkeypatch.setattr(name, lambda bar, *counts: told.append(counts))
-    assert main(["plan", str(write_run(tmp_path)), "--world", "1,3", "--gpu", "t4"]) == 0
+    assert main(["plan", run_file, "--world", "1,3", "--gpu", "t4"]) == 0
     shares = [done / total for done, total in told]
     assert len(shares) == 6 + 12
     assert shares == sorted(shares)
