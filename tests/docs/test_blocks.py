@@ -14,7 +14,7 @@ PAGES = [
     *sorted((ROOT / "docs/guides").glob("*.md")),
     ROOT / "docs/concepts/what-a-shard-is.md",
 ]
-FAST = {"own-script.md", "report.md"}
+FAST = {"report.md"}
 NEEDS = {"lightning.md": "lightning"}
 LANGUAGES = {"bash", "python", "yaml", "text"}
 

@@ -1,6 +1,6 @@
 """The rank program with a fault in rank 1's third step: ``python -m support.faulty_rank KIND CONFIG``.
 
-KIND is ``none``, ``raise``, ``kill``, ``allocate``, or, in the first attempt only: ``kill_once``, ``crash_once``,
+KIND is ``raise``, ``kill``, ``allocate``, or, in the first attempt only: ``kill_once``, ``crash_once``,
 ``lose_once``.
 """
 
@@ -21,7 +21,7 @@ def faulty_step(model, optimizer, micro_batches, comm, spec, scaler, *, late):
     """Two good steps, then rank 1 is gone while rank 0 waits for it in a collective."""
     kind = sys.argv[1]
     first = os.environ.get("FULLSHARD_ATTEMPT", "0") == "0"
-    if comm.rank == 1 and spec.step == 3 and (first or not kind.endswith("_once")) and kind != "none":
+    if comm.rank == 1 and spec.step == 3 and (first or not kind.endswith("_once")):
         if kind.startswith("kill"):
             os.kill(os.getpid(), signal.SIGKILL)
         if kind == "crash_once":

@@ -32,6 +32,8 @@ def test_whoever_can_shard_a_model_has_optimizers_judged(door):
 
 
 NAMES = """
+import sys, fullshard.program.launch.programs.train
+print([name for name in ("peft", "bitsandbytes", "datasets") if name in sys.modules])
 import fullshard
 fullshard.save = 1
 print(hasattr(fullshard, "nothing"))
@@ -45,16 +47,21 @@ print(all(hasattr(fullshard, name) and name in dir(fullshard) for name in names)
 
 @pytest.fixture(scope="module")
 def of_names():
-    """What one process, which takes seconds, says of a name that there is not, of one that was set, and of all."""
+    """What one process, which takes seconds, says of a run's imports, a name that is not there, one set, and all."""
     return printed(NAMES).splitlines()
 
 
 def test_every_public_name_and_room_is_an_attribute(of_names):
-    assert (of_names[0], of_names[2]) == ("False", "True")
+    assert (of_names[1], of_names[3]) == ("False", "True")
 
 
 def test_what_was_set_in_place_of_a_name_stays_when_the_library_is_imported(of_names):
-    assert of_names[1] == "1"
+    assert of_names[2] == "1"
+
+
+def test_a_run_imports_peft_only_where_it_uses_it(of_names):
+    """It takes three seconds where bitsandbytes is installed, which it imports."""
+    assert of_names[0] == "[]"
 
 
 def test_public_names_stay_where_they_are():

@@ -343,10 +343,15 @@ def _after_steps(made: PlannedStep, tracker: MemoryTracker, peaks: dict[str, int
     return host, left
 
 
+_caller_freezes = False
+
+
 @contextmanager
 def _only_new_garbage() -> Iterator[None]:
     """Context in which collections look only at objects made in it: all others of a process take up to a second."""
-    if gc.get_freeze_count():  # the caller's own; ending that is not up to a plan
+    global _caller_freezes
+    _caller_freezes = _caller_freezes or gc.get_freeze_count() > 0  # counting them takes 0.2 s, so it is done once
+    if _caller_freezes:  # ending that is not up to a plan
         yield
         return
     gc.freeze()

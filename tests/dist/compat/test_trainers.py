@@ -29,12 +29,13 @@ def path_of(script):
 CASES = {script: cases_of(script) for script in ("trainer", "trl", "lightning")}
 
 
-QUICK_V1 = {"saved_v1", "peft_lora_resumes_v1", "gpt2_trains_v1", "launched_v1"}
+QUICK_V1 = {"peft_lora_resumes_v1", "gpt2_trains_v1"}
 """Of version 1 of the engine's settings, under the Trainer; the others are slow."""
+SLOW_V2 = {"peft_lora_resumes_v2", "smaller_batches_v2", "train_twice_v2", "stopped_twice_in_an_epoch_v2"}
 
 
 def _params(script, name):
-    slow = script == "trainer" and name.endswith("_v1") and name not in QUICK_V1
+    slow = script == "trainer" and (name in SLOW_V2 or (name.endswith("_v1") and name not in QUICK_V1))
     return pytest.param(script, name, marks=pytest.mark.slow if slow else ())
 
 

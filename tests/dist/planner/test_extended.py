@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from support.processes import run_processes
+from support.processes import run_processes, selected
 from support.torchao_folder import needs_torchao
 
 pytestmark = pytest.mark.dist
@@ -16,21 +16,27 @@ OF_TORCHAO = ("float8", "nf4")
 CASES = re.findall(r'^    "(\w+)": \(', SCRIPT.read_text(), re.MULTILINE)
 
 
+SLOW = {"int8_beside_frozen", "codes_replicated", "float8_in_bf16", "float8_replicated"}
+
+
+def _param(name):
+    slow = [pytest.mark.slow] if name in SLOW else []
+    return pytest.param(name, marks=[*slow, *([needs_torchao] if name.startswith(OF_TORCHAO) else [])])
+
+
 @pytest.fixture(scope="module")
-def results():
+def results(request):
     @cache
-    def of(names):
-        return run_processes(2, SCRIPT, "--only", names)
+    def of(of_torchao):
+        only = [name for name in selected(request, "case") if name.startswith(OF_TORCHAO) is of_torchao]
+        return run_processes(2, SCRIPT, "--only", ",".join(only))
 
     return of
 
 
-@pytest.mark.parametrize(
-    "case", [pytest.param(name, marks=needs_torchao) if name.startswith(OF_TORCHAO) else name for name in CASES]
-)
+@pytest.mark.parametrize("case", [_param(name) for name in CASES])
 def test_a_plan_is_what_ranks_hold_and_send(results, case):
-    of_torchao = case.startswith(OF_TORCHAO)
-    found = results(",".join(name for name in CASES if name.startswith(OF_TORCHAO) is of_torchao))[case]
+    found = results(case.startswith(OF_TORCHAO))[case]
     for name in ("collectives", "account", "sent_bytes"):
         measured, planned = ({k: v for k, v in one.items() if k != "all_gather_object"} for one in found[name])
         assert planned == measured, name

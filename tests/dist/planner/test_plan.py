@@ -15,8 +15,14 @@ from support.processes import run_processes, selected
 
 pytestmark = pytest.mark.dist
 
-SLOW = {"accumulating", "directory", "int8", "bias", "packed_bias"}
-EACH_RUN = [pytest.param(case, marks=pytest.mark.slow if case in SLOW else ()) for case in RUNS]
+SLOW = {"accumulating", "adapter", "bf16_messages", "bias", "directory", "int8", "packed_bias", "shared_packed_rows"}
+
+
+def each_of(cases):
+    return [pytest.param(case, marks=pytest.mark.slow if case in SLOW else ()) for case in cases]
+
+
+EACH_RUN = each_of(RUNS)
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +52,7 @@ def assert_equal(plan, ranks, case):
     assert plan.needed_bytes >= peak
 
 
-@pytest.mark.parametrize("case", OPTIONS)
+@pytest.mark.parametrize("case", each_of(OPTIONS))
 def test_a_plan_is_what_ranks_hold_and_send(case, ranks):
     assert_equal(fullshard.plan(make_model, batch, world_size=2, **OPTIONS[case]), ranks, case)
 

@@ -3,18 +3,22 @@
 import pytest
 
 from support.float8_runs import RUNS, float8_cases
+from support.processes import selected
 from support.torchao_folder import needs_torchao
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(600), needs_torchao]
 BESIDE = ("beside_llama", "beside_llama_gathers", "beside_t5")
 
 
+SLOW = {"beside_llama_gathers"}
+
+
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory):
-    return float8_cases([*BESIDE, *RUNS], tmp_path_factory.mktemp("float8"))
+def ranks(request, tmp_path_factory):
+    return float8_cases([*selected(request, "case"), *RUNS], tmp_path_factory.mktemp("float8"))
 
 
-@pytest.mark.parametrize("case", BESIDE)
+@pytest.mark.parametrize("case", [pytest.param(one, marks=pytest.mark.slow if one in SLOW else ()) for one in BESIDE])
 def test_losses_and_weights_are_those_of_fsdp2_to_the_bit(case, ranks):
     found = ranks[case]
     assert found["ours"] == found["theirs"]

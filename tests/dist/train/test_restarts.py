@@ -6,6 +6,7 @@ import pytest
 
 from fullshard.program.launch import attempts
 from support.launched import launch_support
+from support.processes import SOURCE, run_ranks
 from support.tiny_run import QUICK, read_jsonl, write_run_file
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(200)]
@@ -22,15 +23,16 @@ CHANGES = QUICK | {
 def run(directory, kind, **more):
     """Train in ``directory`` with a fault of a kind in rank 1's third step; return how it ended and its files."""
     directory.mkdir()
-    arguments = [kind, str(write_run_file(directory, **CHANGES)), "resume=never"]
+    arguments = [kind, str(write_run_file(directory, **CHANGES)), "resume=never", "--no-plan"]
     return launch_support("faulty_rank", arguments, **more), directory / "out"
 
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
-    failure, out = run(tmp_path_factory.mktemp("undisturbed") / "run", "none")
-    assert failure is None
-    return out
+    directory = tmp_path_factory.mktemp("undisturbed")
+    program = SOURCE / "fullshard" / "program" / "launch" / "programs" / "train.py"
+    run_ranks(2, program, str(write_run_file(directory, **CHANGES)), "--no-plan")
+    return directory / "out"
 
 
 def steps(out):

@@ -1,7 +1,6 @@
 """Whole training runs through the command line, on two gloo processes, which exchange matrices for Muon."""
 
 import json
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -10,11 +9,12 @@ from safetensors.torch import load_file
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
 from support.launched import launch_support
-from support.processes import FULLSHARD, apart, call, free_port
-from support.tiny_run import read_jsonl, write_run_file
+from support.processes import SOURCE, call, run_ranks
+from support.tiny_run import QUICK, read_jsonl, write_run_file
 
 pytestmark = pytest.mark.dist
 
+QUICK_MUON = {"model": QUICK["model"], "training__optimizer": "muon", "training__accumulate": "sharded"}
 DEMO = Path(__file__).parents[3] / "examples" / "banking77_tiny.yaml"
 
 
@@ -22,7 +22,7 @@ DEMO = Path(__file__).parents[3] / "examples" / "banking77_tiny.yaml"
 def own_ranks(tmp_path_factory):
     """A run that the program launches by itself."""
     directory = tmp_path_factory.mktemp("own")
-    run_file = write_run_file(directory, training__optimizer="muon")
+    run_file = write_run_file(directory, **QUICK_MUON)
     done = call("train", str(run_file), "--json")
     assert done.returncode == 0, done.stderr
     return directory / "out", done
@@ -30,16 +30,11 @@ def own_ranks(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def joined_ranks(tmp_path_factory):
-    """The same run, its ranks started as torchrun starts them, with the same files in another place."""
+    """The same run, its ranks started with torchrun's variables, with the same files in another place."""
     directory = tmp_path_factory.mktemp("joined")
-    run_file = write_run_file(directory, training__optimizer="muon")
-    world = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    environments = [apart(RANK=str(rank), LOCAL_RANK=str(rank), **world) for rank in range(2)]
-    command = [*FULLSHARD, "train", str(run_file)]
-    ranks = [subprocess.Popen(command, env=one, stdout=subprocess.PIPE, text=True) for one in environments]
-    outputs = [rank.communicate()[0] for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0, 0]
-    return directory / "out", outputs
+    run_file = write_run_file(directory, **QUICK_MUON)
+    program = SOURCE / "fullshard" / "cli" / "main.py"
+    return directory / "out", [out for out, _ in run_ranks(2, program, "train", str(run_file), "--no-plan")]
 
 
 def test_json_on_standard_output_is_the_summary(own_ranks):
@@ -126,7 +121,7 @@ def test_only_rank_0_speaks(joined_ranks):
 
 
 def test_a_rank_that_raises_ends_the_run_with_its_traceback(tmp_path, capfd):
-    failure = launch_support("faulty_rank", ["raise", str(write_run_file(tmp_path))])
+    failure = launch_support("faulty_rank", ["raise", str(write_run_file(tmp_path)), "--no-plan"])
     assert (failure.rank, failure.exit_code) == (1, 1)
     assert failure.text().startswith("Rank 1 failed first:\nTraceback (most recent call last):\n")
     assert failure.text().endswith("RuntimeError: the fault of rank 1")
@@ -151,7 +146,7 @@ def test_a_rank_that_is_out_of_memory_says_what_was_planned_measured_and_would_n
 
 @pytest.mark.slow
 def test_a_rank_that_is_killed_ends_the_run(tmp_path):
-    failure = launch_support("faulty_rank", ["kill", str(write_run_file(tmp_path))])
+    failure = launch_support("faulty_rank", ["kill", str(write_run_file(tmp_path)), "--no-plan"])
     assert failure.rank == 1
     assert "SIGKILL" in failure.text()
     assert failure.exit_code == 137

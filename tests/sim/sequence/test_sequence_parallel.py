@@ -11,7 +11,11 @@ IN_GROUPS = ("mistral", "t5")
 ON_FOUR = ("llama", "mistral", "t5")
 
 
-@pytest.mark.parametrize("kind", MODELS)
+SLOW = ("mistral", "qwen3")
+"""Of the families that differ from llama in details; test_model_types.py has a step of each."""
+
+
+@pytest.mark.parametrize("kind", [pytest.param(one, marks=pytest.mark.slow) if one in SLOW else one for one in MODELS])
 def test_ten_steps_on_two_ranks_equal_those_on_full_rows(kind):
     assert_shared_rows_train_alike(MODELS[kind], each=2)
 

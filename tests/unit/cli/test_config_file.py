@@ -8,7 +8,7 @@ import yaml
 
 from fullshard.program.cli import accelerate as config_file, common, main as cli
 from fullshard.program.config import RunConfig, load_run
-from support.tiny_run import write_run_file
+from support.tiny_run import QUICK, write_run_file
 
 
 @pytest.fixture(autouse=True)
@@ -54,11 +54,14 @@ def test_options_of_a_dry_run_are_refused_without_it(tmp_path, refused):
     [
         ([], "fp32 (ranks compute on CPUs)", "home or gather"),
         (["--world-size", "1", "--gpu", "h100"], "bf16 (h100 computes it in hardware)", "gather"),
-        (["--world-size", "8", "--gpu", "a10g"], "bf16 (a10g computes it in hardware)", "gather"),
+        pytest.param(
+            *(["--world-size", "8", "--gpu", "a10g"], "bf16 (a10g computes it in hardware)", "gather"),
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_a_dry_run_prints_what_was_chosen_and_why(tmp_path, on, precision, tables, done):
-    run = str(write_run_file(tmp_path))
+    run = str(write_run_file(tmp_path, **QUICK))
     chosen = done("config", "check", run, "--dry-run", *on).partition("chosen:\n")[2].splitlines()
     found = dict(line.strip().split(": ", 1) for line in chosen if line.startswith("  "))
     assert found["training.precision"] == precision
@@ -69,9 +72,11 @@ def test_a_dry_run_prints_what_was_chosen_and_why(tmp_path, on, precision, table
     assert found.get("model.attn_implementation", "").startswith("eager (") is bool(on)
 
 
-@pytest.mark.parametrize("own", ["model.attn_implementation=sdpa", "speed.ways=[bias_sdpa]"])
+@pytest.mark.parametrize(
+    "own", ["model.attn_implementation=sdpa", pytest.param("speed.ways=[bias_sdpa]", marks=pytest.mark.slow)]
+)
 def test_an_attention_of_the_run_file_is_kept(tmp_path, own, done):
-    run = str(write_run_file(tmp_path))
+    run = str(write_run_file(tmp_path, **QUICK))
     said = done("config", "check", run, own, "--dry-run", "--world-size", "1", "--gpu", "h100")
     assert "model.attn_implementation: eager" not in said
 

@@ -162,7 +162,10 @@ def test_questions_are_answered_and_the_file_is_written_checked_and_explained(tm
     assert os.listdir(tmp_path) == ["mine.yaml"]
 
 
-@pytest.mark.parametrize(("keys", "code", "told"), [("\x03", 130, "interrupted"), ("\x04", 2, "nothing was written")])
+@pytest.mark.parametrize(
+    ("keys", "code", "told"),
+    [("\x03", 130, "interrupted"), pytest.param("\x04", 2, "nothing was written", marks=pytest.mark.slow)],
+)
 def test_ctrl_c_and_the_end_of_input_write_nothing(tmp_path, start, keys, code, told):
     terminal = start()
     terminal.choose("In which compute environment")

@@ -11,11 +11,12 @@ from fullshard.program.config import load_run
 from fullshard.program.train.run_plan import longest_batch
 from fullshard.program.train.setup.prepare import prepare
 from support.planned import write_directory_run, write_run
+from support.tiny_run import QUICK
 
 
 @pytest.fixture(scope="module")
 def run_file(tmp_path_factory):
-    return str(write_run(tmp_path_factory.mktemp("plan")))
+    return str(write_run(tmp_path_factory.mktemp("plan"), model=QUICK["model"]))
 
 
 def test_the_plan_is_printed_as_json(run_file, done):

@@ -3,14 +3,13 @@
 import os
 import queue
 import signal
-import subprocess
-import sys
 
 import pytest
 
 from fullshard.program.launch.failure import say_ending
 from fullshard.program.launch.programs import signals
 from fullshard.program.launch.programs.signals import StopSignals
+from support.processes import run_ranks
 
 AGAIN = """
 import ctypes, os, signal, threading
@@ -62,9 +61,11 @@ def test_one_rank_says_that_it_stops_and_only_while_it_trains(rank, times, monke
     assert capfd.readouterr().err.count("stopping after this step with a checkpoint") == times
 
 
-def test_one_more_ends_the_process_whatever_it_waits_for():
-    done = subprocess.run([sys.executable, "-c", AGAIN], check=False, timeout=100)
-    assert done.returncode == 130
+def test_one_more_ends_the_process_whatever_it_waits_for(tmp_path):
+    script = tmp_path / "again.py"
+    script.write_text(AGAIN)
+    with pytest.raises(AssertionError, match="rank 0 ended with 130"):
+        run_ranks(1, script, timeout_s=100)
 
 
 def test_the_end_of_an_attempt_is_no_wish_to_save(tmp_path, monkeypatch, capfd):

@@ -10,6 +10,7 @@ import pytest
 from fullshard.program.cli.main import main
 from fullshard.program.report import markup
 from support.planned import write_run
+from support.tiny_run import QUICK
 
 
 @pytest.fixture(scope="module")
@@ -17,7 +18,7 @@ def page(tmp_path_factory):
     """The plan as JSON, the charts of its page and the page."""
     directory = tmp_path_factory.mktemp("page")
     target = directory / "plan.html"
-    command = ["plan", str(write_run(directory)), "--world", "2", "--gpu", "t4", "--json"]
+    command = ["plan", str(write_run(directory, **QUICK)), "--world", "2", "--gpu", "t4", "--json"]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(markup, "_plotly", lambda: "/* plotly.js */")
         patch.setattr("fullshard.program.cli.plan.DRAWN_WORLDS", (1, 4096))

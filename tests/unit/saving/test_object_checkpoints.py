@@ -21,8 +21,13 @@ from support.states import assert_same_bits, rank_runs, whole
 ROWS = 2
 
 
-@pytest.fixture(params=["memory", pytest.param("s3", marks=pytest.mark.skipif(
-    not object_stores.HAS_S3, reason="needs s3fs, moto and flask"))])  # fmt: skip
+NEEDS_S3 = pytest.mark.skipif(not object_stores.HAS_S3, reason="needs s3fs, moto and flask")
+S3 = pytest.param("s3", marks=NEEDS_S3)
+SLOW_S3 = pytest.param("s3", marks=[NEEDS_S3, pytest.mark.slow])
+"""A server takes a second or more in each test; the other tests of it are of what S3 does otherwise than memory."""
+
+
+@pytest.fixture(params=["memory", S3])
 def url(request, monkeypatch):
     monkeypatch.setattr(object_path, "FIRST_WAIT_SECONDS", 0.0)
     with object_stores.memory() if request.param == "memory" else object_stores.s3(monkeypatch) as prefix:
@@ -76,12 +81,20 @@ def objects(url):
     return as_place(url).sizes()
 
 
-@pytest.mark.parametrize(("before", "after", "background"), [(2, 2, False), (2, 3, True), (3, 1, False), (1, 2, True)])
+@pytest.mark.parametrize(
+    ("url", "before", "after", "background"),
+    [
+        *(("memory", *case) for case in ((2, 2, False), (2, 3, True), (3, 1, False), (1, 2, True))),
+        pytest.param("s3", 2, 3, True, marks=NEEDS_S3),
+    ],
+    indirect=["url"],
+)
 def test_what_is_loaded_is_what_was_saved_at_any_world_size(url, before, after, background):
     saved = save_steps(url, before, [1], background=background)
     assert_same_bits(load(url, after), saved)
 
 
+@pytest.mark.parametrize("url", ["memory", SLOW_S3], indirect=True)
 def test_the_newest_is_kept_and_another_save_of_its_step_replaces_it(url):
     save_steps(url, 1, [1, 2, 3], keep_last=2)
     assert [path.name.partition(".")[0] for path in find_checkpoints(as_place(url))] == [
@@ -121,6 +134,7 @@ def test_the_marker_is_put_last_and_deleted_first(url, monkeypatch):
     assert sum(path.endswith(".safetensors") for path in after) == 1
 
 
+@pytest.mark.parametrize("url", ["memory", SLOW_S3], indirect=True)
 def test_without_its_marker_nothing_is_a_checkpoint_and_the_next_run_clears_it(url):
     save_steps(url, 1, [1, 2])
     one, two = find_checkpoints(as_place(url))
@@ -179,6 +193,7 @@ def test_a_run_that_lost_its_lock_marks_nothing(url):
     assert "lock" in objects(url), "it is the other run's"
 
 
+@pytest.mark.parametrize("url", ["memory", SLOW_S3], indirect=True)
 def test_a_damaged_one_is_an_error_and_going_back_sets_it_aside(url):
     save_steps(url, 1, [1, 2])
     one, two = find_checkpoints(as_place(url))
@@ -197,6 +212,7 @@ def test_a_damaged_one_is_an_error_and_going_back_sets_it_aside(url):
     assert inspect_path(url).set_aside == (two,)
 
 
+@pytest.mark.parametrize("url", ["memory", SLOW_S3], indirect=True)
 def test_damage_in_a_tensor_is_found(url):
     save_steps(url, 2, [1, 2])
     path = find_checkpoints(as_place(url))[-1]

@@ -16,8 +16,10 @@ FACTS = Facts(torch.device("cpu"), torch.float32, packing=True, longest=LONGEST)
 
 
 @pytest.mark.filterwarnings("default")  # of the compiler
-@pytest.mark.parametrize("recompute", [False, True])
-@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize(
+    ("packed", "recompute"),
+    [(False, False), (True, True), *(pytest.param(one, not one, marks=pytest.mark.slow) for one in (False, True))],
+)
 def test_compiled_blocks_attend_as_the_way_of_attention_does(monkeypatch, packed, recompute):
     torch._dynamo.reset()
     counters.clear()

@@ -275,7 +275,9 @@ print(used // 1024, time.process_time() - start)
 """
 
 
-@pytest.mark.parametrize("kind", ["names", "values", "bytes"])
+@pytest.mark.parametrize(
+    "kind", ["names", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("values", "bytes"))]
+)
 def test_what_is_too_much_costs_no_more_than_its_bytes(kind, newest):
     entry = '{"dtype":"uint8","shape":[1],"pieces":[["shard-00000-of-00001.safetensors",0,1,[0]]]}'
     if kind == "names":

@@ -21,11 +21,12 @@ from fullshard.program.train.setup.prepare import prepare
 from fullshard.program.train.setup.resume import checkpoints_directory
 from fullshard.state.resilience import ScratchDirectory
 from support.planned import write_run
+from support.tiny_run import QUICK
 
 
 @pytest.fixture(scope="module")
 def run_file(tmp_path_factory):
-    path = write_run(tmp_path_factory.mktemp("auto"))
+    path = write_run(tmp_path_factory.mktemp("auto"), model=QUICK["model"])
     path.write_text(path.read_text() + "\nsharding: auto\n")
     return path
 

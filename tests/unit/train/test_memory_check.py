@@ -68,7 +68,8 @@ def test_a_run_that_just_fits_starts_with_its_plan(start, peak):
     assert "peak of a step" in planned.table
 
 
-def test_a_run_that_cannot_fit_is_refused_with_what_would_need_less(start, peak):
+def test_a_run_that_cannot_fit_is_refused_with_what_would_need_less(start, peak, monkeypatch):
+    monkeypatch.setattr(fit, "MOST", 2)  # each takes a plan
     there = peak * 2 // 3
     with pytest.raises(MemoryLimitError) as caught:
         start(there, f"{BLOCKS}=false")
@@ -77,7 +78,7 @@ def test_a_run_that_cannot_fit_is_refused_with_what_would_need_less(start, peak)
     assert "activations and temporaries" in text
     assert text.endswith("--no-plan starts it anyway.")
     found = [line.strip().split(": ") for line in text.splitlines() if line.endswith("then it fits")]
-    assert 1 <= len(found) <= 3
+    assert 1 <= len(found) <= 2
     for overrides, _ in found:
         assert start(there, *overrides.split())[0] is not None
 
@@ -317,7 +318,7 @@ def test_full_gradients_that_cannot_fit_are_refused_with_what_fits(start, peaks,
     assert start(there, *FOUR, ranks=4)[0].values["accumulate"] == "sharded"
 
 
-@pytest.mark.parametrize("before", ["sharded", "unsharded"])
+@pytest.mark.parametrize("before", [pytest.param("sharded", marks=pytest.mark.slow), "unsharded"])
 def test_a_run_that_continues_accumulates_as_at_its_start(start, peaks, tmp_path, before):
     """Nine tenths count for a new run only: in all of the memory the plan still fits."""
     recorded = {"config": {"training": {"accumulate": before}}}
@@ -387,7 +388,7 @@ def large(size):
 
 
 @pytest.mark.parametrize("compiled", ["false", "true"])
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", ["6B", pytest.param("66B", marks=pytest.mark.slow)])
 def test_what_cannot_fit_is_refused_without_a_plan(tmp_path, monkeypatch, size, compiled):
     """AdamW in fp32 holds 16 bytes a parameter; the last block has no gradient yet while it is gathered."""
     path = write_run(tmp_path, model={"config": large(size), "tokenizer": {"vocab_size": 60}})

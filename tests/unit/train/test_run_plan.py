@@ -27,6 +27,9 @@ from fullshard.program.train.setup.steps import make_plan
 from support.planned import plan_run, write_accumulating_run, write_adapter_run, write_directory_run, write_run
 from support.tiny_run import MODEL
 
+NO_TEXTS = {"training__eval_strategy": "no"}
+"""Plans of evaluations, which write texts, take a third of a plan."""
+
 
 def rows(*lengths):
     sources, targets = zip(*lengths, strict=True)
@@ -141,7 +144,7 @@ def test_an_evaluations_peak_grows_with_its_batch(tmp_path):
     "kind", ["lora", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("dora", "ia3", "prompt", "prefix"))]
 )
 def test_every_adapter_is_planned(tmp_path, kind):
-    path = write_directory_run(tmp_path)
+    path = write_directory_run(tmp_path, **NO_TEXTS)
     adapted, full = planned(path, f"model.adapter={{type: {kind}}}"), planned(path)
     assert 0 < adapted.parts["optimizer_state"] < full.parts["optimizer_state"] / 2
 
@@ -156,8 +159,8 @@ def test_the_average_of_the_weights_is_planned(tmp_path):
 
 
 def test_frozen_weights_are_planned_where_the_run_keeps_them(tmp_path):
-    path = write_adapter_run(tmp_path)
-    kept, sharded = planned(path, ranks=2), planned(path, "sharding.frozen=shard", ranks=2)
+    path, more = write_adapter_run(tmp_path), "training.eval_strategy=no"
+    kept, sharded = planned(path, more, ranks=2), planned(path, more, "sharding.frozen=shard", ranks=2)
     assert kept.parts["shards"] > 1.5 * sharded.parts["shards"]
 
 
@@ -169,7 +172,7 @@ def test_an_adapter_that_peft_makes_from_weights_is_refused(tmp_path):
 
 @pytest.mark.parametrize("fused", ["true", pytest.param("false", marks=pytest.mark.slow)])
 def test_fp16_is_planned_as_a_step_that_is_not_skipped(tmp_path, fused):
-    path, more = write_run(tmp_path), f"training.fused_cross_entropy={fused}"
+    path, more = write_run(tmp_path, **NO_TEXTS), f"training.fused_cross_entropy={fused}"
     half = planned(path, "training.precision=fp16", "training.allow_fp16=true", more)
     assert half.parts["optimizer_state"] == planned(path, more).parts["optimizer_state"]
     assert half.phase_peaks["optimizer"] >= half.parts["optimizer_state"] + half.parts["shards"]
@@ -290,7 +293,7 @@ def test_host_memory_counts_on_cpu_ranks_and_not_on_a_gpu(tmp_path):
 
 
 def test_machines_keep_snapshots_of_their_peers(tmp_path):
-    path = write_run(tmp_path)
+    path = write_run(tmp_path, **NO_TEXTS)
     one, several = (planned_roughly(path, ranks_each=each).host["snapshots"] for each in (2, 1))
     assert several == 2 * one
 

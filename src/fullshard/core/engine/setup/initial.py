@@ -414,11 +414,11 @@ class Initializer:
         meta = {key: buffer for key, buffer in module._buffers.items() if buffer is not None and buffer.is_meta}
         for key, buffer in meta.items():
             module._buffers[key] = marked_like(buffer, self.device)
+        if self.device.type == "meta":
+            return  # only the layout is wanted: there are no values, and drawing none takes milliseconds each
         initializer = self._own_initializer(module)
         if initializer is not None:
             initializer()
-        if self.device.type == "meta":
-            return  # only the layout is wanted: there are no values
         for key, buffer in meta.items():
             if torch.equal(module._buffers[key].nan_to_num(7.0), marked_like(buffer, self.device).nan_to_num(7.0)):  # type: ignore[union-attr]
                 if self.first.rest_later:
