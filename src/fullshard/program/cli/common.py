@@ -275,10 +275,12 @@ class ShareProgress(WorkProgress):
         """Start without a bar, before the first piece."""
         super().__init__(what, shown=shown)
         self.pieces, self.piece = pieces, 0
+        self._share = 0.0
 
     def __call__(self, done: int, total: int) -> None:
-        """Update the bar: ``done`` of ``total`` of the current piece."""
-        super().__call__(self.piece * total + done, self.pieces * total)
+        """Update the bar: ``done`` of ``total`` of the current piece, which may be done several times."""
+        self._share = max(self._share, (self.piece + done / total) / self.pieces)  # a bar does not go back
+        super().__call__(round(self._share * self.pieces * total), self.pieces * total)
 
     def amount(self, done: int, total: int) -> str:
         """Return what is done, for a line."""
