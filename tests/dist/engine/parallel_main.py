@@ -533,6 +533,24 @@ def snapshots_are_put_back(directory):
     assert_same(full(alone), expected)
 
 
+def buffers_that_are_dtensors_are_saved(directory):
+    """``parallelize_module`` makes such buffers of the modules that it divides."""
+    path, models, tp = Path(directory) / "buffers", [], mesh_of(2, 2)["tp"]
+    for value in (1.0, 0.0):
+        model = divided("sequence")
+        model.norm.register_buffer("seen", DTensor.from_local(torch.full((3,), value, device=DEVICE), tp))
+        models.append(core(model, mesh=mesh_of(2, 2)["dp"]))
+    saved(models[0], None, path)
+    fullshard.load_checkpoint(models[1], None, path / f"step-{STEPS:08d}")
+    assert models[1].norm.seen.to_local().tolist() == [1.0] * 3
+    if state := fullshard.full_state_dict(models[1]):
+        assert state["norm.seen"].tolist() == [1.0] * 3
+    del models[0].norm.seen
+    models[0].norm.register_buffer("seen", DTensor.from_local(torch.zeros(3, device=DEVICE), tp, [Shard(0)]))
+    with expect(ShardingError, "norm.seen (6,) is a DTensor placed"):
+        fullshard.load_checkpoint(models[0], None, path / f"step-{STEPS:08d}")
+
+
 def full_optimizer_states_are_those_of_unsharded_optimizers(_):
     """On the first rank; and back from it, on another mesh."""
     model, optimizer = trained("sequence")
@@ -657,8 +675,8 @@ class expect:
         return True
 
 
-def what_is_not_there_is_refused_by_name(_):
-    mesh = mesh_of(2, 2)
+def what_is_not_there_is_refused_by_name(directory):
+    mesh, path = mesh_of(2, 2), Path(directory) / "refused"
     model, _ = trained("sequence")
     with expect(ProcessGroupError, "are in both"):
         fullshard.fully_shard(divided("sequence"))
@@ -671,6 +689,15 @@ def what_is_not_there_is_refused_by_name(_):
     with expect(MismatchError, "tensor parallelism hold different values of model.embed_tokens.weight"):
         torch.manual_seed(mesh["tp"].get_local_rank())
         fullshard.fully_shard(divide_llama(llama(), mesh["tp"]), mesh["dp"])
+    with expect(MismatchError, "different values of embed.weight"):
+        below = divided("sequence")
+        torch.manual_seed(mesh["tp"].get_local_rank())
+        below.embed = core(nn.Embedding(52, 16), mesh=mesh["dp"])
+        fullshard.fully_shard(below, mesh["dp"])
+    with expect(ShardingError, "blocks.0.up.weight (32, 16) is a DTensor placed"):
+        ignores = divided("sequence")
+        fullshard.fully_shard(ignores, mesh["dp"], ignored_params=[ignores.blocks[0].up.weight])
+        fullshard.Checkpoints(path).save(ignores, None, step=1)
     with expect(ConfigError, "tensor parallelism divides"):
         Adafactor(model.parameters())
     with expect(ConfigError, "Use an elementwise optimizer"):
@@ -698,6 +725,7 @@ CASES = {
     "distributed_checkpoints_fit_other_meshes": distributed_checkpoints_fit_other_meshes,
     "checkpoints_have_full_parameters": checkpoints_have_full_parameters,
     "checkpoints_fit_other_meshes": checkpoints_fit_other_meshes,
+    "buffers_that_are_dtensors_are_saved": buffers_that_are_dtensors_are_saved,
     "full_optimizer_states_are_those_of_unsharded_optimizers": full_optimizer_states_are_those_of_unsharded_optimizers,
     "weights_are_read_into_models_on_the_meta_device": weights_are_read_into_models_on_the_meta_device,
     "meta_models_are_initialised_as_full_ones": meta_models_are_initialised_as_full_ones,

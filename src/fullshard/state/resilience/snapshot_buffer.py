@@ -22,7 +22,7 @@ from fullshard.state.storage import SMALL, parse_bounded, read_bounded, require_
 
 MANIFEST_NAME, BYTES_NAME = "manifest.json", "state.bin"
 
-_FORMAT = 3
+_FORMAT = 4
 """Of the manifest and of what ``plain`` holds; after an update under a running launcher, another one is no snapshot."""
 
 _ALIGNED = 64

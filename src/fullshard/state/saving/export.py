@@ -438,15 +438,19 @@ class _OfBase:
 
 
 def _runs(source: CheckpointReader, exported: ExportedTensor) -> Iterator[tuple[int, torch.Tensor]]:
-    """Yield a tensor's runs to export, cut along the stored ones so that each block is read once."""
+    """Yield a tensor's runs to export, cut along the stored ones so that each block is read once.
+
+    Of stored columns a run has some of each block, so that blocks are read again: long runs do so least.
+    """
     entry = source.entry(exported.source)
     dtype = dtype_of(entry)
     summed = torch.promote_types(dtype, torch.float32)
     update = None if exported.update is None else _read_update(source, exported.update, summed)
     numel = RUN_BYTES // (dtype if update is None else summed).itemsize
-    for stored in entry.pieces:
-        for start in range(stored.start, stored.stop, numel):
-            run = torch.empty(min(numel, stored.stop - start), dtype=dtype)
+    cuts = [(one.start, one.stop) for one in entry.pieces] if entry.order is None else [(0, entry.numel)]
+    for first, stop in cuts:
+        for start in range(first, stop, numel):
+            run = torch.empty(min(numel, stop - start), dtype=dtype)
             source.read(Piece(exported.source, entry.shape, start, run))
             yield start, run if update is None else update.added(run, start)
 

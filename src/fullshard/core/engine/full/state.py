@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from fullshard.core.comm import Mesh, SoloComm
-from fullshard.core.engine.parallel.parallel import everyone
+from fullshard.core.engine.parallel.parallel import everyone, is_distributed
 from fullshard.core.engine.parallel.parallel_lane import ParallelParam
 from fullshard.core.engine.registry import runtime_of
 from fullshard.core.engine.step.param import ShardedParam
@@ -407,17 +407,46 @@ def require_undivided(model: nn.Module, what: str) -> None:
 
 
 def left_out(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return parameters that are not sharded, by their first name."""
+    """Return parameters that are not sharded, by their first name.
+
+    Raises:
+        ShardingError: One is a DTensor.
+    """
     sharded = {id(m._parameters.get(key)) for _, param in runtime_of(model).all_params() for m, key in param.slots}
-    return {plain_name(name): param for name, param in model.named_parameters() if id(param) not in sharded}
+    found = {plain_name(name): param for name, param in model.named_parameters() if id(param) not in sharded}
+    for name, param in found.items():
+        if is_distributed(param):
+            raise _not_whole(name, param)
+    return found
 
 
 def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield name and value of each buffer in the model's saved state; any rank."""
+    """Yield name and value of each buffer in the model's saved state; any rank.
+
+    Of a DTensor of which every rank has all, as ``parallelize_module`` makes them, it is the plain tensor.
+
+    Raises:
+        ShardingError: A buffer is a DTensor of which ranks have parts.
+    """
     for path, module in model.named_modules():
         for key, buffer in module._buffers.items():
             if buffer is not None and key not in module._non_persistent_buffers_set:
-                yield plain_name(f"{path}.{key}" if path else key), buffer
+                name = plain_name(f"{path}.{key}" if path else key)
+                yield name, _whole(name, buffer) if is_distributed(buffer) else buffer
+
+
+def _whole(name: str, dtensor: Any) -> torch.Tensor:
+    if all(place.is_replicate() for place in dtensor.placements):
+        return dtensor.detach().to_local()
+    raise _not_whole(name, dtensor)
+
+
+def _not_whole(name: str, dtensor: Any) -> ShardingError:
+    return ShardingError(
+        f"{name} {tuple(dtensor.shape)} is a DTensor placed {tuple(map(str, dtensor.placements))} that fullshard does "
+        "not shard: it is neither saved nor averaged as one that each rank has. Leave a parameter out of "
+        "ignored_params; register a buffer with persistent=False, or make it a plain tensor."
+    )
 
 
 @on_rows

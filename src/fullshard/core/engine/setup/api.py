@@ -369,7 +369,7 @@ def _agree(request: _Request) -> _Agreed:
     differing = _compare_ranks(request, specs, own)
     every = everyone(request.ranks, parallels[0] if parallels else None)
     if parallels and request.weights is None:
-        refuse_different_copies(request.ranks, every, parallels[0].comm, specs)
+        refuse_different_copies(request.ranks, every, parallels[0].comm, specs, request.root)
     kept = [module for module in modules_kept(request.root, policy.precision.keep_fp32) if id(module) not in inside]
     return _Agreed(policy, specs, unwrapped, own, kept, differing, every)
 

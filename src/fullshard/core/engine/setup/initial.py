@@ -15,6 +15,7 @@ from torch import nn
 from fullshard.core.comm import Comm, Mesh, group_behind, together
 from fullshard.core.engine.setup.wrap import ParamSpec, UnitSpec
 from fullshard.core.engine.step.unit import plain_type
+from fullshard.core.shards import rows_of
 from fullshard.core.transformers_private import initializer
 from fullshard.errors import MismatchError, WrapError
 
@@ -118,7 +119,9 @@ def refuse_different_values(mesh: Mesh, units: Sequence[UnitSpec], differing: fr
     )
 
 
-def refuse_different_copies(mesh: Mesh, everyone: Mesh, blocks: Comm, units: Sequence[UnitSpec]) -> None:
+def refuse_different_copies(
+    mesh: Mesh, everyone: Mesh, blocks: Comm, units: Sequence[UnitSpec], model: nn.Module
+) -> None:
     """Raise if ranks that divide a model hold different values of what they do not divide; every rank calls it.
 
     Args:
@@ -126,12 +129,15 @@ def refuse_different_copies(mesh: Mesh, everyone: Mesh, blocks: Comm, units: Seq
         everyone: All ranks.
         blocks: The ranks that divide the model.
         units: Its units.
+        model: The model, of whose parameters that were sharded before each rank compares its rows.
 
     Raises:
         MismatchError: On every rank, with the first parameter that differs.
     """
     copies = [s for unit in units for s in unit.params if s.parallel is None or s.parallel.block is None]
     mine = {spec.names[0]: _sample_checksum(spec.param) for spec in copies if mesh.rank == 0}
+    sharded = ((name, p) for name, p in model.named_parameters() if hasattr(p, "shard_meta"))
+    mine |= {name: _sample_checksum(rows_of(p)) for name, p in sharded if vars(p)["shard_meta"].block is None}
     by_block = blocks.all_gather_object(mine)
 
     def check() -> None:
