@@ -88,6 +88,26 @@ def test_a_tied_parameter_whose_other_name_comes_first_keeps_its_state_and_gradi
     assert all(torch.equal(one, other) for one, other in zip(saved, loaded, strict=True))
 
 
+def test_two_tensors_of_what_the_model_ties_are_refused(tmp_path):
+    def untied():
+        model = TinyLM()
+        model.head.weight = nn.Parameter(model.head.weight.detach() + 1)
+        return model
+
+    def save(model, comm):
+        with Checkpoints(tmp_path, ranks=comm) as checkpoints:
+            checkpoints.save(model, step=1)
+
+    def load(model, comm):
+        before = model.embed.weight.detach().clone()
+        with pytest.raises(CheckpointError, match=r"2 tensors .* ties embed\.weight and head\.weight"):
+            load_checkpoint(model, None, tmp_path / "step-00000001")
+        assert torch.equal(model.embed.weight, before)
+
+    on_ranks(2, save, untied)
+    on_ranks(2, load)
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [

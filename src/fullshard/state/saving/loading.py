@@ -268,5 +268,11 @@ class Target:
 def _as_saved(local: LocalTensor, index: Index) -> LocalTensor:
     """Return the same tensor with its name in the checkpoint as its first name."""
     names = (local.name, *local.aliases)
-    name = next((name for name in names if MODEL + name in index.tensors), local.name)
+    stored = [name for name in names if MODEL + name in index.tensors]
+    if len(stored) > 1:
+        raise CheckpointError(
+            f"The checkpoint has {len(stored)} tensors for one parameter: the model ties {' and '.join(stored)}. "
+            "Their values may differ: load it into a model that does not tie them."
+        )
+    name = stored[0] if stored else local.name
     return replace(local, name=name, aliases=tuple(other for other in names if other != name))
