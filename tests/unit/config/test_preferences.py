@@ -42,7 +42,6 @@ def test_every_objective_that_is_allowed_has_a_loss():
 @pytest.mark.parametrize(
     ("option", "value", "message"),
     [
-        ("training__packing", True, "training.packing cannot be used with training.objective: dpo"),
         ("training__label_smoothing_factor", 0.1, "training.label_smoothing_factor cannot be used"),
         ("training__z_loss", 0.1, "training.z_loss cannot be used"),
         ("training__per_device_train_batch_tokens", 512, "set training.per_device_train_batch_size to a number of"),

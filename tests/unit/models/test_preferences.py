@@ -105,24 +105,30 @@ def squared(logps_B):
     return logps_B.square().sum() / 100
 
 
-def loss_of(model, tokens, labels):
+def loss_of(model, tokens, labels, packed=None):
     inputs = {"decoder_input_ids": tokens} if model.config.is_encoder_decoder else {}
-    return row_loss(model, lambda: model(input_ids=tokens, use_cache=False, **inputs).logits, labels, squared)
+    forward = lambda: model(input_ids=tokens, use_cache=False, **inputs).logits  # noqa: E731
+    return row_loss(model, forward, labels, squared, packed=packed)
 
 
+@pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("make", [t5, gpt2, bart])
-def test_a_fused_head_changes_neither_loss_nor_gradients(make):
+def test_a_fused_head_changes_neither_loss_nor_gradients(make, packed):
     torch.manual_seed(0)
     plain = make().double()
     fused = copy.deepcopy(plain)
     fuse_head(fused)
     tokens, labels = batch()
-    losses = [loss_of(model, tokens, labels) for model in (plain, fused)]
+    owners = torch.tensor([[0] * 7, [3] * 2 + [1] * 5, [2] * 6 + [-1], [4] * 7])  # row 4 has no label
+    labels[2, 6] = -100
+    rows = (owners, 5) if packed else None
+    losses = [loss_of(model, tokens, labels, rows) for model in (plain, fused)]
     logits = plain(
         input_ids=tokens, **({"decoder_input_ids": tokens} if plain.config.is_encoder_decoder else {})
     ).logits
     each = logits.log_softmax(-1).gather(-1, labels.clamp(min=0)[..., None])[..., 0]
-    expected = squared(torch.where(labels == -100, 0, each).sum(1))
+    each = torch.where(labels == -100, 0, each)
+    expected = squared(torch.stack([each[owners == row].sum() for row in range(5)]) if packed else each.sum(1))
     assert losses[0].item() == pytest.approx(expected.item(), rel=1e-12)
     assert losses[1].item() == pytest.approx(expected.item(), rel=1e-12)
     for loss in losses:

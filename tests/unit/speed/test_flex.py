@@ -90,10 +90,11 @@ def test_torchs_own_forward_gives_the_same(packed, monkeypatch):
 
 def test_texts_and_evaluation_are_as_before():
     way, plain = (model.eval() for model in pair("t5"))
-    padded, _ = rows(causal=False)
+    padded, packed = rows(causal=False)
     with torch.no_grad():
-        inputs = model_inputs(plain, padded, causal=False)
-        torch.testing.assert_close(way(**inputs).logits, plain(**inputs).logits)
+        for batch in (padded, packed):
+            found, expected = (model(**model_inputs(model, batch, causal=False)).logits for model in (way, plain))
+            torch.testing.assert_close(found, expected)
         prompts = {"input_ids": padded.prompt_ids_BP, "attention_mask": padded.prompt_mask_BP, "max_new_tokens": 5}
         assert torch.equal(way.generate(**prompts), plain.generate(**prompts))
 

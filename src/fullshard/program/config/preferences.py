@@ -11,7 +11,6 @@ from fullshard.program.config.training import TrainingConfig
 from fullshard.program.metrics import METRICS, REWARDS
 
 _OF_PAIRS: Mapping[str, tuple[str, Any, str]] = {
-    "packing": ("training", False, "a completion's log-probability is that of a padded row"),
     "per_device_train_batch_tokens": (
         "training",
         None,

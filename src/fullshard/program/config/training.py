@@ -151,7 +151,8 @@ class TrainingConfig(ConfigSection):
     Hugging Face."""
     packing: Annotated[bool, SAME] = False
     """Concatenate the rows of a micro-batch into one sequence without padding. Attention stays within each row, so loss
-    and gradients equal those of the padded batch. For the models listed in docs/concepts/training.md."""
+    and gradients equal those of the padded batch, also of preferences, whose completions are the rows. For the models
+    listed in docs/concepts/training.md."""
     num_train_epochs: Annotated[PositiveFloat, Option("same", also=("epochs", "num_epochs"))] = 3
     """Passes over the training rows."""
     max_steps: Annotated[PositiveInt | None, SAME] = None

@@ -45,6 +45,7 @@ from fullshard.program.models.loss import (
     fused_head_of as fused_head_of,
     model_loss as model_loss,
     row_loss as row_loss,
+    row_sums as row_sums,
     summed_loss as summed_loss,
 )
 from fullshard.program.models.model_types import (

@@ -111,21 +111,35 @@ def model_loss(
 
 
 def row_loss(
-    model: Any, forward: Callable[[], Tensor], labels_BT: Tensor, of_rows: OfRows, *, targets: int | None = None
+    model: Any,
+    forward: Callable[[], Tensor],
+    labels_BT: Tensor,
+    of_rows: OfRows,
+    *,
+    targets: int | None = None,
+    packed: PackedLabels | None = None,
 ) -> Tensor:
     """Return a function of the log-probabilities of the rows of one forward, computed by the head if it is fused.
 
     ``of_rows`` gets each row's log-probability, summed over its targets, (B,), float32 or wider, and returns the loss.
+    With ``packed`` the rows are those that it names; else each of ``labels_BT`` is one.
     The other arguments, and the errors, are those of :func:`model_loss`.
     """
     fused = fused_head_of(model)
     if fused is not None and fused.fuses:
-        with fused.row_context(labels_BT, of_rows, targets):
+        with fused.row_context(labels_BT, of_rows, targets, packed):
             return _returned(model, fused, forward())
     logits = forward()[:, -labels_BT.shape[1] :]
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     losses = functional.cross_entropy(wide.transpose(1, 2), labels_BT, ignore_index=IGNORED, reduction="none")
-    return of_rows(-losses.sum(1))
+    return of_rows(-losses.sum(1) if packed is None else -row_sums(losses, packed))
+
+
+def row_sums(values: Tensor, packed: PackedLabels) -> Tensor:
+    """Return the sum of each row's values, (B,), of one for each label; any rank, alone."""
+    rows, count = packed
+    own = rows.flatten() == torch.arange(count, device=rows.device)[:, None]
+    return torch.where(own, values.flatten(), 0).sum(1)  # index_add sums in any order on CUDA
 
 
 def _returned(model: Any, fused: FusedHead, returned: Tensor) -> Tensor:
@@ -149,6 +163,9 @@ def _returned(model: Any, fused: FusedHead, returned: Tensor) -> Tensor:
 OfRows = Callable[[Tensor], Tensor]
 """Returns a loss, 0-d, of the log-probabilities of a forward's rows, (B,)."""
 
+PackedLabels = tuple[Tensor, int]
+"""The row of each label, int64 of the labels' shape, from 0, any other number where there is no target; and B."""
+
 
 @dataclass(frozen=True)
 class _LossSpec:
@@ -160,6 +177,7 @@ class _LossSpec:
     weights_BT: Tensor | None = None
     targets: int | None = None
     of_rows: OfRows | None = None
+    packed: PackedLabels | None = None
 
 
 class FusedHead:
@@ -197,12 +215,14 @@ class FusedHead:
             yield
 
     @contextmanager
-    def row_context(self, labels_BT: Tensor, of_rows: OfRows, targets: int | None = None) -> Iterator[None]:
+    def row_context(
+        self, labels_BT: Tensor, of_rows: OfRows, targets: int | None = None, packed: PackedLabels | None = None
+    ) -> Iterator[None]:
         """Return a function of the rows' log-probabilities in place of logits inside the context.
 
         The arguments are those of :func:`row_loss`. The weight must be gathered.
         """
-        with self._computing(_LossSpec(labels_BT, targets=targets, of_rows=of_rows)):
+        with self._computing(_LossSpec(labels_BT, targets=targets, of_rows=of_rows, packed=packed)):
             yield
 
     @contextmanager
@@ -242,7 +262,11 @@ class FusedHead:
         weight, bias, (batch, length) = self._head.weight, self._head.bias, spec.labels_BT.shape
         rows, labels, counted = self._at_targets(input, spec)
         losses = linear_losses(rows, weight, bias, labels)
-        return losses.new_zeros(batch).index_add(0, counted // length, -losses)
+        packed = counted // length, batch
+        if spec.packed is not None:
+            rows_BT, batch = spec.packed
+            packed = rows_BT.flatten()[counted], batch
+        return -row_sums(losses, packed)
 
     def _counted(self, input: Tensor, spec: _LossSpec) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return hidden states, (T, d), labels and weights, (T,), of the positions that have a target."""

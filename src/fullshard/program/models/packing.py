@@ -34,7 +34,7 @@ class PackedRows:
 
     input_ids_BS: Tensor  # int64
     labels_BT: Tensor  # int64, -100 where there is no target; causal: T = S
-    segments_BS: Tensor  # int64, number of each token's row within its sequence, from 1; 0 on padding
+    segments_BS: Tensor  # int64, number of each token's row, from 1; 0 on padding
     target_segments_BT: Tensor  # the same for labels
     positions_BS: Tensor  # int64, from 0 in each row
     starts: Tensor  # int32, where each row of ``input_ids_BS`` starts among all B x S tokens, and their number

@@ -15,7 +15,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from fullshard.core.transformers_private import attentions, set_attention
 from fullshard.errors import ModelError
 from fullshard.program.models import base_of
-from fullshard.program.models.packing import mask_packed_rows
+from fullshard.program.models.packing import additive_mask, mask_packed_rows
 from fullshard.program.speed.bias import biased_layers, share_bias
 
 if TYPE_CHECKING:
@@ -81,8 +81,10 @@ def _mask(batch_size: int, **kwargs: Any) -> BlockMask | Tensor | None:
     return make(batch_size, **kwargs)
 
 
-def _packed_blocks(queries_BT: Tensor, keys_BS: Tensor, *, causal: bool, **_: Any) -> BlockMask:
+def _packed_blocks(queries_BT: Tensor, keys_BS: Tensor, *, causal: bool, **more: Any) -> BlockMask | Tensor:
     """Return which tokens attend to which: see :func:`additive_mask`, from segments of rows."""
+    if not torch.is_grad_enabled():
+        return additive_mask(queries_BT, keys_BS, causal=causal, **more)
 
     def attends(row: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         own = queries_BT[row, query]

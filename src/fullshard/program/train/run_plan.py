@@ -595,9 +595,9 @@ def _collated(indices: NDArray[np.int64], rows: TokenizedSet, spec: CollateSpec)
 
 def _largest_held_out(config: RunConfig, data: Prepared, world_size: int) -> HeldOutBatches | None:
     """Return the evaluation batches with most tokens and with the longest prompts; None if the run never evaluates."""
-    rows = data.held_out_set
-    if rows is None:
+    if data.held_out_set is None:
         return None
+    rows = replace(data.held_out_set, desirable=None)  # as in logps_of_rows
     size = config.training.per_device_eval_batch_size
     spec = _collate_spec(config, data)
 
@@ -635,7 +635,7 @@ def longest_batch(config: RunConfig, data: Prepared, world_size: int) -> Batch:
     # The last shape holds any micro-batch of the run, also where no row is longest on both sides. Of a small set it has
     # fewer rows than the settings allow.
     spec = replace(spec, shapes=spec.shapes[-1:])
-    rows = rows[: spec.shapes[0][0]] if spec.shapes else rows
+    rows = rows[: spec.shapes[0][0] * len(data.train_set.forwards(rows))] if spec.shapes else rows
     return _with_padding(collate([RowRef(row) for row in rows], data.train_set, spec))
 
 

@@ -61,22 +61,30 @@ def assert_same(directory, model, tolerance=1e-5):
 
 
 @pytest.mark.parametrize(
-    ("kind", "objective", "ranks", "each", "accumulation"),
+    ("kind", "objective", "ranks", "each", "accumulation", "packing"),
     [
-        ("t5", "dpo", 2, 1, 3),
-        pytest.param("t5", "dpo", 3, 2, 1, marks=pytest.mark.slow),
-        pytest.param("t5", "ipo", 3, 1, 2, marks=pytest.mark.slow),
-        pytest.param("t5", "simpo", 2, 3, 1, marks=pytest.mark.slow),
-        pytest.param("t5", "orpo", 2, 3, 1, marks=pytest.mark.slow),
-        ("llama", "dpo", 3, 2, 1),
-        pytest.param("llama", "orpo", 2, 3, 1, marks=pytest.mark.slow),
-        ("t5", "kto", 3, 1, 2),
-        pytest.param("t5", "kto", 2, 1, 3, marks=pytest.mark.slow),
-        pytest.param("llama", "kto", 2, 3, 1, marks=pytest.mark.slow),
+        ("t5", "dpo", 2, 1, 3, False),
+        pytest.param("t5", "dpo", 3, 2, 1, False, marks=pytest.mark.slow),
+        pytest.param("t5", "dpo", 2, 3, 1, True, marks=pytest.mark.slow),
+        pytest.param("t5", "ipo", 3, 1, 2, False, marks=pytest.mark.slow),
+        pytest.param("t5", "simpo", 2, 3, 1, False, marks=pytest.mark.slow),
+        pytest.param("t5", "orpo", 2, 3, 1, False, marks=pytest.mark.slow),
+        pytest.param("t5", "orpo", 3, 2, 1, True, marks=pytest.mark.slow),
+        ("llama", "dpo", 3, 2, 1, False),
+        pytest.param("llama", "dpo", 2, 1, 3, True, marks=pytest.mark.slow),
+        ("llama", "ipo", 2, 3, 1, True),
+        pytest.param("llama", "simpo", 2, 3, 1, True, marks=pytest.mark.slow),
+        pytest.param("llama", "orpo", 2, 3, 1, False, marks=pytest.mark.slow),
+        ("t5", "kto", 3, 1, 2, False),
+        pytest.param("t5", "kto", 2, 1, 3, False, marks=pytest.mark.slow),
+        pytest.param("t5", "kto", 2, 3, 1, True, marks=pytest.mark.slow),
+        pytest.param("llama", "kto", 2, 3, 1, False, marks=pytest.mark.slow),
+        pytest.param("llama", "kto", 3, 2, 1, True, marks=pytest.mark.slow),
     ],
 )
-def test_ten_steps_are_those_of_a_plain_loop(tmp_path, kind, objective, ranks, each, accumulation):
-    plain = RunConfig.model_validate(pair_settings(tmp_path, kind, training__objective=objective))
+def test_ten_steps_are_those_of_a_plain_loop(tmp_path, kind, objective, ranks, each, accumulation, packing):
+    changes = {"training__objective": objective, "training__packing": packing}
+    plain = RunConfig.model_validate(pair_settings(tmp_path, kind, **changes))
     model = start_of(plain)
     reference = copy.deepcopy(model)
     losses, rewards = train_by_hand(plain, model, lambda call: call(reference))
@@ -348,22 +356,32 @@ def test_the_reference_of_another_model_is_not_taken(tmp_path):
     assert run(config.model_copy(update={"resume": "never"})).referred, "a damaged file is made again"
 
 
-@pytest.mark.parametrize("objective", ["dpo", pytest.param("kto", marks=pytest.mark.slow)])
-def test_a_fused_head_takes_the_same_steps(tmp_path, objective):
+@pytest.mark.parametrize(
+    ("kind", "objective", "packing"),
+    [
+        ("t5", "dpo", False),
+        pytest.param("t5", "kto", False, marks=pytest.mark.slow),
+        pytest.param("t5", "ipo", True, marks=pytest.mark.slow),
+        pytest.param("llama", "dpo", True, marks=pytest.mark.slow),
+        pytest.param("llama", "kto", True, marks=pytest.mark.slow),
+    ],
+)
+def test_a_fused_head_takes_the_same_steps(tmp_path, kind, objective, packing):
     changes = {"training__objective": objective, "training__max_steps": 3}
-    plain = RunConfig.model_validate(pair_settings(tmp_path, **changes))
-    fused = plain.training.model_copy(update={"fused_cross_entropy": True})
+    plain = RunConfig.model_validate(pair_settings(tmp_path, kind, **changes))
+    fused = plain.training.model_copy(update={"fused_cross_entropy": True, "packing": packing})
     losses = [run(plain).steps, run(plain.model_copy(update={"training": fused, "resume": "never"}), 1).steps]
     assert [one.loss for one in losses[1]] == pytest.approx([one.loss for one in losses[0]], abs=1e-5)
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # torch's compiler warns about its code
+@pytest.mark.parametrize("packing", [False, True])
 @pytest.mark.parametrize(("kind", "objective"), [("t5", "dpo"), ("llama", "kto")])
-def test_compiled_blocks_take_the_same_steps(tmp_path, kind, objective):
+def test_compiled_blocks_take_the_same_steps(tmp_path, kind, objective, packing):
     changes = {"training__objective": objective, "training__max_steps": 4}
     plain = RunConfig.model_validate(pair_settings(tmp_path, kind, **changes))
-    compiled = plain.training.model_copy(update={"torch_compile": True})
+    compiled = plain.training.model_copy(update={"torch_compile": True, "packing": packing})
     memories = [run(plain), run(plain.model_copy(update={"training": compiled, "resume": "never"}))]
     assert memories[1].compiled
     assert not any(late for _, late in memories[1].compiled)
@@ -372,9 +390,10 @@ def test_compiled_blocks_take_the_same_steps(tmp_path, kind, objective):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("packing", [False, True])
 @pytest.mark.parametrize(("kind", "objective"), [("t5", "dpo"), ("llama", "dpo"), ("t5", "kto")])
-def test_a_plan_of_a_run_has_its_step_and_evaluation(tmp_path, kind, objective):
-    changes = EVALUATED | {"training__objective": objective}
+def test_a_plan_of_a_run_has_its_step_and_evaluation(tmp_path, kind, objective, packing):
+    changes = EVALUATED | {"training__objective": objective, "training__packing": packing}
     config = RunConfig.model_validate(pair_settings(tmp_path, kind, **changes))
     plan = plan_prepared(config, prepare(config), 2)
     assert plan.phase_peaks["evaluation"] > 0

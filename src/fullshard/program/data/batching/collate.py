@@ -51,7 +51,7 @@ class CollateSpec:
 class Packing:
     """The row of each position of a packed batch. Sizes: B sequences, S and T tokens as in :class:`Batch`."""
 
-    segments_BS: Tensor  # int64, n for the tokens of the n-th row of a sequence, from 1; 0 on padding
+    segments_BS: Tensor  # int64, n for the tokens of the n-th row of the batch, from 1; 0 on padding
     target_segments_BT: Tensor  # the same for the labels; for a causal model ``segments_BS`` itself
     positions_BS: Tensor  # int64, from 0 in each row
     # int32, where each row of the sources starts among all B x S tokens, and their number; with fixed shapes empty rows
@@ -209,8 +209,7 @@ def _labelled(
 ) -> Batch:
     """Return a batch of prompts with their own completions, and in it one of the same with unrelated ones."""
     plain = replace(tokenized, desirable=None, together=1)
-    spec = replace(spec, shapes=tuple((count // 2, s, t) for count, s, t in spec.shapes))  # they are of both
-    own, other = (collate(side, plain, spec) for side in (rows[::2], rows[1::2]))
+    own, other = (collate(side, plain, spec) for side in tokenized.forwards(rows))
     pairs, others = (
         _pairs([RowRef(*one) for one in zip(side.indices, side.fillers, strict=True)], plain) for side in (own, other)
     )
@@ -308,8 +307,8 @@ def _concatenated(rows: Sequence[NDArray[T]], sequences: Sequence[Sequence[int]]
 
 
 def _segments(rows: Rows, sequence: Sequence[int]) -> NDArray[np.integer]:
-    """Return for each token the number of its row within the sequence, from 1."""
-    return np.repeat(np.arange(1, len(sequence) + 1), [len(rows[row]) for row in sequence])
+    """Return for each token the number of its row within the batch, from 1."""
+    return np.repeat(np.array(sequence) + 1, [len(rows[row]) for row in sequence])
 
 
 def _starts(segments_BS: Tensor, *, fixed: bool) -> tuple[Tensor, int]:

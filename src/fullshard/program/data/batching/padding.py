@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import chain
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,7 +40,7 @@ def padding_share(plan: BatchPlan, tokenized: TokenizedSet, spec: CollateSpec) -
         for rank in range(plan.world_size):
             for indices, fillers in plan.step_places(step, rank):
                 real += int(tokens[indices[~fillers]].sum())
-                total += positions(shape(indices), causal=spec.causal)
+                total += sum(positions(shape(one), causal=spec.causal) for one in tokenized.forwards(indices))
     return 1 - real / total
 
 
@@ -64,13 +65,14 @@ def fixed_shapes(plan: BatchPlan, tokenized: TokenizedSet, spec: CollateSpec) ->
         bounds = {shape: count * (0.01 if spec.packed else 1) for shape, count in plan.largest_shapes().items()}
     else:
         assert isinstance(plan, EpochPlan), "there are two kinds of plans"
-        most = min(plan.batch_size, plan.rows_per_rank) * plan.together
+        most = min(plan.batch_size, plan.rows_per_rank) * (plan.together if tokenized.desirable is None else 1)
         bounds, fewest = {(most, *longest): 0.0}, 0 if spec.packed else most  # fillers make all batches equally large
     if spec.packed or not isinstance(plan, TokenPlan):
         shape = _shapes(tokenized, replace(spec, shapes=()))
         for step in range(0, plan.num_steps, max(1, plan.num_steps * plan.world_size // SAMPLED_BATCHES)):
             for rank in range(plan.world_size):
-                for sequences, source, target in (shape(indices) for indices, _ in plan.step_places(step, rank)):
+                batches = chain.from_iterable(tokenized.forwards(one) for one, _ in plan.step_places(step, rank))
+                for sequences, source, target in map(shape, batches):
                     found[max(sequences, fewest), source, target] += 1
     return choose_shapes({**bounds, **found}, causal=spec.causal, longest=longest)
 
@@ -84,7 +86,9 @@ def step_sizes(plan: BatchPlan, tokenized: TokenizedSet, rank: int, spec: Collat
     shape, tokens = _shapes(tokenized, own), tokenized.lengths
 
     def size(indices: NDArray[np.int64]) -> int:
-        return int(tokens[indices].sum()) if spec.packed else positions(shape(indices), causal=spec.causal)
+        if spec.packed:
+            return int(tokens[indices].sum())
+        return sum(positions(shape(one), causal=spec.causal) for one in tokenized.forwards(indices))
 
     steps = range(plan.num_steps)
     return np.asarray([max(size(indices) for indices, _ in plan.step_places(step, rank)) for step in steps])
@@ -100,7 +104,9 @@ def step_shapes(
     shape = _shapes(tokenized, spec)
     for step in range(steps):
         for rank in range(plan.world_size):
-            yield [(shape(indices), indices) for indices, _ in plan.step_places(step, rank)]
+            places = [indices for indices, _ in plan.step_places(step, rank)]
+            # With labels, of the forward with gradients.
+            yield [(shape(tokenized.forwards(indices)[0]), indices) for indices in places]
 
 
 def _shapes(tokenized: TokenizedSet, spec: CollateSpec) -> Callable[[NDArray[np.int64]], Shape]:

@@ -109,6 +109,10 @@ class TokenizedSet:
         """Tokens of each row, source and target together."""
         return self.source_ids.lengths + self.target_ids.lengths
 
+    def forwards(self, rows: Any) -> tuple[Any, ...]:
+        """Return the rows of a micro-batch by forwards: with labels the prompts' own completions, then the others."""
+        return (rows,) if self.desirable is None else (rows[::2], rows[1::2])
+
     def for_epoch(self, epoch: int) -> TokenizedSet:
         """Return the set with the ids of an epoch, counted from 0; its lengths are the same in each."""
         sides = {name: getattr(self, name).for_epoch(epoch) for name in ("source_ids", "target_ids")}

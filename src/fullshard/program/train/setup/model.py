@@ -64,10 +64,12 @@ from fullshard.program.models import (
     resolve_model,
     router_loss,
     row_loss,
+    row_sums,
     saved_adapter,
     set_attention_dropout,
     trains_rows,
 )
+from fullshard.program.models.loss import PackedLabels
 from fullshard.program.models.packing import PackedRows, enable_packing, packed_inputs
 from fullshard.program.speed import WAYS, Facts, apply_ways, biased_layers
 from fullshard.program.train.setup.activation_offload import ActivationOffload
@@ -669,7 +671,13 @@ def row_logps(model: PreTrainedModel, batch: Batch, *, causal: bool) -> tuple[Te
 
 
 def _num_targets(batch: Batch, *, causal: bool) -> Tensor:
-    return (_predicted(batch, causal=causal) != IGNORED_LABEL).sum(1)
+    counted, packed = _predicted(batch, causal=causal) != IGNORED_LABEL, _packed_labels(batch)
+    return counted.sum(1) if packed is None else row_sums(counted, packed)
+
+
+def _packed_labels(batch: Batch) -> PackedLabels | None:
+    """Return the row of each label, which a causal model predicts at a token of the same row."""
+    return None if batch.packing is None else (batch.packing.target_segments_BT - 1, len(batch.indices))
 
 
 def summed_divergence(model: PreTrainedModel, batch: Batch, *, causal: bool) -> Tensor:
@@ -712,7 +720,8 @@ def _of_rows(model: PreTrainedModel, batch: Batch, of_rows: Callable[[Tensor], T
     inputs = model_inputs(model, batch, causal=causal)
 
     def forward() -> Tensor:
-        with rows_apart():
+        with rows_apart() if batch.packing is None else nullcontext():
             return model(**inputs).logits
 
-    return row_loss(model, forward, _predicted(batch, causal=causal), of_rows, targets=batch.target_tokens)
+    labels_BT, packed = _predicted(batch, causal=causal), _packed_labels(batch)
+    return row_loss(model, forward, labels_BT, of_rows, targets=batch.target_tokens, packed=packed)
