@@ -17,7 +17,7 @@ from fullshard.program.config import RunConfig
 from fullshard.program.models import AdapterSpec, add_adapter, rates_of_dropout
 from fullshard.program.report.files import read_run
 from fullshard.program.report.page import make_page
-from fullshard.program.train import FileSink, StopRequest, train
+from fullshard.program.train import FileSink, StopRequest, run_plan, train
 from fullshard.program.train.evaluation.evaluate import evaluate
 from fullshard.program.train.evaluation.reference import with_held_out_reference
 from fullshard.program.train.evaluation.trained import find_trained, load_trained
@@ -376,8 +376,9 @@ def test_a_fused_head_takes_the_same_steps(tmp_path, kind, objective, packing):
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # torch's compiler warns about its code
-@pytest.mark.parametrize("packing", [False, True])
-@pytest.mark.parametrize(("kind", "objective"), [("t5", "dpo"), ("llama", "kto")])
+@pytest.mark.parametrize(
+    ("kind", "objective", "packing"), [("t5", "dpo", False), ("llama", "kto", False), ("llama", "kto", True)]
+)
 def test_compiled_blocks_take_the_same_steps(tmp_path, kind, objective, packing):
     changes = {"training__objective": objective, "training__max_steps": 4}
     plain = RunConfig.model_validate(pair_settings(tmp_path, kind, **changes))
@@ -397,6 +398,8 @@ def test_a_plan_of_a_run_has_its_step_and_evaluation(tmp_path, kind, objective, 
     config = RunConfig.model_validate(pair_settings(tmp_path, kind, **changes))
     plan = plan_prepared(config, prepare(config), 2)
     assert plan.phase_peaks["evaluation"] > 0
+    held_out = run_plan._largest_held_out(config, prepare(config), 2)
+    assert len(held_out.loss.indices) == 2 * 3, "both completions of the larger rank's three, of labels too"
     alone = RunConfig.model_validate(pair_settings(tmp_path, kind, **changes, training__per_device_train_batch_size=1))
     assert plan_prepared(alone, prepare(alone), 2).peak_bytes < plan.peak_bytes
 
