@@ -80,6 +80,13 @@ def test_missing_columns_are_named(tmp_path):
         read_split(spec_of(path, target_column="good", rejected_column="worse"), "train")
 
 
+@pytest.mark.parametrize("cell", ["c", [{"role": "user", "content": "p"}, {"role": "assistant", "content": "c"}]])
+def test_one_column_cannot_be_both_completions(tmp_path, cell):
+    path = written(tmp_path, ["prompt", "chosen"], [["p", cell]])
+    with pytest.raises(DataError, match="'chosen' is both of them"):
+        read_split(spec_of(path, rejected_column="chosen"), "train")
+
+
 @pytest.mark.parametrize(
     ("cell", "problem"),
     [

@@ -73,7 +73,8 @@ class Resplit:
     def __init__(self, comm: Comm) -> None:
         """Exchange over ``comm``; any rank."""
         self.comm, self.count = comm, 0
-        self._number = next(_numbers)  # by which graphs of the compiler know it
+        # By it graphs of the compiler know it. Shapes are this rank's, and ranks share the compiler's cache on disk.
+        self._number = next(_numbers) << 32 | comm.rank
         _numbered[self._number] = self
 
     def __call__(

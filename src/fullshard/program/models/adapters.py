@@ -35,6 +35,9 @@ _MISUSE = (TypeError, ValueError, AttributeError, LookupError, RuntimeError, Imp
 COPY = re.compile(r"\.modules_to_save\.[^.]+\.")
 """Marks, in a parameter's name, a trained copy of a layer of the base model."""
 
+_UNDER_ADAPTER = re.compile(r"(\.token_adapter)?\.base_layer\.|\.original_module\.")
+"""Stands, in a parameter's name, for a dot of the base model's: the layer is under one of peft's."""
+
 
 @dataclass(frozen=True)
 class AdapterSpec:
@@ -432,7 +435,7 @@ class AdapterWeights:
             original = COPY.sub(".original_module.", one.names[0])
             # peft may register the input embedding a second time, outside of the model.
             inside = [name.removeprefix(prefix) for name in names_of[original] if name.startswith(prefix)]
-            renamed = [name.replace(".base_layer.", ".").replace(".original_module.", ".") for name in inside]
+            renamed = [_UNDER_ADAPTER.sub(".", name) for name in inside]
             if not renamed:
                 raise InvariantError(f"{one.names[0]} belongs neither to the adapter nor to its base model.")
             plain |= dict.fromkeys(one.names, renamed[0])

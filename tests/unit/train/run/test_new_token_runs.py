@@ -1,5 +1,6 @@
 """A run whose adapter trains the rows of new tokens: what it saves is loaded, trained further, exported and merged."""
 
+import json
 import re
 
 import peft
@@ -12,13 +13,16 @@ from fullshard.core.testing import run_ranks
 from fullshard.program.config import recorded_run
 from fullshard.program.data import InputRow
 from fullshard.program.models import train_tokenizer
+from fullshard.program.train.evaluation.evaluate import evaluate
 from fullshard.program.train.evaluation.predict import predict
 from fullshard.program.train.evaluation.trained import find_trained, load_trained
 from fullshard.program.train.reporting.card import CardSink
+from fullshard.program.train.run.assemble import make_evaluation
+from fullshard.program.train.setup.prepare import prepare
 from fullshard.state.saving.export import ExportOptions, choose_checkpoint, export
 from support.adapter_steps import T5, load_base, write_base
 from support.interrupted_run import OFTEN, run
-from support.tiny_run import WORDS
+from support.tiny_run import WORDS, read_jsonl
 
 pytestmark = [pytest.mark.usefixtures("unmetered"), pytest.mark.filterwarnings("ignore")]
 
@@ -31,7 +35,8 @@ CASES = {
     "t5": (T5, None),
     "llama": (LLAMA, None),
     "bart, quantised": (BART | {"d_model": 64}, "nf4"),
-    "llama, quantised": (LLAMA | {"hidden_size": 64, "intermediate_size": 64}, "nf4"),
+    # Its tables have spare rows, as those of most published models.
+    "llama, quantised": (LLAMA | {"hidden_size": 64, "intermediate_size": 64, "vocab_size": 80}, "nf4"),
 }
 LINES = ["<ticket> where is my card", "i lost it <reply>", "what is the rate"]
 
@@ -52,6 +57,22 @@ def finished(request, tmp_path_factory, unmetered):
     changes = {"training__max_steps": 3, "data__source_prefix": "<ticket> ", "training__learning_rate": 0.1}
     run(directory, CardSink(directory / "out", print), ranks=2, model=model, sharding__wrap="auto", **OFTEN, **changes)
     return directory, config["model_type"] == "llama", quantization is not None
+
+
+def test_it_is_evaluated_with_its_own_tokens_as_in_the_run(finished):
+    out = finished[0] / "out"
+    trained = find_trained(str(out), recorded_run(out))
+    data = prepare(trained.config)
+    assert data.tokenizer.convert_tokens_to_ids(NEW[0]) in data.held_out_set.source_ids[0]
+
+    def work(comm):
+        model, tokenizer, _ = load_trained(trained, comm)
+        return evaluate(model, tokenizer, make_evaluation(trained.config, data), comm, step=0, epoch=0.0).loss
+
+    records = [one for one in read_jsonl(out / "metrics.jsonl") if one["kind"] == "evaluation"]
+    best = json.loads((out / "summary.json").read_text())["best_step"]
+    [loss] = [one["loss"] for one in records if one["step"] == best]
+    assert run_ranks(2, work)[0] == pytest.approx(loss, abs=1e-5)
 
 
 def by_peft(out, causal):
@@ -104,13 +125,14 @@ def test_it_is_exported_and_merged_as_peft_does(finished, tmp_path):
     export(checkpoint, tmp_path / "merged", ExportOptions(lora="merge", dtype="float32"))
     merged, tokenizer = load_base(tmp_path / "merged").eval(), AutoTokenizer.from_pretrained(tmp_path / "merged")
     first = tokenizer.convert_tokens_to_ids(NEW[0])
-    assert merged.config.vocab_size == merged.get_input_embeddings().weight.shape[0] == first + 2
+    rows = max(first + 2, load_base(directory / "base").config.vocab_size)
+    assert merged.config.vocab_size == merged.get_input_embeddings().weight.shape[0] == rows
     model = by_peft(directory / "out", causal)
     if quantised:
         for name, value in saved.items():
             if "trainable_tokens" in name:
                 table = merged.get_output_embeddings() if "lm_head" in name else merged.get_input_embeddings()
-                torch.testing.assert_close(table.weight[first:], value)
+                torch.testing.assert_close(table.weight[first : first + 2], value)
         return
     torch.testing.assert_close(logits(merged, tokenizer), logits(model, tokenizer), atol=1e-4, rtol=0)
 
@@ -135,4 +157,5 @@ def test_the_card_loads_it(finished, monkeypatch):
     monkeypatch.chdir(directory)
     known = {}
     exec(code, known)
-    assert known["base"].get_input_embeddings().weight.shape[0] == len(known["tokenizer"])
+    rows = known["base"].get_input_embeddings().weight.shape[0]
+    assert rows == len(known["tokenizer"]) or rows == 80 > len(known["tokenizer"])

@@ -176,7 +176,7 @@ def find_paired_turns(
     names = {name.strip().lower(): name for name in reversed(columns)}
     both = [spec.target_column or names.get(CHOSEN), spec.rejected_column or names.get(REJECTED)]
     found = [name for name in both if name is not None and column_of(name, columns)]
-    if spec.template is not None or len(found) < len(both):
+    if spec.template is not None or len({*found}) < len(both):
         return None
     prompt = spec.source_column or next((names[name] for name in PROMPTS if name in names), None)
     prompts = [] if prompt is None or column_of(prompt, columns) is None else [prompt]
@@ -216,8 +216,9 @@ def choose_preferences(spec: SourceSpec, columns: Sequence[str], where: str) -> 
     }
     missing = [key for key, value in asked.items() if value is None]
     listed = ", ".join(map(repr, columns))
-    if missing or column_of(rejected or "", columns) is None:
+    if missing or column_of(rejected or "", columns) is None or chosen == rejected:
         problem = f"set {' and '.join(missing)}" if missing else f"it has no column {rejected!r}"
+        problem = f"{chosen!r} is both of them" if chosen is not None and chosen == rejected else problem
         raise DataError(
             f"{where}: preferences need a prompt, a chosen and a rejected completion, in columns named prompt, chosen "
             f"and rejected or as the settings name them: {problem}. Its columns: {listed}."

@@ -76,8 +76,8 @@ def find_trained(path_or_id: str, config: RunConfig | None = None, moved: Path |
     else:
         before = config.model.model_dump(by_alias=True)
         kept = [name for name in before if option_of(f"model.{name}").travels]
-        if base != directory and config.model.quantization is not None:
-            values["adapter"] = {"path": str(directory)}
+        if base != directory and (config.model.quantization is not None or trains_rows(directory)):
+            values["adapter"] = {"path": str(directory)}  # rows are read with the tokens that it brings
             kept += ["quantization"]
         model = ModelConfig.model_validate({**values, **{name: before[name] for name in kept}})
         config = config.model_copy(update={"model": model})
