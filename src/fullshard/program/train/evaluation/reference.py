@@ -5,6 +5,7 @@ They are computed once, before the first step, and kept in the data cache; no se
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import tempfile
@@ -120,6 +121,8 @@ def with_held_out_reference(config: RunConfig, data: Prepared, comm: Comm) -> Pr
     shard_model(ready.model, config, comm, weights=ready.weights)
     collate, size = collate_spec(data.tokenizer, causal=data.causal), config.training.per_device_eval_batch_size
     found = _computed(ready.model, [data.held_out_set], comm, collate, size, lambda done, total: None)
+    del ready
+    gc.collect()  # its hooks make cycles, and its shards would stay beside those of the trained model
     return _with_held_out(data, found)
 
 
