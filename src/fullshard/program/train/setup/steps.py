@@ -212,7 +212,7 @@ class LearningRateSchedule:
         """Return the factor, from 0 to 1, of the step after ``step`` steps."""
         if self.kind not in ("linear", "cosine", "constant", "step") or self.options:
             return self._theirs(step)
-        # As transformers' but for the rounding of cosine's, whose module imports peft: a third of a start's imports.
+        # As transformers' but for the rounding of cosine. Its own functions import peft, a fifth of a rank's imports.
         if step < self.warmup_steps:
             return step / self.warmup_steps
         if self.kind == "step":
