@@ -78,6 +78,9 @@ class Sink:
     def checkpoint(self, report: CheckpointReport) -> None:
         """Receive the report of a checkpoint on disk; later steps may have been taken meanwhile."""
 
+    def profiled(self, directory: Path, problem: str) -> None:
+        """Receive where the traces of the profiled steps are, or why one of them is missing."""
+
     def trace(self, trace: StepTrace) -> None:
         """Receive the trace of the recorded step."""
 
@@ -311,6 +314,11 @@ class ConsoleSink(Sink):
         self._print(
             f"checkpoint of step {report.step:,} saved ({format_bytes(report.nbytes)} in {report.seconds:.1f} s)"
         )
+
+    def profiled(self, directory: Path, problem: str) -> None:
+        """Print where the traces are and what opens them, or why one is missing."""
+        there = f"traces of the profiled steps are in {directory}, one a rank: open one at ui.perfetto.dev"
+        self._print(f"warning: training.profile: {problem}" if problem else there)
 
     def finish(self, summary: RunSummary) -> None:
         """Print samples, memory and the result."""
