@@ -207,7 +207,7 @@ class TrainingRun:
             ending.enter_context(self._profiler)
             steps_due = ending.enter_context(closing(self._timetable.steps_after(self.resumed_step)))
             if "compile" in self._config.ways:
-                ending.enter_context(watch_compiling(self._compiling))
+                ending.enter_context(watch_compiling(self._compiled_more, self._compiling))
             self._make_up_evaluation()
             for due in steps_due:
                 reason = self._early_end(due.position.step - 1)
@@ -258,7 +258,11 @@ class TrainingRun:
         for sink in self._sinks:
             sink.start(start)
 
-    def _compiling(self, found: Compiled) -> None:
+    def _compiling(self, so_far: Compiled) -> None:
+        for sink in self._sinks:
+            sink.compiling(so_far.graphs, so_far.seconds)
+
+    def _compiled_more(self, found: Compiled) -> None:
         """Tell that blocks were compiled; a block that is compiled after the first epoch costs time unexpectedly."""
         step = self.record.last.step if self.record.last is not None else 0
         epoch_over = step >= self.resumed_step + self._parts.schedule.steps_per_epoch
