@@ -20,13 +20,15 @@ from types import ModuleType
 from benchmarks.gpu import ROOT, report
 from benchmarks.gpu.record import Case, Record, run_cases
 
-STAGES = ("doctor", "kernels", "step", "memory", "tests", "headlines", "overlap", "speed", "fp8", "long", "plan")
+STAGES = (
+    *("doctor", "headline", "kernels", "step", "memory", "tests", "switches", "overlap", "speed", "fp8", "long"),
+    "plan",
+)
 FIRST = "first"
 FIRST_CASES = (
-    ("speed", (": compile", ": bias_sdpa+compile", ": plain")),
-    # What has run least, or failed last: attention's kernels, ranks that share a GPU, the program.
-    ("tests", ("test_speed_gpu", "test_staged_gpu", "test_train_gpu", "")),
-    ("kernels", ("",)),
+    ("tests", ("test_t5_attention_gpu", "test_engine_gpu", "test_staged_gpu", "test_speed_gpu")),  # failed, or new
+    ("kernels", ("attention", "")),
+    ("headline", ("",)),
 )
 """Stages of ``first`` in their order, and parts of names of cases: those with the first part, then the second, …"""
 BUDGET_S = 450.0

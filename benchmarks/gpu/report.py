@@ -16,7 +16,8 @@ STAGES = {
     "tests": "the tests marked gpu",
     "step": "time of a step, next to FSDP2 and FSDP1",
     "memory": "peaks, waits, kernels, each engine alone",
-    "headlines": "bf16, prefetch, offload",
+    "headline": "the program without an option and by hand, next to the Trainer and FSDP2",
+    "switches": "bf16, prefetch, offload",
     "overlap": "communication hidden, as rank 0 of 8 to 512",
     "speed": "ways of speed.ways, next to FSDP2 with the same ways",
     "fp8": "compiled steps in bf16 and fp8, memory beside the plan's",
@@ -79,10 +80,11 @@ def part(results: Results) -> str:
     """Return what has run where, as Markdown."""
     sections = [_stages(results), _tests(results.get("tests", {})), _aims(results.get("speed", {}))]
     tables: tuple[tuple[str, Callable[[dict[str, Any]], list[str]]], ...] = (
+        ("headline", _headline),
         ("kernels", _kernels),
         ("step", _steps),
         ("memory", _memory),
-        ("headlines", _headlines),
+        ("switches", _switches),
         ("overlap", _overlap),
         ("speed", _speed),
         ("fp8", _fp8),
@@ -185,7 +187,16 @@ def _memory(figures: dict[str, Any]) -> list[str]:
     return lines
 
 
-def _headlines(figures: dict[str, Any]) -> list[str]:
+def _headline(figures: dict[str, Any]) -> list[str]:
+    lines = ["What a user gets, a process for each on one card, the same rows and batches.", ""]
+    lines += ["| | tokens/s | reserved, GB | first step after, s |", "|---|---|---|---|"]
+    for name, found in figures.items():
+        values = (found.get("tokens_per_s"), found.get("reserved_bytes", 0) / 1e9, found.get("first_step_s"))
+        lines.append(_row(name, iter(values), "{:.1f}"))
+    return lines
+
+
+def _switches(figures: dict[str, Any]) -> list[str]:
     lines = ["| | step, ms | peak, GB |", "|---|---|---|"]
     for name, found in figures.items():
         peaks = found["alone"]["engines"]

@@ -80,7 +80,7 @@ class Memory:
     def __init__(self):
         self.steps, self.evaluations, self.checkpoints = [], [], []
         self.progress, self.begun, self.ended, self.closed, self.traces = [], [], [], 0, []
-        self.estimates, self.referred, self.compiled = [], [], []
+        self.estimates, self.referred, self.compiled, self.profiles = [], [], [], []
 
     def referring(self, done, total):
         self.referred.append((done, total))
@@ -105,6 +105,9 @@ class Memory:
 
     def checkpoint(self, report):
         self.checkpoints.append(report)
+
+    def profiled(self, directory, problem):
+        self.profiles.append((directory, problem))
 
     def trace(self, trace):
         self.traces.append(trace)

@@ -185,6 +185,9 @@ def graphs_compiled() -> int:
     return int(counters["stats"].get("unique_graphs", 0))
 
 
+profiler_runs: Callable[[], bool] = _named("torch.autograd", "_profiler_enabled")
+"""Whether a profiler records this thread. Gone: no sharded model runs."""
+
 _task = _named("torch._C", "_current_graph_task_id")
 
 

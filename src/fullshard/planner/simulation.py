@@ -19,7 +19,7 @@ from fullshard.core.comm.device import Device
 from fullshard.core.comm.rounded import RoundedGroup
 from fullshard.core.engine.registry import runtime_of
 from fullshard.core.engine.step.lane import PermanentBuffer
-from fullshard.core.engine.step.recorder import Kind, SilentRecorder, Transfer
+from fullshard.core.engine.step.recorder import Kind, StepRecorder, Transfer
 from fullshard.core.quantized import QuantizedLinear
 from fullshard.core.torch_private import in_backward, tree_leaves
 from fullshard.errors import ConfigError
@@ -96,11 +96,12 @@ class MemoryTimeline:
     units: tuple[str, ...]  # names, root first
 
 
-class TimelineRecorder(SilentRecorder):
+class TimelineRecorder(StepRecorder):
     """Notes the memory timeline of one step at a time."""
 
     def __init__(self, operators: Callable[[], int]) -> None:
         """Start empty; ``operators`` returns the number of calls so far."""
+        super().__init__()
         self._operators = operators
         self.clear()
 
@@ -361,10 +362,11 @@ def _only_new_garbage() -> Iterator[None]:
         gc.unfreeze()
 
 
-class _Watch(SilentRecorder):
+class _Watch(StepRecorder):
     """Tracks the phase of a step, and the parts of its bytes at each new maximum."""
 
     def __init__(self, made: PlannedStep, tracker: MemoryTracker, mode: FakeMode, *, draws: bool) -> None:
+        super().__init__()
         self.timeline: MemoryTimeline | None = None
         self._drawn = TimelineRecorder(lambda: mode.operators)
         self._draws = draws
@@ -420,7 +422,7 @@ class _Watch(SilentRecorder):
             self.timeline = self._drawn.timeline([unit.name for unit in self._runtime.units])
 
     def begin(self, unit: str, kind: Kind) -> None:
-        """See :meth:`SilentRecorder.begin`."""
+        """See :meth:`StepRecorder.begin`."""
         if kind == "forward" and not self._knows_gradients and not in_backward():
             # Clearing them gives no notice; their memory is freed when the engine's forward begins.
             self._gradients = self._gradients_now()
@@ -430,20 +432,20 @@ class _Watch(SilentRecorder):
         self._drawn.begin(unit, kind)
 
     def end(self, unit: str, kind: Kind) -> None:
-        """See :meth:`SilentRecorder.end`."""
+        """See :meth:`StepRecorder.end`."""
         self._drawn.end(unit, kind)
 
     def issued(self, unit: str, kind: Transfer, works: Sequence[CommWork]) -> None:
-        """See :meth:`SilentRecorder.issued`."""
+        """See :meth:`StepRecorder.issued`."""
         self._drawn.issued(unit, kind, works)
 
     def wait(self, unit: str, kind: Transfer, works: Sequence[CommWork], how: Callable[[CommWork], None]) -> None:
-        """See :meth:`SilentRecorder.wait`."""
+        """See :meth:`StepRecorder.wait`."""
         super().wait(unit, kind, works, how)
         self._drawn.end(unit, kind)
 
     def gradients_take(self, unit: str, nbytes: Callable[[], int]) -> None:
-        """See :meth:`SilentRecorder.gradients_take`."""
+        """See :meth:`StepRecorder.gradients_take`."""
         self._gradients[unit] = nbytes()
 
     def ranges(self) -> Iterable[tuple[int, int]]:

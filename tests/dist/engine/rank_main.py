@@ -2,9 +2,11 @@
 
 import datetime
 import sys
+from collections import Counter
 from pathlib import Path
 
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
@@ -12,6 +14,7 @@ import fullshard
 from fullshard.core.comm import MemoryMeter, TorchComm
 from fullshard.core.comm.process import host_sum_of
 from fullshard.core.engine.setup import wrap
+from fullshard.core.torch_private import dispatch_mode
 from support.collectives import check_collectives, run_collectives
 from support.models import KINDS, batches
 from support.parity import ROWS_PER_RANK, assert_same_run, replicas, train_sharded, train_unsharded
@@ -121,7 +124,40 @@ def host_sum(comm):
     return {"flags": flags.tolist()}
 
 
-CASES = {case.__name__: case for case in (parity, torchs_collectives, memory, building, exchange, host_sum)}
+def labels(comm):
+    """How often each label occurs in a profiled step, and which were made in a step before, without a profiler."""
+    torch.manual_seed(0)
+    model = fullshard.fully_shard(Wide(3, 16), comm)
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def step():
+        model(torch.randn(2, 16)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    with Labelled() as without:
+        step()
+    with profile(activities=[ProfilerActivity.CPU]) as profiled:
+        step()
+    found = Counter(event.name for event in profiled.events() if event.name.startswith("fullshard::"))
+    return {"units": [unit.name for unit in model._fullshard_runtime.units], "labels": found, "without": without.names}
+
+
+class Labelled(dispatch_mode):
+    """Labels that are begun inside the context, which are operators."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if str(func).startswith("profiler._record_function_enter"):
+            self.names.append(args[0])
+        return func(*args, **(kwargs or {}))
+
+
+CASES = {case.__name__: case for case in (parity, torchs_collectives, memory, building, exchange, host_sum, labels)}
 
 
 def main():

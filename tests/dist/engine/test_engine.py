@@ -45,3 +45,21 @@ def test_exchanged_parts_arrive(ranks):
 def test_ranks_with_gpus_add_up_flags_in_host_memory(ranks):
     for rank in ranks:
         assert rank["host_sum"] == {"flags": [2, 0, 1]}
+
+
+def test_a_profile_has_a_label_for_each_units_collectives_and_computation(ranks):
+    for rank in ranks:
+        figures = rank["labels"]
+        assert figures["units"] == ["(root)", "blocks.0", "blocks.1", "blocks.2"]
+        expected = {"fullshard::optimizer_step (AdamW)": 1}
+        expected |= {f"fullshard::{kind} (root)": 1 for kind in ("forward", "backward")}  # it has no parameters itself
+        for unit in figures["units"][1:]:
+            once = dict.fromkeys(("forward", "backward", "reduce_scatter", "reduce_scatter_wait"), 1)
+            twice = {"all_gather": 2, "all_gather_wait": 4}  # the gather, and before its memory is freed
+            expected |= {f"fullshard::{kind} ({unit})": count for kind, count in (once | twice).items()}
+        assert figures["labels"] == expected
+
+
+def test_without_a_profiler_a_step_makes_no_label_but_torchs_own(ranks):
+    for rank in ranks:
+        assert rank["labels"]["without"] == ["Optimizer.step#AdamW.step", "Optimizer.zero_grad#AdamW.zero_grad"]

@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).parents[3]
 LACKING = {"doctor": {"link"}, "plan": {"planner"}}
-STAGES = ("doctor", "kernels", "tests", "step", "memory", "headlines", "overlap", "long", "plan")
+STAGES = ("doctor", "kernels", "tests", "step", "memory", "headline", "switches", "overlap", "long", "plan")
 ENGINES = {"fullshard", "fsdp2", "fsdp1"}
 
 

@@ -10,6 +10,7 @@ from fullshard.core.comm.grid import (
     world_ranks as world_ranks,
 )
 from fullshard.core.comm.heartbeat import ENDINGS as ENDINGS
+from fullshard.core.comm.labels import Labels as Labels, labelled as labelled
 from fullshard.core.comm.memory import (
     MemoryMeter as MemoryMeter,
     allocated_bytes as allocated_bytes,

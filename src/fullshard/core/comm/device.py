@@ -14,6 +14,7 @@ from typing import TypeVar
 
 import torch
 
+from fullshard.core.comm.labels import labelled
 from fullshard.core.comm.protocol import Work
 from fullshard.errors import ConfigError
 
@@ -134,8 +135,9 @@ class Device:
             A function for another thread that waits until the targets may be read; sources keep their current values
             until then.
         """
-        for target, source in pairs:
-            target.copy_(source)
+        with labelled("copy_to_host", str(self.device)):
+            for target, source in pairs:
+                target.copy_(source)
         return lambda: None
 
     def read_later(self, work: Work, numbers: torch.Tensor) -> Callable[[], list[int]]:
@@ -275,8 +277,9 @@ class CudaDevice(Device):
 
     def copy_to_host(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Callable[[], None]:
         """See :meth:`Device.copy_to_host`."""
-        for target, source in pairs:
-            target.copy_(source, non_blocking=True)
+        with labelled("copy_to_host", str(self.device)):
+            for target, source in pairs:
+                target.copy_(source, non_blocking=True)
         done = torch.cuda.Event()
         done.record(torch.cuda.current_stream(self.device))
         return done.synchronize

@@ -12,7 +12,7 @@ from fullshard.core.comm import Mesh
 from fullshard.core.engine.full.state import ranks_of
 from fullshard.core.engine.full.table import UnitTable, unit_table
 from fullshard.core.engine.registry import runtime_of
-from fullshard.core.engine.step.recorder import SILENT
+from fullshard.core.engine.step.recorder import StepRecorder
 from fullshard.core.engine.step.unit import Keep, Unit
 from fullshard.core.engine.tables.table_lane import TableLane, request_tables
 from fullshard.core.engine.timeline import Recorder
@@ -67,7 +67,7 @@ def record(model: nn.Module) -> Iterator[Recorder]:
     try:
         yield recorder
     finally:
-        runtime.watch(SILENT)
+        runtime.watch(StepRecorder())
         recorder.stop()
 
 

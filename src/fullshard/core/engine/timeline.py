@@ -8,7 +8,7 @@ from typing import Any
 
 from fullshard.core.comm import Work, allocated_bytes, clock_of
 from fullshard.core.engine.step.lane import BufferTracker
-from fullshard.core.engine.step.recorder import Kind, SilentRecorder, Transfer
+from fullshard.core.engine.step.recorder import Kind, StepRecorder, Transfer
 
 _WAITS: Mapping[Transfer, Kind] = {"gather": "gather_wait", "reduce": "reduce_wait", "exchange": "exchange_wait"}
 
@@ -52,7 +52,7 @@ class MemorySample:
     allocated: int | None
 
 
-class Recorder(SilentRecorder):
+class Recorder(StepRecorder):
     """Records a step on one rank until :meth:`stop`; called by the thread that runs the step.
 
     Attributes:
@@ -70,6 +70,7 @@ class Recorder(SilentRecorder):
             tracker: Bytes of the engine's buffers.
             gradients: Current bytes of the shards' gradients, by unit.
         """
+        super().__init__()
         self._device = device
         self._tracker = tracker
         self._gradients = dict(gradients)
@@ -86,16 +87,19 @@ class Recorder(SilentRecorder):
 
     def begin(self, unit: str, kind: Kind) -> None:
         """Start an interval, unless it has started already."""
+        super().begin(unit, kind)
         self._open.setdefault((unit, kind), self._clock.mark())
 
     def end(self, unit: str, kind: Kind) -> None:
         """End an interval; do nothing if it has not started."""
+        super().end(unit, kind)
         begun = self._open.pop((unit, kind), None)
         if begun is not None:
             self._spans.append((unit, kind, begun, self._clock.mark()))
 
     def issued(self, unit: str, kind: Transfer, works: Sequence[Work]) -> None:
         """Record when the collectives arrive, if the device can tell; without collectives, forget the interval."""
+        super().issued(unit, kind, works)
         if not works:
             self._open.pop((unit, kind), None)
             return
@@ -106,8 +110,7 @@ class Recorder(SilentRecorder):
     def wait(self, unit: str, kind: Transfer, works: Sequence[Work], how: Callable[[Work], None]) -> None:
         """Apply ``how``, which waits, to ``works``, and record the stall; the transfer has ended by then."""
         begun = self._clock.mark()
-        for work in works:
-            how(work)
+        super().wait(unit, kind, works, how)
         ended = self._clock.mark()
         self._spans.append((unit, _WAITS[kind], begun, ended))
         issued, arrival = self._open.pop((unit, kind), None), self._arrivals.pop((unit, kind), None)

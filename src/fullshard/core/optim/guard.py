@@ -28,6 +28,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from fullshard.core.comm import Labels
 from fullshard.core.layout import Fingerprint, ShardMeta
 from fullshard.core.optim.shards import is_shared, is_split, meta_of
 from fullshard.core.optim.trial import (
@@ -61,6 +62,7 @@ class Members:
         groups: For each group, and each sharded model that it steps and whose learning rates are compared, the checksum
             of its parameters' names and the first of them.
         stripped: The shards that are made plain during a step, with their gradients.
+        labels: The label of a running step in a profiler's trace.
     """
 
     key: list[list[object]]
@@ -70,6 +72,7 @@ class Members:
     units: list[Callable[[], Any]]
     groups: list[list[tuple[int, nn.Parameter]]]
     stripped: list[tuple[nn.Parameter, torch.Tensor | None]] = field(default_factory=list)
+    labels: Labels = field(default_factory=Labels)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Reduce to None in a copy or a pickle of the optimizer, whose parameters differ."""
@@ -521,6 +524,8 @@ def _before(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any])
     note_fingerprint(optimizer)
     note_rates(optimizer, members)
     restore_all(param for param, _ in members.stripped)
+    if members.sharded:
+        members.labels.begin("optimizer_step", type(optimizer).__name__)
     if _only_steps(optimizer, members, (*given, *kwargs.values())):
         members.stripped[:] = strip(members.sharded)
     else:
@@ -538,6 +543,7 @@ def _after(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     if is_inside_step(optimizer):
         return
     members = members_before(optimizer)
+    members.labels.end("optimizer_step", type(optimizer).__name__)
     restore(members.stripped)
     if not members.stripped:
         _mark_states(optimizer, members, as_shards=False)

@@ -37,4 +37,4 @@ from fullshard.program.config.schema import (
     option_of as option_of,
     options as options,
 )
-from fullshard.program.config.training import TrainingConfig as TrainingConfig
+from fullshard.program.config.training import ProfileConfig as ProfileConfig, TrainingConfig as TrainingConfig

@@ -110,6 +110,20 @@ class PushConfig(ConfigSection):
         return value
 
 
+class ProfileConfig(ConfigSection):
+    """A trace of torch.profiler."""
+
+    steps: Annotated[tuple[PositiveInt, PositiveInt], REPORTED]
+    """First and last step to profile, counted from 1, both included."""
+
+    @field_validator("steps")
+    @classmethod
+    def _ascending(cls, value: tuple[int, int]) -> tuple[int, int]:
+        if value[0] > value[1]:
+            raise ValueError(f"expected the first and the last step, such as [10, 13]; got {list(value)}")
+        return value
+
+
 class TrainingConfig(ConfigSection):
     """The training loop and its optimizer."""
 
@@ -278,6 +292,9 @@ class TrainingConfig(ConfigSection):
     report_to: Annotated[tuple[Tracker, ...], REPORTED] = ()
     """Trackers to report to, if they are installed: tensorboard, wandb, mlflow, trackio. Empty or none, Hugging Face's
     word: none."""
+    profile: Annotated[ProfileConfig | None, REPORTED] = None
+    """Write a trace of torch.profiler into output_dir/profile, one file a rank: {steps: [10, 13]}. These steps take
+    longer. See docs/guides/slow-step.md."""
     run_name: Annotated[str | None, REPORTED] = None
     """Name of the run in trackers; null: the last component of output_dir."""
 

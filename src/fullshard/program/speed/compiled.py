@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -42,19 +43,47 @@ class Compiled:
     seconds: float = 0.0  # wall time of the compiler
 
 
+TICK_S = 4.0
+"""Seconds between two signs of life while the compiler runs."""
+
+
 @contextmanager
-def watch_compiling(told: Callable[[Compiled], None]) -> Iterator[Compiled]:
-    """Count what is compiled inside the context, and tell each time the compiler has run, in the thread that waits."""
-    found, before, started = Compiled(), graphs_compiled(), 0.0
+def watch_compiling(
+    told: Callable[[Compiled], None], running: Callable[[Compiled], None] = lambda _: None
+) -> Iterator[Compiled]:
+    """Count what is compiled inside the context, and tell each time the compiler has run, in the thread that waits.
+
+    ``running`` is called with what was compiled so far when the compiler begins, and every ``TICK_S`` seconds while it
+    runs, then from another thread.
+    """
+    found, before = Compiled(), graphs_compiled()
+    started: float | None = None
+    over = threading.Event()
+
+    def so_far() -> Compiled:
+        return Compiled(found.graphs, found.seconds + time.perf_counter() - (started or time.perf_counter()))
 
     def begins(_: object) -> None:
         nonlocal started
         started = time.perf_counter()
+        running(so_far())
 
     def ends(_: object) -> None:
-        found.graphs, found.seconds = graphs_compiled() - before, found.seconds + time.perf_counter() - started
+        nonlocal started
+        found.graphs, found.seconds, started = graphs_compiled() - before, so_far().seconds, None
         if found.graphs:
             told(found)
 
-    with compiler_watched(begins, ends):
-        yield found
+    def tick() -> None:
+        while not over.wait(TICK_S):
+            if started is not None:
+                running(so_far())
+
+    ticker = threading.Thread(target=tick, name="compiling", daemon=True)
+    ticker.start()
+    try:
+        with compiler_watched(begins, ends):
+            yield found
+    finally:
+        over.set()
+        ticker.join()

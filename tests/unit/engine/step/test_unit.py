@@ -9,7 +9,7 @@ from torch import nn
 
 from fullshard import fully_shard
 from fullshard.core.engine.step.lane import LaneState
-from fullshard.core.engine.step.recorder import SilentRecorder
+from fullshard.core.engine.step.recorder import StepRecorder
 from fullshard.core.engine.step.unit import Keep
 from fullshard.core.shards import rows_of
 from fullshard.core.testing import run_ranks
@@ -218,8 +218,9 @@ def test_a_unit_is_trainable_while_one_of_its_parameters_is():
 
 
 def test_a_recorder_is_given_the_works_of_both_collectives():
-    class Works(SilentRecorder):
+    class Works(StepRecorder):
         def __init__(self):
+            super().__init__()
             self.counts = []
 
         def issued(self, unit, kind, works):

@@ -13,7 +13,6 @@ import torch
 
 from fullshard.core.comm import Device, Mesh, Work
 from fullshard.core.engine.step.precision import Dtypes
-from fullshard.core.engine.step.recorder import SILENT
 from fullshard.core.layout import LaneLayout
 from fullshard.core.torch_private import foreach_copy, foreach_zero
 from fullshard.errors import InvariantError
@@ -34,7 +33,7 @@ class BufferTracker:
         self.live: dict[str, int] = {"shards": 0, "gathered": 0, "gradients": 0}
         self.peak = dict(self.live)
         self.peak_total = 0
-        self.watch: Callable[[], None] = SILENT.sample
+        self.watch: Callable[[], None] = lambda: None
 
     def add(self, kind: str, nbytes: int) -> None:
         """Add ``nbytes`` of ``kind``; a negative number subtracts."""

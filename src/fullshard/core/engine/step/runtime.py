@@ -15,7 +15,7 @@ from fullshard.core.engine.step.adopt import adopt_changes
 from fullshard.core.engine.step.agreement import Agreement
 from fullshard.core.engine.step.lane import BufferTracker, LaneState
 from fullshard.core.engine.step.param import ShardedParam
-from fullshard.core.engine.step.recorder import SILENT, SilentRecorder
+from fullshard.core.engine.step.recorder import StepRecorder
 from fullshard.core.engine.step.schedule import Action, Call, Schedule, Verb, no_graph
 from fullshard.core.engine.step.unit import Keep, Unit, is_plain_embedding
 from fullshard.core.policy import Prefetch
@@ -64,7 +64,7 @@ class Runtime:
         self.ignored = ignored
         self.reduces_gradients = True
         self.reduces_across = True
-        self.recorder: SilentRecorder = SILENT
+        self.recorder = StepRecorder()
         self.unwrapped: WrapError | None = None
         self.state_dict: tuple[Callable[..., Any], Callable[..., Any]] | None = None
         self.agreement = Agreement(mesh, device, [unit.name for unit in units])
@@ -87,7 +87,7 @@ class Runtime:
             param.inspected = param.slots[0][0] in inspected
         for index, unit in enumerate(units):
             unit.index = index
-            unit.runtime = self
+            unit.runtime, unit.recorder = self, self.recorder
             for param in unit.params:
                 param.on_arrival, param.on_complete = partial(self.on_arrival, unit), partial(self.on_complete, unit)
         self.schedule = Schedule(
@@ -435,8 +435,8 @@ class Runtime:
         self._reducing.clear()
         self.schedule.reset()
 
-    def watch(self, recorder: SilentRecorder) -> None:
-        """Send the following events to ``recorder``; ``SILENT`` stops it."""
+    def watch(self, recorder: StepRecorder) -> None:
+        """Send the following events to ``recorder``; a new :class:`StepRecorder` ends a record."""
         self.recorder, self.tracker.watch = recorder, recorder.sample
         for unit in self.units:
             unit.recorder = recorder

@@ -14,7 +14,7 @@ from torch import nn
 from fullshard.core.comm import DONE, Work, settle
 from fullshard.core.engine.step.lane import Lane, LaneState, predivisor
 from fullshard.core.engine.step.param import COPY_REFUSED, CREATE_GRAPH_REFUSED, ShardedParam
-from fullshard.core.engine.step.recorder import SILENT, SilentRecorder, Transfer
+from fullshard.core.engine.step.recorder import StepRecorder, Transfer
 from fullshard.core.engine.step.schedule import Call
 from fullshard.core.policy import UnitPolicy
 from fullshard.core.shards import on_rows
@@ -229,7 +229,7 @@ class Unit:
         self.recomputed = 0
         self.group_call: Call | None = None
         self.group_needs_backward = False
-        self.recorder: SilentRecorder = SILENT
+        self.recorder = StepRecorder()
         self._pending: list[PendingReduce] = []
         self._final = False  # no further gradients follow the reduce under way
         self._complete = 0  # parameters with a complete gradient that is not reduced yet

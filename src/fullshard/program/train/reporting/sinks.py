@@ -47,6 +47,9 @@ PLAIN_LINES = 20
 PLAIN_SILENCE_S = 30.0
 """Longest time without a step line, except for the time of a step."""
 
+COMPILING_SILENCE_S = 5.0
+"""Shortest time between two lines about the compiler, which gives a sign of life every 4 s: none is silent for 10 s."""
+
 
 class Sink:
     """Receiver of a run's reports, in order; on rank 0 only. Sinks override the methods that they need."""
@@ -64,9 +67,10 @@ class Sink:
         """Receive how many steps of the run fit its time limit at the pace of the first ones."""
 
     def compiling(self, graphs: int, seconds: float, *, late_after: int | None = None) -> None:
-        """Receive how many graphs of blocks are compiled so far, and in how many seconds.
+        """Receive how many graphs of blocks are compiled so far, and in how many seconds; also while the compiler runs.
 
-        ``late_after`` is the last step if this was after the first epoch, in which all should have been compiled.
+        It is then called from another thread. ``late_after`` is the last step if this was after the first epoch, in
+        which all should have been compiled.
         """
 
     def evaluating(self, done: int, total: int) -> None:
@@ -77,6 +81,9 @@ class Sink:
 
     def checkpoint(self, report: CheckpointReport) -> None:
         """Receive the report of a checkpoint on disk; later steps may have been taken meanwhile."""
+
+    def profiled(self, directory: Path, problem: str) -> None:
+        """Receive where the traces of the profiled steps are, or why one of them is missing."""
 
     def trace(self, trace: StepTrace) -> None:
         """Receive the trace of the recorded step."""
@@ -233,6 +240,7 @@ class ConsoleSink(Sink):
         self._time_limit_s = math.inf
         self._started = 0.0
         self._last_line = 0.0
+        self._compiles = False
 
     def start(self, run: RunStart) -> None:
         """Print the model, its units, the notes and the number of steps, and start the bar."""
@@ -273,14 +281,14 @@ class ConsoleSink(Sink):
         )
 
     def compiling(self, graphs: int, seconds: float, *, late_after: int | None = None) -> None:
-        """Show it next to the bar, or print a line if there was none for 30 s; always print what comes late."""
-        line = f"compiling: {graphs} graph{'s' if graphs > 1 else ''} so far, {seconds:.0f} s"
+        """Show it next to the bar, or print the first line and later ones often enough; always print what is late."""
+        line = f"compiling: {graphs} graph{'s' if graphs != 1 else ''} so far, {seconds:.0f} s"
         if late_after is not None:
             self._print(f"a block was compiled again after step {late_after:,}, for another shape; {line}")
         elif self._progress is not None:
             self._progress.update(self._task, description=line)
-        elif time.monotonic() - self._last_line >= PLAIN_SILENCE_S:
-            self._last_line = time.monotonic()
+        elif not self._compiles or time.monotonic() - self._last_line >= COMPILING_SILENCE_S:
+            self._last_line, self._compiles = time.monotonic(), True
             self._print(line)
 
     def referring(self, done: int, total: int) -> None:
@@ -311,6 +319,11 @@ class ConsoleSink(Sink):
         self._print(
             f"checkpoint of step {report.step:,} saved ({format_bytes(report.nbytes)} in {report.seconds:.1f} s)"
         )
+
+    def profiled(self, directory: Path, problem: str) -> None:
+        """Print where the traces are and what opens them, or why one is missing."""
+        there = f"traces of the profiled steps are in {directory}, one a rank: open one at ui.perfetto.dev"
+        self._print(f"warning: training.profile: {problem}" if problem else there)
 
     def finish(self, summary: RunSummary) -> None:
         """Print samples, memory and the result."""

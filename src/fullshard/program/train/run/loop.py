@@ -31,6 +31,7 @@ from fullshard.program.train.reporting.reports import EndedBy, EvaluationReport,
 from fullshard.program.train.reporting.sinks import Sink
 from fullshard.program.train.run.assemble import Assembly, assemble
 from fullshard.program.train.run.checkpoints import BestModel, PromptedTokenizer, RunCheckpoints, with_checkpoint
+from fullshard.program.train.run.profile import StepProfiler
 from fullshard.program.train.run.record import Planned, Record, describe_start, explain, is_out_of_memory, summarise
 from fullshard.program.train.run.step import IssuedStep, StepSpec, issue_step, traced_step
 from fullshard.program.train.setup.devices import Choice, Devices, precision_choice, with_precision
@@ -182,6 +183,9 @@ class TrainingRun:
         self._late = decided and device_of(parts.comm.device).queues
         self._unread: IssuedStep | None = None
         self._compiled = Compiled()
+        self._profiler = StepProfiler(
+            parts.config.training.profile, Path(parts.config.output_dir), parts.comm, self._profiled
+        )
         self._read_s = 0.0
 
     @property
@@ -197,12 +201,13 @@ class TrainingRun:
         """
         self._begin()
         # A resumed run traces a step only if its checkpoint has no trace, or has one of another number of ranks.
-        traced = 0 if self.record.peak_bytes else self._timetable.heaviest_step(self.resumed_step)
+        traced = 0 if self.record.peak_bytes else self._timetable.heaviest_step(self.resumed_step, self._profiler.steps)
         with ExitStack() as ending:
             ending.enter_context(self._stop)
+            ending.enter_context(self._profiler)
             steps_due = ending.enter_context(closing(self._timetable.steps_after(self.resumed_step)))
             if "compile" in self._config.ways:
-                ending.enter_context(watch_compiling(self._compiling))
+                ending.enter_context(watch_compiling(self._compiled_more, self._compiling))
             self._make_up_evaluation()
             for due in steps_due:
                 reason = self._early_end(due.position.step - 1)
@@ -214,7 +219,9 @@ class TrainingRun:
                 evaluates = self._timetable.evaluation_is_due(position)
                 saves = self._timetable.checkpoint_is_due(position)
                 copies = self._checkpoints.snapshot_is_due(position.step)
+                self._profiler.begin(position.step)
                 stops = self._take_step(due, traced=position.step == traced, late=not (evaluates or saves or copies))
+                self._profiler.end(position.step)
                 self._checkpoints.step_over()
                 if stops:
                     self._leave(position.step)
@@ -251,7 +258,11 @@ class TrainingRun:
         for sink in self._sinks:
             sink.start(start)
 
-    def _compiling(self, found: Compiled) -> None:
+    def _compiling(self, so_far: Compiled) -> None:
+        for sink in self._sinks:
+            sink.compiling(so_far.graphs, so_far.seconds)
+
+    def _compiled_more(self, found: Compiled) -> None:
         """Tell that blocks were compiled; a block that is compiled after the first epoch costs time unexpectedly."""
         step = self.record.last.step if self.record.last is not None else 0
         epoch_over = step >= self.resumed_step + self._parts.schedule.steps_per_epoch
@@ -260,6 +271,10 @@ class TrainingRun:
         self._compiled = replace(found)
         for sink in self._sinks:
             sink.compiling(found.graphs, found.seconds, late_after=step if again else None)
+
+    def _profiled(self, directory: Path, problem: str) -> None:
+        for sink in self._sinks:
+            sink.profiled(directory, problem)
 
     def _early_end(self, steps: int) -> EndedBy | None:
         """Return why the run ends before its next step, after ``steps``, or None. A run has at least one step.
@@ -563,11 +578,11 @@ class Timetable:
             return True
         return position.ends_epoch if steps is None else position.step % steps == 0
 
-    def heaviest_step(self, resumed_step: int) -> int:
+    def heaviest_step(self, resumed_step: int, profiled: Sequence[int] = ()) -> int:
         """Return the step to trace: the one of the current epoch with rank 0's largest padded micro-batch.
 
-        It is not the first step, which has no optimizer state yet, unless that is the only one. The same on every rank;
-        0 if no step is left after ``resumed_step``.
+        It is not the first step, which has no optimizer state yet, unless that is the only one, and none of those that
+        are profiled: no two profilers run at once. The same on every rank; 0 if no step is left after ``resumed_step``.
         """
         parts = self._parts
         epoch, taken = divmod(resumed_step, self._per_epoch)
@@ -575,6 +590,7 @@ class Timetable:
         left = min(self._per_epoch, self._total - before)
         sizes = step_sizes(parts.plan.for_epoch(epoch), parts.train_set, 0, parts.collate)
         later = range(taken or 1, left) or range(taken, left)
+        later = [index for index in later if before + 1 + index not in profiled]
         return before + 1 + max(later, key=sizes.__getitem__) if later else 0
 
 

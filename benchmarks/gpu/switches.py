@@ -1,4 +1,4 @@
-"""Stage ``headlines``: what bf16, prefetching and offload to the host change, each against its opposite."""
+"""Stage ``switches``: what bf16, prefetching and offload to the host change, each against its opposite."""
 
 from collections.abc import Sequence
 from functools import partial
