@@ -76,15 +76,15 @@ def load_base(base):
     return (AutoModelForSeq2SeqLM if two else AutoModelForCausalLM).from_pretrained(base)
 
 
-def train_plain(base, kind, config, causal, steps=3, change=lambda model: model):
-    """peft and torch alone, on all rows at once; ``change`` is applied to the base."""
+def train_plain(base, kind, config, causal, steps=3, change=lambda model: model, norms=None):
+    """peft and torch alone, on all rows at once; ``change`` is applied to the base; ``norms``: see below."""
     settings = dict(config.model.adapter)
     model = add_adapter(change(load_base(base)), AdapterSpec(base=str(base), **settings), seed=config.seed).model
-    return model, steps_alone(model, config, causal, steps)
+    return model, steps_alone(model, config, causal, steps, norms)
 
 
-def steps_alone(model, config, causal, steps=3):
-    """The losses of torch's own steps on all rows at once."""
+def steps_alone(model, config, causal, steps=3, norms=None):
+    """The losses of torch's own steps on all rows at once; the gradients' norms before clipping go into ``norms``."""
     held = {name: p for name, p in model.named_parameters() if p.requires_grad}
     decayed = Trainer.get_decay_parameter_names(None, model)
     of_decay = {decay: [p for name, p in held.items() if (name in decayed) == (decay > 0)] for decay in (0.1, 0.0)}
@@ -97,9 +97,11 @@ def steps_alone(model, config, causal, steps=3):
         loss = model(**inputs, labels=batch.labels_BT).loss
         optimizer.zero_grad()
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(held.values(), 1.0)
+        norm = torch.nn.utils.clip_grad_norm_(held.values(), 1.0)
         optimizer.step()
         losses.append(loss.item())
+        if norms is not None:
+            norms.append(norm.item())
     return losses
 
 

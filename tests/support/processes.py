@@ -4,6 +4,7 @@ import atexit
 import functools
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -17,6 +18,21 @@ TESTS = Path(__file__).parents[1]
 
 
 FULLSHARD = [sys.executable, "-m", "fullshard.cli.main"]
+
+
+SENT = [getattr(signal, f"SIG{name}") for name in ("HUP", "INT", "QUIT", "TERM", "USR1", "USR2", "CHLD")]
+"""The signals that tests send, and that of a child's end."""
+
+
+def give_children_default_signals():
+    """Let processes that this one starts hear what it ignores itself, as under nohup or in a script's background.
+
+    An ignored signal is ignored by children too; one with a handler has its default in them. This process's handler
+    does nothing, so that under nohup the tests outlive their terminal.
+    """
+    for number in SENT:
+        if signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, lambda *_: None)
 
 
 def free_port():

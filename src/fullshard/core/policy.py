@@ -313,7 +313,7 @@ class Named:
         object.__setattr__(self, "units", tuple((u,) if isinstance(u, str) else tuple(u) for u in units))
 
 
-QUANTIZED_TYPES = ("nf4", "fp4", "int8", "fp8")
+QUANTIZED_TYPES = ("nf4", "int8", "fp8")
 
 
 @dataclass(frozen=True)
@@ -324,10 +324,10 @@ class Quantize:
     their ``forward`` was replaced.
 
     Attributes:
-        type: ``"nf4"`` or ``"fp4"`` (4 bits, blocks of 64 weights), ``"int8"`` (a scale for each row), all three in
-            bitsandbytes' formats, or ``"fp8"`` (float8_e4m3fn, a scale for each row).
-        double_quant: Whether the scales of nf4 and fp4 are quantised too, in blocks of 256: 4.13 bits a weight, not
-            4.5. The 8-bit types have one scale for each row and ignore it.
+        type: ``"nf4"`` (4 bits, blocks of 64 weights) or ``"int8"`` (a scale for each row), both in bitsandbytes'
+            formats, or ``"fp8"`` (float8_e4m3fn, a scale for each row).
+        double_quant: Whether the scales of nf4 are quantised too, in blocks of 256: 4.13 bits a weight, not 4.5. The
+            8-bit types have one scale for each row and ignore it.
         compute_dtype: Dtype that quantised layers compute in, whatever their input has; None: the input's.
         skip: Names of modules that are not quantised: a name's last part, or some successive parts of it, such as
             ``"lm_head"``, ``"wo"`` or ``"decoder.block.0"``.

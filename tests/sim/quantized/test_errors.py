@@ -102,6 +102,19 @@ def test_blocks_of_another_size_are_refused():
     run_ranks(2, rank)
 
 
+def test_a_layer_of_fp4_is_refused_before_anything_changes():
+    library = formats.bitsandbytes()
+    layer = library.nn.Linear4bit(64, 64, bias=False).to("cpu")  # bitsandbytes' default
+
+    def rank(comm):
+        mine = nn.Sequential(nn.Linear(64, 64), copy.deepcopy(layer))
+        with pytest.raises(ConfigError, match=r"^1 is a Linear4bit of fp4.*nf4"):
+            fully_shard(mine, comm, wrap=None)
+        assert type(mine[1]) is library.nn.Linear4bit
+
+    run_ranks(2, rank)
+
+
 def test_a_layer_that_is_not_quantised_yet_is_refused():
     library = formats.bitsandbytes()
     model = nn.Sequential(library.nn.Linear4bit(64, 64, quant_type="nf4"), nn.Linear(64, 64))
@@ -116,7 +129,7 @@ def test_a_layer_that_is_not_quantised_yet_is_refused():
 
 def test_ranks_that_quantise_differently_are_told(tmp_path):
     quantized.saved(t5, tmp_path)
-    types = ("nf4", "fp4")
+    types = ("nf4", "int8")
 
     def rank(comm):
         weights = Pretrained(tmp_path, quantize=Quantize(types[comm.rank]))
@@ -127,7 +140,7 @@ def test_ranks_that_quantise_differently_are_told(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "settings", [{"type": "int4"}, {"type": "nf4", "compute_dtype": "int8"}], ids=["type", "compute dtype"]
+    "settings", [{"type": "fp4"}, {"type": "nf4", "compute_dtype": "int8"}], ids=["type", "compute dtype"]
 )
 def test_settings_are_checked_when_they_are_made(settings):
     with pytest.raises(ConfigError, match="must be one of"):
@@ -167,9 +180,9 @@ def test_a_checkpoint_of_another_quantisation_is_refused(tmp_path):
         model = quantized.sharded_from_files(t5, path, comm, quantize)
         load_checkpoint(model, None, folder / "step-00000001")
 
-    for other in (Quantize("fp4", skip=quantized.SKIP), Quantize("nf4", double_quant=False, skip=quantized.SKIP)):
+    for other in (Quantize("int8", skip=quantized.SKIP), Quantize("nf4", double_quant=False, skip=quantized.SKIP)):
         with pytest.raises(
-            CheckpointError, match=r"quantisation is nf4 \(double\), the model's (fp4|nf4).*the same Quantize"
+            CheckpointError, match=r"quantisation is nf4 \(double\), the model's (int8|nf4).*the same Quantize"
         ):
             run_ranks(2, lambda comm, other=other: load(comm, other))
 

@@ -9,7 +9,7 @@ from torch import nn
 
 from fullshard import Pretrained, Quantize, fully_shard
 from fullshard.core.engine.setup import weights
-from fullshard.core.quantized.formats import FourBit
+from fullshard.core.quantized.formats import NF4
 from fullshard.core.testing import run_ranks
 from fullshard.errors import CheckpointError
 from support import quantized
@@ -77,7 +77,7 @@ class Watched:
 
 
 def test_the_next_run_is_read_while_one_is_quantised_and_none_after_it(short_runs, monkeypatch):
-    source, plain, runs = Watched(), FourBit.quantise, []
+    source, plain, runs = Watched(), NF4.quantise, []
 
     def held(format, values, shape):
         runs.append(values.numel())
@@ -87,7 +87,7 @@ def test_the_next_run_is_read_while_one_is_quantised_and_none_after_it(short_run
             assert source.begun == ahead
         return plain(format, values, shape)
 
-    monkeypatch.setattr(FourBit, "quantise", held)
+    monkeypatch.setattr(NF4, "quantise", held)
     run_ranks(1, lambda comm: sharded(comm, source))
     assert source.begun == len(runs) == RUNS
 

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.parity
         ("t5", "nf4", True, 3),
         ("bart", "nf4", True, 2),
         ("llama", "nf4", True, 2),
-        ("t5", "fp4", False, 2),
+        ("t5", "nf4", False, 2),
         ("llama", "int8", False, 2),
         ("bart", "int8", False, 3),
     ],

@@ -3,13 +3,16 @@
 import os
 import queue
 import signal
+import subprocess
+import sys
 
 import pytest
 
 from fullshard.program.launch.failure import say_ending
 from fullshard.program.launch.programs import signals
 from fullshard.program.launch.programs.signals import StopSignals
-from support.processes import run_ranks
+from fullshard.program.launch.ranks import STOP_SIGNALS
+from support.processes import TESTS, environment, run_ranks
 
 AGAIN = """
 import ctypes, os, signal, threading
@@ -79,3 +82,43 @@ def test_the_end_of_an_attempt_is_no_wish_to_save(tmp_path, monkeypatch, capfd):
     with StopSignals():
         os.kill(os.getpid(), signal.SIGTERM)
         assert ended.get(timeout=30) == 130
+
+
+@pytest.mark.parametrize(
+    ("ignored", "heard"),
+    [
+        ("HUP", "INT TERM USR1"),  # nohup
+        ("INT QUIT", "TERM USR1 HUP"),  # the background of a script
+        ("HUP INT QUIT TERM USR1", "TERM USR1"),
+    ],
+)
+def test_what_a_terminal_sends_stays_ignored_where_the_run_was_started_so(ignored, heard):
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in numbers_of(ignored)}
+    try:
+        with StopSignals():
+            those = {number for number in STOP_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN}
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    assert those == numbers_of(heard)
+
+
+def numbers_of(names):
+    return {signal.Signals[f"SIG{name}"] for name in names.split()}
+
+
+IGNORED = "HUP INT QUIT TERM USR1 USR2 CHLD"
+CHILD = "import signal; print(*(one.name for one in signal.Signals if signal.getsignal(one) is signal.SIG_IGN))"
+TEST = f"""
+import subprocess, sys
+from support.processes import give_children_default_signals
+give_children_default_signals()
+subprocess.run([sys.executable, "-c", {CHILD!r}], check=True)
+"""
+
+
+def test_tests_start_processes_that_hear_what_the_tests_ignore():
+    shell = ["bash", "-c", f"trap '' {IGNORED}; exec \"$@\"", "bash", sys.executable, "-c", TEST]
+    done = subprocess.run(shell, env=environment(PYTHONPATH=str(TESTS)), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert not {one.name for one in numbers_of(IGNORED)} & set(done.stdout.split())

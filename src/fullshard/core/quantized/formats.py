@@ -1,11 +1,11 @@
 """Formats of quantised weights: numbers to codes and scales and back, a run of blocks at a time.
 
-A *block* shares a scale: 64 neighbours of the flattened weight (nf4, fp4) or a row (int8, fp8). Quantising a block
+A *block* shares a scale: 64 neighbours of the flattened weight (nf4) or a row (int8, fp8). Quantising a block
 reads nothing outside of it, so every rank quantises its own blocks, equal to those of the full weight to the bit. Both
 tensors are stored as bytes: no mixed precision casts them, and one lane of a unit holds all of them.
 
-bitsandbytes is imported when the first 4-bit or int8 weight needs it. On a CPU the codes of 4-bit formats are found by
-counting bounds: what bitsandbytes' search finds, in a fraction of the time.
+bitsandbytes is imported when the first nf4 or int8 weight needs it. On a CPU the codes of nf4 are found by counting
+bounds: what bitsandbytes' search finds, in a fraction of the time.
 """
 
 from __future__ import annotations
@@ -69,22 +69,22 @@ def loaded() -> Any | None:
 
 
 BLOCK = 64
-"""Weights that share a scale in nf4 and fp4."""
+"""Weights that share a scale in nf4."""
 PART = 1 << 17
 """Weights that are quantised at a time on a CPU, so that what is computed in between stays in the core's own cache."""
 
 
 class BoundCounter:
-    """Finds codes of nf4 or fp4 as bitsandbytes' search of its bounds does, on a CPU.
+    """Finds codes of nf4 as bitsandbytes' search of its bounds does, on a CPU.
 
-    A number's place among the 15 bounds is how many of them it is above. 15 comparisons of all numbers, by numpy's
-    vector instructions, take less time than two look-ups in a table; torch's comparisons take ten times numpy's.
-    All parts use the same memory: new memory for each took as long as the rest.
+    A number's code is how many of the 15 bounds it is above. 15 comparisons of all numbers, by numpy's vector
+    instructions, take less time than two look-ups in a table; torch's comparisons take ten times numpy's. All parts
+    use the same memory: new memory for each took as long as the rest.
     """
 
-    def __init__(self, type: str, most: int) -> None:
+    def __init__(self, most: int) -> None:
         """Take memory for parts of ``most`` weights."""
-        self._first, self._steps = _bounds(type)
+        self._bounds = _bounds()
         self._numbers = [torch.empty(most, device="cpu") for _ in range(2)]
         self._above, self._found = (np.empty(most, np.uint8) for _ in range(2))
 
@@ -98,11 +98,9 @@ class BoundCounter:
         # No number is above 1 by more than a rounding, which no bound is near.
         scaled.view(-1, BLOCK).mul_((1.0 / largest.clamp(min=1e-38)).unsqueeze(1))
         numbers, above, found = scaled.numpy(), self._above[: values.numel()], self._found[: values.numel()]
-        found.fill(self._first)
-        for bound, step in self._steps:
+        found.fill(0)
+        for bound in self._bounds:
             np.greater(numbers, bound, out=above.view(bool))
-            if step != 1:
-                np.multiply(above, step, out=above)
             np.add(found, above, out=found)
         # The first of two codes is the byte's upper half; of the two bytes as one number, the lower one.
         pairs = torch.from_numpy(found).view(torch.int16)
@@ -111,15 +109,12 @@ class BoundCounter:
         return True
 
 
-@lru_cache(maxsize=2)
-def _bounds(type: str) -> tuple[int, list[tuple[Any, Any]]]:
-    """Return the lowest code, and each bound with the step to the next code, modulo 256."""
+@lru_cache(maxsize=1)
+def _bounds() -> Any:
+    """Return the numbers in the middle between two of nf4's, which ascend; an array of 15 float32."""
     with torch.device("cpu"):  # as in _dynamic_map
-        values = bitsandbytes().functional.get_4bit_type(type, device="cpu", blocksize=BLOCK)
-        order = torch.argsort(values)  # as bitsandbytes does: fp4 has zero twice
-        middles = ((values[order[:-1]] + values[order[1:]]) / 2).numpy()
-        steps = order.diff().to(torch.uint8).numpy()
-        return int(order[0]), list(zip(middles, steps, strict=True))
+        values = bitsandbytes().functional.get_4bit_type("nf4", device="cpu", blocksize=BLOCK)
+        return ((values[:-1] + values[1:]) / 2).numpy()
 
 
 Shape = tuple[int, int]
@@ -226,7 +221,7 @@ class Format(Protocol):
         ...
 
 
-SCALES = re.compile(r"(?P<layer>.+)\.(?P<type>nf4|fp4|int8|fp8)(?P<double>_double)?_scales")
+SCALES = re.compile(r"(?P<layer>.+)\.(?P<type>nf4|int8|fp8)(?P<double>_double)?_scales")
 """Full name of a parameter of scales, which includes the quantisation of its layer."""
 
 
@@ -245,7 +240,7 @@ def format_of(quantize: Quantize) -> Format:
     if quantize.type == "fp8":
         return Float8()
     bitsandbytes()
-    return Int8() if quantize.type == "int8" else FourBit(quantize.type, double=quantize.double_quant)
+    return Int8() if quantize.type == "int8" else NF4(double=quantize.double_quant)
 
 
 def rounded(format: Format, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -255,19 +250,19 @@ def rounded(format: Format, weight: torch.Tensor, dtype: torch.dtype) -> torch.T
     return format.dequantise(codes.reshape(format.codes_shape(shape)), format.pack(largest), shape, dtype)
 
 
-class FourBit:
-    """nf4 and fp4 of bitsandbytes: two codes a byte, a scale for 64 weights; scales are float32 or quantised again.
+class NF4:
+    """nf4 of bitsandbytes: two codes a byte, a scale for 64 weights; scales are float32 or quantised again.
 
     Scales in memory: float32 for each block; with double quantisation the float32 scales of 256 scales each, their
     float32 mean, and a byte for each block. Floats are first, where they are aligned.
     """
 
-    def __init__(self, type: str, *, double: bool) -> None:
-        """Take ``type`` nf4 or fp4; ``double``: quantise the scales too."""
-        self.type = type
+    type, codes = "nf4", "nf4"
+
+    def __init__(self, *, double: bool) -> None:
+        """Quantise the scales too if ``double``."""
         self.double = double
-        self.codes = type
-        self.scales = f"{type}_double_scales" if double else f"{type}_scales"
+        self.scales = "nf4_double_scales" if double else "nf4_scales"
         if double:
             _dynamic_map(torch.device("cpu"))  # now: while a step is planned, operators give no values
 
@@ -302,7 +297,7 @@ class FourBit:
         weights = values.numel()
         codes = torch.empty(self.code_bytes(weights), dtype=torch.uint8, device=values.device)
         largest = torch.empty(-(-weights // BLOCK), device=values.device)
-        counter = BoundCounter(self.type, min(weights, PART))
+        counter = BoundCounter(min(weights, PART))
         for low in range(0, weights, PART):
             high = min(low + PART, weights)
             part = codes[low // 2 : self.code_bytes(high)], largest[low // BLOCK : -(-high // BLOCK)]

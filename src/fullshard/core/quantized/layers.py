@@ -13,7 +13,7 @@ from torch import nn
 
 from fullshard.core.layout.names import plain_name
 from fullshard.core.policy import Quantize
-from fullshard.core.quantized.formats import BLOCK, OUTER_BLOCK, FourBit, Int8, bitsandbytes, format_of, loaded
+from fullshard.core.quantized.formats import BLOCK, NF4, OUTER_BLOCK, Int8, bitsandbytes, format_of, loaded
 from fullshard.core.quantized.linear import Held, QuantizedLinear, Workspace
 from fullshard.errors import ConfigError
 
@@ -202,13 +202,19 @@ def _from_4bit(name: str, layer: Any) -> Held:
     """Return what a ``Linear4bit`` holds.
 
     Raises:
-        ConfigError: It has other blocks than bitsandbytes' default, or is not quantised.
+        ConfigError: It is not nf4, has other blocks than bitsandbytes' default, or is not quantised.
     """
     weight, state = layer.weight, getattr(layer.weight, "quant_state", None) or layer.quant_state
     if state is None:
         raise ConfigError(
             f"{name} is a Linear4bit that is not quantised yet. Move the model to its device before fully_shard "
             "(model.to('cpu') quantises too), or build it of nn.Linear and pass weights=Pretrained(…, quantize=…)."
+        )
+    if state.quant_type != NF4.type:
+        raise ConfigError(
+            f"{name} is a Linear4bit of {state.quant_type}; of bitsandbytes' 4-bit formats fullshard shards nf4 only "
+            '(the default is fp4). Quantise the model with BitsAndBytesConfig(bnb_4bit_quant_type="nf4", …) or '
+            'Linear4bit(…, quant_type="nf4").'
         )
     if getattr(state, "packing_format_for_cpu", False):
         data, state = bitsandbytes().functional._convert_weight_packed_for_cpu_inverse(weight.data, state)
@@ -219,7 +225,7 @@ def _from_4bit(name: str, layer: Any) -> Held:
             f"{name} has blocks of {state.blocksize} weights; fullshard shards bitsandbytes' default, {BLOCK} (and "
             f"{OUTER_BLOCK} scales with double quantisation). Quantise the model with that."
         )
-    format = FourBit(state.quant_type, double=state.nested)
+    format = NF4(double=state.nested)
     codes = data.contiguous().view(torch.uint8).reshape(format.codes_shape(_shape(layer)))
     if state.nested:
         offset = state.offset.to(state.state2.absmax).reshape(1)

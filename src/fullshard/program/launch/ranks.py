@@ -372,9 +372,13 @@ def listening(ranks: Ranks) -> Iterator[None]:
 
 
 def heard_signals() -> tuple[signal.Signals, ...]:
-    """Return the signals that ask this process to stop; without SIGHUP where it is ignored, as under nohup."""
-    ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
-    return tuple(number for number in STOP_SIGNALS if number != signal.SIGHUP or not ignored)
+    """Return the signals that ask this process to stop; without those of a terminal where they are ignored.
+
+    nohup ignores SIGHUP. A script's shell ignores SIGINT of a job in its background, so that Ctrl-C ends the script's
+    other commands (``tail -f run.log``) and not the job; Python leaves it ignored too.
+    """
+    ignored = [number for number in (signal.SIGHUP, signal.SIGINT) if signal.getsignal(number) is signal.SIG_IGN]
+    return tuple(number for number in STOP_SIGNALS if number not in ignored)
 
 
 def silent_failure(rank: int | None, code: int, ended_s: float, *, reports: bool) -> Failure:

@@ -24,13 +24,13 @@ class Base:
     directory: str  # where its files were read
     content: str  # digest of its files
     type: str  # format of the quantised weights, such as ``nf4``
-    double_quant: bool  # whether the scales of nf4 and fp4 are quantised too
+    double_quant: bool  # whether the scales of nf4 are quantised too
     layers: tuple[str, ...]  # names of the weights that are quantised, in the base model
 
     @property
     def quantisation(self) -> str:
         """The format as a model's tensors name it, such as ``nf4 (double)``."""
-        return f"{self.type} (double)" if self.double_quant and self.type in ("nf4", "fp4") else self.type
+        return f"{self.type} (double)" if self.double_quant and self.type == "nf4" else self.type
 
     @property
     def facts(self) -> dict[str, str]:

@@ -120,8 +120,8 @@ def test_with_another_quantisation_or_base_it_does_not_go_on(base, tmp_path):
     moved = tmp_path / "base"
     shutil.copytree(base, moved)
     run_until_stopped(tmp_path, ("step", 2), **options(moved))
-    with pytest.raises(ConfigError, match=r"model\.quantization\.type: fp4; in the checkpoint nf4"):
-        run(tmp_path, **options(moved, type="fp4"))
+    with pytest.raises(ConfigError, match=r"model\.quantization\.type: int8; in the checkpoint nf4"):
+        run(tmp_path, **options(moved, type="int8"))
     checkpoint = tmp_path / "out" / "checkpoints" / "step-00000002"
     with pytest.raises(ConfigError, match=r"model\.quantization\.double_quant: False; in the checkpoint True"):
         run(tmp_path, resume=str(checkpoint), **options(moved, double_quant=False))

@@ -30,7 +30,7 @@ LLAMA |= {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddin
 NF4 = {"type": "nf4", "skip": SKIP}
 
 
-RUNS = [("lora", "nf4"), ("lora", "fp4"), ("lora", "int8"), ("ia3", "nf4")]
+RUNS = [("lora", "nf4"), ("lora", "int8"), ("ia3", "nf4")]
 
 
 @pytest.fixture(scope="module")
@@ -45,20 +45,29 @@ def base(tokenizer, tmp_path_factory):
     return directory
 
 
-def plain_run(base, config, steps=3, **quantize):
+def plain_run(base, config, steps=3, change=None, **quantize):
+    """The model, the losses, and the steepest gradient's norm of a run by peft alone; of bitsandbytes' layers."""
     policy = Quantize(**{"skip": SKIP, **quantize})
-    kind = config.model.adapter.type
-    return train_plain(base, kind, config, False, steps, lambda model: with_bitsandbytes(model, policy))
+    change = change or (lambda model: with_bitsandbytes(model, policy))
+    norms = []
+    return *train_plain(base, config.model.adapter.type, config, False, steps, change, norms), max(norms)
 
 
-def assert_as_plain(plain, losses, config, tokenizer, steps=3, size=2):
-    """Ranks have the losses of the plain run, and its weights; returns the names of these, and a rank's notes."""
+def assert_as_plain(plain, losses, steepest, config, tokenizer, steps=3, size=2):
+    """Ranks have the losses of the plain run, and its weights; returns the names of these, and a rank's notes.
+
+    AdamW rounds each weight in each step, in another order of sums otherwise: a plain run that begins half a rounding
+    away is as far off as ours. Weights may differ by 1e-5. To first order a loss then differs by the gradient times
+    the difference of the weights, at most by the product of their norms, which 3,000 weights may carry above 1e-5.
+    """
     trained = {name: p for name, p in plain.named_parameters() if p.requires_grad}
     for ours, notes, weights in train_sharded(config, tokenizer, False, lambda m, _: weights_of(m), steps, size):
-        assert ours == pytest.approx(losses, abs=1e-5)
+        apart = {name: (weights[name] - weight).detach() for name, weight in trained.items()}
+        for name, difference in apart.items():
+            assert difference.abs().max() <= 1e-5, name
+        distance = sum(one.square().sum().item() for one in apart.values()) ** 0.5
+        assert ours == pytest.approx(losses, abs=max(1e-5, steepest * distance))
         assert not any("loaded in full" in note for note in notes)
-        for name, weight in trained.items():
-            assert (weights[name] - weight).abs().max() <= 1e-5, name
     return trained, notes
 
 
@@ -84,18 +93,14 @@ def with_rounded_weights(model, kind):
 
 
 @pytest.mark.parity
-@pytest.mark.parametrize("type", ["nf4", "fp4", "int8", "fp8"])
+@pytest.mark.parametrize("type", ["nf4", "int8", "fp8"])
 @pytest.mark.parametrize("size", [1, 2, 3])
 @pytest.mark.slow
 def test_dora_equals_pefts_whose_norms_are_of_the_full_dequantised_weights(base, tokenizer, type, size):
     config = config_of(base, "dora", quantization={"type": type, "skip": SKIP})
 
-    def change(model):
-        if type in ("nf4", "fp4"):
-            return with_bitsandbytes(model, Quantize(type, skip=SKIP))
-        return with_rounded_weights(model, type)
-
-    plain = train_plain(base, "dora", config, causal=False, steps=10, change=change)
+    change = None if type == "nf4" else lambda model: with_rounded_weights(model, type)
+    plain = plain_run(base, config, 10, change, type=type)
     trained, _ = assert_as_plain(*plain, config, tokenizer, 10, size)
     assert any("magnitude" in name for name in trained)
 
@@ -131,7 +136,7 @@ def test_an_option_of_training_does_not_change_the_run(base, tokenizer, option):
 
 
 def test_the_short_form_is_the_type_with_the_other_defaults(base):
-    assert config_of(base, "lora", quantization="fp4") == config_of(base, "lora", quantization={"type": "fp4"})
+    assert config_of(base, "lora", quantization="int8") == config_of(base, "lora", quantization={"type": "int8"})
 
 
 def test_the_outline_has_the_runs_layers(base, tokenizer):
@@ -173,7 +178,7 @@ def settings(base, **model):
     ("model", "match"),
     [
         ({"quantization": "nf4"}, "quantised weights are frozen; add adapter"),
-        ({"quantization": "nf5", "adapter": {}}, "'nf4', 'fp4', 'int8' or 'fp8'"),
+        ({"quantization": "fp4", "adapter": {}}, "'nf4', 'int8' or 'fp8'"),
         (
             {"quantization": "nf4", "adapter": {}, "path": None, "config": T5, "tokenizer": {}},
             "needs path: a model from config",

@@ -1,7 +1,7 @@
 """SIGTERM and Ctrl-C in a rank: the first requests a checkpoint and a stop, a second one ends the process.
 
 SIGUSR1 (Slurm's notice), SIGHUP (the terminal closes) and a file that appears also request a stop; none counts as the
-first of two.
+first of two. SIGINT and SIGHUP stay ignored where the process was started so (``heard_signals``).
 """
 
 from __future__ import annotations

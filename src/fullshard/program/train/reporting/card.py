@@ -86,7 +86,7 @@ class Run:
         settings = self.section("model").get("quantization")  # runs of earlier versions have no such setting
         if settings is None:
             return None
-        double = settings["double_quant"] and settings["type"] in ("nf4", "fp4")
+        double = settings["double_quant"] and settings["type"] == "nf4"
         return f"{settings['type']} (double)" if double else settings["type"]
 
     @property

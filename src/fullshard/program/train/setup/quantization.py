@@ -28,7 +28,7 @@ def describe_quantization(config: RunConfig) -> str | None:
     quantize = quantize_of(config)
     if quantize is None:
         return None
-    double = quantize.double_quant and quantize.type in ("nf4", "fp4")
+    double = quantize.double_quant and quantize.type == "nf4"
     return f"{quantize.type} (double)" if double else quantize.type
 
 
