@@ -31,9 +31,11 @@ LLAMA = {"model_type": "llama", "hidden_size": 16, "intermediate_size": 24, "num
 LLAMA |= {"num_attention_heads": 2, "num_key_value_heads": 2, "tie_word_embeddings": False}
 BART = {"model_type": "bart", "d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2}
 BART |= {"decoder_attention_heads": 2, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64, "dropout": 0.0}
+GEMMA = LLAMA | {"model_type": "gemma3_text", "head_dim": 8, "tie_word_embeddings": True}
 CASES = {
     "t5": (T5, None),
     "llama": (LLAMA, None),
+    "gemma": (GEMMA, None),
     "bart, quantised": (BART | {"d_model": 64}, "nf4"),
     # Its tables have spare rows, as those of most published models.
     "llama, quantised": (LLAMA | {"hidden_size": 64, "intermediate_size": 64, "vocab_size": 80}, "nf4"),
@@ -41,7 +43,7 @@ CASES = {
 LINES = ["<ticket> where is my card", "i lost it <reply>", "what is the rate"]
 
 
-SLOW = ("llama", "bart, quantised")
+SLOW = ("llama", "gemma", "bart, quantised")
 
 
 @pytest.fixture(
@@ -56,7 +58,7 @@ def finished(request, tmp_path_factory, unmetered):
     model["quantization"] = quantization
     changes = {"training__max_steps": 3, "data__source_prefix": "<ticket> ", "training__learning_rate": 0.1}
     run(directory, CardSink(directory / "out", print), ranks=2, model=model, sharding__wrap="auto", **OFTEN, **changes)
-    return directory, config["model_type"] == "llama", quantization is not None
+    return directory, config["model_type"] in ("llama", "gemma3_text"), quantization is not None
 
 
 def test_it_is_evaluated_with_its_own_tokens_as_in_the_run(finished):

@@ -39,13 +39,19 @@ LLAMA = {
 }
 BART = {"model_type": "bart", "d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2}
 BART |= {"decoder_attention_heads": 2, "encoder_ffn_dim": 24, "decoder_ffn_dim": 24, "dropout": 0.0}
+GEMMA = LLAMA | {"num_hidden_layers": 1, "head_dim": 8, "initializer_range": 0.06, "tie_word_embeddings": True}
 BASES = {
     "t5": T5,
     "t5, its own output layer": T5 | {"tie_word_embeddings": False},
     "bart": BART,
     "llama": LLAMA | {"tie_word_embeddings": True},
     "llama, its own output layer": LLAMA | {"tie_word_embeddings": False},
+    # Their embedding computes a buffer of its own, which is on the meta device when the table has been read.
+    "gemma": GEMMA | {"model_type": "gemma"},
+    "gemma2": GEMMA | {"model_type": "gemma2"},
+    "gemma3": GEMMA | {"model_type": "gemma3_text"},
 }
+CAUSAL = ("llama", "gemma")
 
 
 def config_with(base, adapter=None, **more):
@@ -65,7 +71,7 @@ def rows_with(first):
 @pytest.mark.parametrize("name", BASES)
 def test_two_ranks_train_the_resized_model_of_transformers(tokenizer, tmp_path, monkeypatch, name):
     write_base(tmp_path, BASES[name], tokenizer)
-    causal, first = name.startswith("llama"), len(tokenizer)
+    causal, first = name.startswith(CAUSAL), len(tokenizer)
     monkeypatch.setattr(adapter_steps, "ROWS", rows_with(first))
     config = config_with(tmp_path)
     plain = load_base(tmp_path).train()
@@ -92,6 +98,7 @@ TARGETS = {
     "bart": ["model.shared"],
     "llama": ["model.embed_tokens"],
     "llama, its own output layer": ["model.embed_tokens", "lm_head"],
+    "gemma3": ["model.embed_tokens"],
 }
 
 
@@ -102,12 +109,13 @@ TARGETS = {
         ("bart", {"type": "dora", "r": 2}, {}),
         ("llama", {"type": "lora", "r": 2, "target_modules": "all-linear"}, {}),
         ("llama, its own output layer", {"type": "lora", "r": 2}, {"strategy": "shard_grad_op", "tables": "home"}),
+        ("gemma3", {"type": "lora", "r": 2}, {}),
     ],
 )
 def test_beside_an_adapter_two_ranks_train_the_rows_that_peft_does(
     tokenizer, tmp_path, monkeypatch, name, adapter, sharding
 ):
-    base, causal, first = tmp_path / "base", name.startswith("llama"), len(tokenizer)
+    base, causal, first = tmp_path / "base", name.startswith(CAUSAL), len(tokenizer)
     write_base(base, BASES[name], tokenizer)
     monkeypatch.setattr(adapter_steps, "ROWS", rows_with(first))
     config = config_with(base, adapter, sharding=sharding)
@@ -138,6 +146,7 @@ def test_beside_an_adapter_two_ranks_train_the_rows_that_peft_does(
         assert weights.keys() == dict(plain.named_parameters()).keys()
         for key, param in plain.named_parameters():
             torch.testing.assert_close(weights[key], param, atol=1e-5, rtol=0, msg=key)
+            assert param.requires_grad or torch.equal(weights[key], param), key
     kind = peft.AutoPeftModelForCausalLM if causal else peft.AutoPeftModelForSeq2SeqLM
     batch = batch_of([0, 1], causal=causal)
     inputs = {"input_ids": batch.input_ids_BS, "attention_mask": batch.attention_mask_BS, "labels": batch.labels_BT}

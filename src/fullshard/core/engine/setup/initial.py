@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from fullshard.core.comm import Comm, Mesh, group_behind, together
+from fullshard.core.engine.setup.loaded import KeepLoaded
 from fullshard.core.engine.setup.wrap import ParamSpec, UnitSpec
 from fullshard.core.engine.step.unit import plain_type
 from fullshard.core.shards import rows_of
@@ -203,8 +204,8 @@ class FirstValues:
     Attributes:
         initialize: Called on every rank with each module of a unit that is partly on the meta device, outer modules
             first. It must allocate and fill what the module itself owns (``module.to_empty(device=…,
-            recurse=False)``, then the values). The random state is the same on every rank, and restored afterwards.
-            None: ``reset_parameters()`` of a module, ``_reset_parameters()`` of ``nn.MultiheadAttention``, or
+            recurse=False)``, then the values); what has memory keeps its values. The random state is the same on every
+            rank, and restored afterwards. None: ``reset_parameters()`` of a module, ``_reset_parameters()`` of ``nn.MultiheadAttention``, or
             ``_init_weights`` of a Hugging Face model.
         from_rank0: Whether every rank takes rank 0's values of sharded parameters and all buffers. Other ranks may
             hold other values or be on the meta device, where only memory is allocated for them.
@@ -318,10 +319,14 @@ class Initializer:
     def _make_values(
         self, index: int, spec: UnitSpec, others: frozenset[nn.Module], *, overwritten: bool = False
     ) -> None:
-        """Allocate and fill what is on the meta device, identically on every rank whatever its random state."""
+        """Allocate and fill what is on the meta device, identically on every rank whatever its random state.
+
+        Nothing else changes: values that were loaded are kept.
+        """
         inside = list(_modules_of(spec, others - set(spec.modules)))
         initialize = self.first.initialize
-        parts = [*(m.param for m in spec.params), *(b for m in inside if initialize for b in m._buffers.values())]
+        lacking = [module for module in inside if initialize or module._parameters]
+        parts = [*(m.param for m in spec.params), *(b for module in lacking for b in module._buffers.values())]
         if not any(part is not None and part.is_meta for part in parts):
             return
         if initialize is None and overwritten:
@@ -332,11 +337,11 @@ class Initializer:
         for member, one in divided:  # as of the unsharded model: draws and fans are those of the full shape
             _replace(member, torch.empty(one.shape, dtype=member.param.dtype, device="meta"))
         devices = [self.device] if self.device.type == "cuda" else []
-        with torch.random.fork_rng(devices=devices), torch.no_grad():
+        with torch.random.fork_rng(devices=devices), torch.no_grad(), KeepLoaded(self.model):
             # One seed a unit, so that its values do not depend on the units before it.
             torch.manual_seed((self._seed + 7919 * index) % (1 << 63))
             if initialize is None:
-                self._run_own_initializers(spec)
+                self._run_own_initializers(spec, lacking)
             else:
                 self._call(initialize, spec, inside)
         for member, one in divided:
@@ -350,12 +355,12 @@ class Initializer:
                 self._called.add(module)
                 initialize(module)
         for member in spec.params:
+            if not member.param.is_meta:
+                continue
             module, key = member.slots[0]
             made = module._parameters[key]
             if member.extension is not None and made is not None and made is not member.param:
                 made = nn.Parameter(member.extension.values_of(made), made.requires_grad)
-            if not member.param.is_meta and made is member.param:
-                continue
             if made is None or made.is_meta or (made.shape, made.dtype) != (member.param.shape, member.param.dtype):
                 found = "None" if made is None else f"{tuple(made.shape)} {made.dtype} on {made.device}"
                 raise WrapError(
@@ -365,8 +370,13 @@ class Initializer:
                 )
             _replace(member, made.data)
 
-    def _run_own_initializers(self, spec: UnitSpec) -> None:
-        owners: dict[int, nn.Module] = {}
+    def _run_own_initializers(self, spec: UnitSpec, inside: Sequence[nn.Module]) -> None:
+        """Fill the unit's parameters, and the buffers of the modules ``inside`` while their parameters are full."""
+        owners = {
+            id(module): module
+            for module in inside
+            if any(b is not None and b.is_meta for b in module._buffers.values())
+        }
         for member in spec.params:
             if member.param.is_meta:
                 _replace(member, torch.empty_like(member.param, device=self.device))
@@ -441,7 +451,7 @@ class Initializer:
         if self.first.from_rank0 and self.mesh.rank > 0:
             return  # allocated already, with rank 0's values
         given = self.differing.buffers if self.mesh.rank > 0 else ()
-        with torch.no_grad():
+        with torch.no_grad(), KeepLoaded(self.model):
             for path, module in self.model.named_modules():
                 here = ((f"{path}.{key}" if path else key, buffer) for key, buffer in module._buffers.items())
                 if any(buffer is not None and buffer.is_meta and name not in given for name, buffer in here):
