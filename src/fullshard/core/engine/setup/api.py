@@ -25,7 +25,7 @@ from fullshard.core.engine.extension.extension_lane import ExtensionParam, even_
 from fullshard.core.engine.full.model_class import sharded_class
 from fullshard.core.engine.full.state import follow_mode, remember_buffers
 from fullshard.core.engine.full.stream import warn_if_buffers_differ
-from fullshard.core.engine.parallel.parallel import Parallel, check_axes, everyone
+from fullshard.core.engine.parallel.parallel import Parallel, check_axes, check_ties, everyone
 from fullshard.core.engine.parallel.parallel_lane import ParallelParam
 from fullshard.core.engine.registry import attach, follow_tree, refuse_added
 from fullshard.core.engine.setup.build import (
@@ -370,6 +370,8 @@ def _agree(request: _Request) -> _Agreed:
     own = [module for module in request.root.modules() if id(module) not in inside]
     differing = _compare_ranks(request, specs, own)
     every = everyone(request.ranks, parallels[0] if parallels else None)
+    if parallels:
+        check_ties(request.root, every)
     if parallels and request.weights is None:
         refuse_different_copies(request.ranks, every, parallels[0].comm, specs, request.root)
     kept = [module for module in modules_kept(request.root, policy.precision.keep_fp32) if id(module) not in inside]
