@@ -42,6 +42,15 @@ def lm_classes(hf_config: Any) -> list[Any]:
     return [auto for auto in autos if type(hf_config) in private_name(auto, "_model_mapping", "transformers")]
 
 
+def declared_ties(module: Any) -> dict[str, str]:
+    """Return the parameters of a model that its configuration ties, each with the one that it is, by names in it.
+
+    Those of the models inside are not among them. Gone (public in transformers 5): ties are not known.
+    """
+    expand = getattr(module, "get_expanded_tied_weights_keys", None)
+    return {} if expand is None else expand(all_submodels=False)
+
+
 def attentions(cls: Any) -> list[str]:
     """Return the attention implementations that a model's class supports. Gone: only eager can be chosen."""
     return ["eager", *(name for name, flag in _ATTENTION.items() if getattr(cls, flag, False))]

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from fullshard import MinNumel, fully_shard
+from fullshard import Checkpoints, MinNumel, fully_shard
 from fullshard.core.comm import GlooComm, settle, watchdog
 from fullshard.errors import UserError
 from support.collectives import finish
@@ -126,6 +126,14 @@ def objects(comm):
         comm.barrier()
     else:
         comm.all_gather_object("a")
+
+
+def calls(comm):
+    """Each rank exchanges an object, as the same collective, in another public call."""
+    if comm.rank:
+        Checkpoints("nowhere", ranks=comm)
+    else:
+        fully_shard(torch.nn.Linear(4, 4), comm)
 
 
 def prefetched(comm):
@@ -271,7 +279,7 @@ CASES = {
     for case in (
         *(kinds, sizes, dtypes, sums, large_sums, purposes, reading, large_kinds, large_honest, opinions, ahead),
         *(objects, prefetched, skipped_pass, collectives, collectives_reading, two_comms, honest, honest_behind),
-        *(third, late, timeout, leaves, leaves_reading),
+        *(third, late, timeout, leaves, leaves_reading, calls),
     )
 }
 

@@ -113,11 +113,16 @@ def divide_llama(model, tp):
 
 def divide_by_plan(model, tp):
     """As transformers itself divides the model, by the plan of its class."""
-    apply, plan = transformers.distributed.tensor_parallel.apply_tensor_parallelism, {}
+    apply = transformers.distributed.tensor_parallel.apply_tensor_parallelism
+    plan = {}
+    names = dict(model.named_parameters())  # a tied one once
     for name, module in model.named_modules():
         if style := model.tp_plan.get(re.sub(r"\.\d+", ".*", name)):
-            plan |= {f"{name}.{key}": style for key, _ in module.named_parameters(recurse=False)} | {name: style}
-    return apply(model, tp, plan) if "tp_plan" in inspect.signature(apply).parameters else apply(model, tp)
+            own = (f"{name}.{key}" for key, _ in module.named_parameters(recurse=False))
+            plan |= dict.fromkeys((one for one in own if one in names), style) | {name: style}
+    apply(model, tp, plan) if "tp_plan" in inspect.signature(apply).parameters else apply(model, tp)
+    model.tie_weights()
+    return model
 
 
 def make_t5():
@@ -238,6 +243,43 @@ def llama_as_2_x_2(_):
 
 def llama_by_transformers_plan_as_2_x_2(_):
     equals_unsharded_and_torchs("planned")
+
+
+def make_tied():
+    return make_llama(tie_word_embeddings=True)
+
+
+def divide_tables(model, tp, *names):
+    how = {
+        "model.embed_tokens": RowwiseParallel(input_layouts=Replicate()),
+        "lm_head": ColwiseParallel(output_layouts=Replicate()),
+    }
+    return parallelize(divide_llama(model, tp), tp, {name: how[name] for name in names or how})
+
+
+def tied_tables_are_one_or_refused(_):
+    """torch divides a tied table into two parameters: refused, until they are tied again."""
+    mesh = mesh_of(2, 2)
+    for names in ((), ("model.embed_tokens",), ("lm_head",)):
+        with expect(WrapError, "lm_head.weight and model.embed_tokens.weight are one parameter"):
+            fullshard.fully_shard(divide_tables(make_tied(), mesh["tp"], *names), mesh["dp"])
+        with expect(WrapError, "LlamaForCausalLM.tie_weights()"):
+            shard(
+                fsdp2.fully_shard, divide_tables(make_tied(), mesh["tp"], *names), lambda m: m.model.layers, mesh["dp"]
+            )
+    reference = make_tied()
+    expected = train(reference, causal_loss)
+    again, planned = divide_tables(make_tied(), mesh["tp"]), divide_by_plan(make_tied(), mesh["tp"])
+    again.tie_weights()
+    for model in (again, planned, divide_llama(make_tied(), mesh["tp"])):
+        assert model.lm_head.weight is model.model.embed_tokens.weight
+        fullshard.fully_shard(model, mesh["dp"])
+        torch.testing.assert_close(train(model, causal_loss, mesh), expected, **TOLERANCE)
+        assert_close(full(model), full(reference))
+    apart = divide_tables(make_tied(), mesh["tp"])
+    with torch.no_grad():
+        apart.lm_head.weight.to_local()[0, 0] += 1  # of a file with two tables
+    fullshard.fully_shard(apart, mesh["dp"])
 
 
 def llama_of_from_pretrained_as_1_x_4(directory):
@@ -712,6 +754,7 @@ def what_is_not_there_is_refused_by_name(directory):
 CASES = {
     "llama_as_2_x_2": llama_as_2_x_2,
     "llama_by_transformers_plan_as_2_x_2": llama_by_transformers_plan_as_2_x_2,
+    "tied_tables_are_one_or_refused": tied_tables_are_one_or_refused,
     "llama_of_from_pretrained_as_1_x_4": llama_of_from_pretrained_as_1_x_4,
     "t5_as_2_x_2": t5_as_2_x_2,
     "sequence_as_2_x_2": sequence_as_2_x_2,

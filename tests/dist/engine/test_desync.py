@@ -46,7 +46,7 @@ def run(size, cases, directory):
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory):
-    cases = [*(case for case, *_ in PARTED), *FINE, "large_honest", "skipped_pass", "timeout"]
+    cases = [*(case for case, *_ in PARTED), *FINE, "large_honest", "skipped_pass", "timeout", "calls"]
     return run(2, cases, tmp_path_factory.mktemp("pair"))
 
 
@@ -75,6 +75,16 @@ def test_ranks_that_part_are_told_by_name(pair, case, number, places):
 def test_a_rank_that_skips_a_forward_pass_is_told_with_the_units(pair):
     text = parted(pair, "skipped_pass")
     assert re.search(r": rank 0: all-gather of \d+ float32 \(.* of unit .*\); rank 1: .* \(.* of unit .*\)\.", text)
+
+
+def test_ranks_that_exchange_objects_in_different_calls_are_told_each_call(pair):
+    first, second = (rank["outcomes"]["calls"] for rank in pair)
+    assert first["text"] == second["text"]
+    assert re.search(
+        r"rank 0: fully_shard, called at desync_main\.py:\d+ .*; rank 1: Checkpoints\.\w+, called at desync_main",
+        first["text"],
+    )
+    assert first["then"] == []  # the exchange took place: the group is as good as before
 
 
 @pytest.mark.parametrize("case", FINE)

@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.dist, pytest.mark.parity]
 SCRIPT = Path(__file__).with_name("parallel_main.py")
 CASES = re.findall(r'^    "(\w+)": ', SCRIPT.read_text().partition("\nCASES = ")[2], re.MULTILINE)
 QUICK = ["t5_as_2_x_2", "sequence_as_1_x_4", "norms_count_each_element_once", "checkpoints_have_full_parameters"]
-QUICK += ["what_is_not_there_is_refused_by_name"]
+QUICK += ["tied_tables_are_one_or_refused", "what_is_not_there_is_refused_by_name"]
 
 
 @cache

@@ -2,12 +2,14 @@
 
 import copy
 import pickle
+import re
 
 import pytest
 import torch
 from torch import nn
 
-from fullshard import MixedPrecision, TransformerBlocks, fully_shard, unsharded
+import fullshard
+from fullshard import MixedPrecision, TransformerBlocks, clip_grad_norm_, fully_shard, unsharded
 from fullshard.core.testing import run_ranks
 from fullshard.errors import MismatchError, ProcessGroupError, ShardingError, WrapError
 from support.models import TinyLM, batches, lm_loss, t5
@@ -130,6 +132,52 @@ def test_a_full_parameter_kept_from_forward_is_refused_after_it():
         for use in (lambda p: p.sum(), lambda p: p + 1, lambda p: p.data, lambda p: p.T, repr):
             with pytest.raises(ShardingError, match="unsharded"):
                 use(kept[0])
+
+    on_two_ranks(work)
+
+
+CALLS = {
+    "load": lambda comm, model: fullshard.load(model, "nowhere"),
+    "save": lambda comm, model: fullshard.save(model, "nowhere"),
+    "full_state_dict": lambda comm, model: fullshard.full_state_dict(model),
+    "clip_grad_norm_": lambda comm, model: clip_grad_norm_(model.parameters(), 1.0),
+    "Checkpoints": lambda comm, model: fullshard.Checkpoints("nowhere", ranks=comm),
+    "load_checkpoint": lambda comm, model: fullshard.load_checkpoint(model, None, "nowhere"),
+    "unsharded": lambda comm, model: unsharded(model).__enter__(),
+    "barrier": lambda comm, model: comm.barrier(),
+}
+"""Calls that every rank makes, by the name that the error has."""
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_ranks_in_different_calls_are_told_each_ranks_call(name):
+    _, models = replicas(TinyLM, 2)
+    _, others = replicas(TinyLM, 2)
+
+    def work(comm):
+        model = fully_shard(models[comm.rank], comm)
+        with pytest.raises(MismatchError) as caught:
+            CALLS[name](comm, model) if comm.rank else fully_shard(others[comm.rank], comm)
+        return str(caught.value)
+
+    first, second = run_ranks(2, work, timeout_s=20)
+    assert first == second
+    assert re.search(r"rank 0: .*\bfully_shard, called at test_misuse_errors\.py:\d+", first)
+    assert re.search(rf"; rank 1: .*\b{name}\b", first)
+
+
+def test_ranks_in_different_parts_of_one_call_are_told_so():
+    def work(comm, model):
+        with pytest.raises(MismatchError, match=r"different calls: rank 0: fully_shard, .*; rank 1: fully_shard, "):
+            fully_shard(model, comm, frozen="auto" if comm.rank else "shard")
+
+    on_two_ranks(work)
+
+
+def test_an_object_of_the_programs_own_is_not_taken_for_the_engines():
+    def work(comm, model):
+        with pytest.raises(MismatchError, match=r"rank 0: fully_shard, .*; rank 1: .*own objects"):
+            comm.all_gather_object("mine") if comm.rank else fully_shard(model, comm)
 
     on_two_ranks(work)
 

@@ -1,12 +1,14 @@
 """What cannot be split is refused with the numbers, on every rank; calls without labels compute full rows."""
 
 import copy
+import re
 
 import pytest
 import torch
 from transformers import BartForCausalLM, BertConfig, BertForMaskedLM, OPTConfig, OPTForCausalLM, T5EncoderModel
 
-from fullshard import fully_shard, sequence_parallel
+from fullshard import ShardingStrategy, fully_shard, sequence_parallel
+from fullshard.compat.torch_fsdp import FullyShardedDataParallel, fully_shard as torchs_fully_shard
 from fullshard.core.comm import SoloComm
 from fullshard.core.testing import run_ranks
 from fullshard.errors import ConfigError, MismatchError, ModelError, ProcessGroupError, ShardingError, UserError
@@ -77,16 +79,79 @@ def test_a_mesh_of_two_axes_is_refused():
     assert {kind for kind, _ in raised_by(work, ranks=4)} == {ProcessGroupError}
 
 
-def test_fully_shard_over_ranks_without_the_group_is_refused():
+class Wrapper(torch.nn.Module):
+    """A model two modules deep."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.inside = torch.nn.ModuleDict({"model": model})
+
+
+PARTS = {
+    "model": lambda model, mesh: fully_shard(model, mesh),
+    "decoder": lambda model, mesh: fully_shard(model.model, mesh),
+    "block": lambda model, mesh: fully_shard(model.model.layers[1], mesh),
+    "projection": lambda model, mesh: fully_shard(model.model.layers[0].self_attn.q_proj, mesh),
+    "head": lambda model, mesh: fully_shard(model.lm_head, mesh),
+    "several": lambda model, mesh: fully_shard([model.model.norm, model.lm_head], mesh),
+    "wrapper": lambda model, mesh: fully_shard(Wrapper(model), mesh),
+    "copy": lambda model, mesh: fully_shard(copy.deepcopy(model).model, mesh),
+    "FSDP1": lambda model, mesh: FullyShardedDataParallel(model.model, mesh),
+    "FSDP2": lambda model, mesh: torchs_fully_shard(model.model, mesh=mesh),
+    "replicas": lambda model, mesh: fully_shard(model.model, mesh, strategy=ShardingStrategy.NO_SHARD),
+}
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_fully_shard_over_ranks_without_the_group_is_refused(part):
     models = [llama() for _ in range(4)]
 
     def work(comm):
         rows, others = comm.split([[0, 1], [2, 3]]), comm.split([[0, 2], [1, 3]])
-        fully_shard(sequence_parallel(models[comm.rank], rows), others)
+        PARTS[part](sequence_parallel(models[comm.rank], rows), others)
 
     for kind, text in raised_by(work, ranks=4):
-        assert kind is ProcessGroupError
-        assert "Groups of 2 ranks share the rows of LlamaForCausalLM" in text
+        assert issubclass(kind, ProcessGroupError)
+        assert re.search(r"Groups of 2 ranks share the rows of \w+, and of the 2 ranks of fully_shard ", text)
+
+
+def test_a_part_over_all_ranks_is_sharded():
+    model = llama()
+    models = [copy.deepcopy(model) for _ in range(4)]
+
+    def work(comm):
+        model = sequence_parallel(models[comm.rank], comm.split([[0, 1], [2, 3]]))
+        fully_shard(model.model, comm)
+        return not hasattr(model.lm_head.weight, "shard_meta") and hasattr(model.model.norm.weight, "shard_meta")
+
+    assert all(run_ranks(4, work))
+
+
+@pytest.mark.parametrize(
+    ("groups", "shown"),
+    [
+        ([[0, 1], [2]], ["a group of 2", "a group of 1"]),
+        ([[0, 1, 2], [3]], ["a group of 3", "a group of 1"]),
+        ([[0, 1], [2, 3], [4]], ["a group of 2", "a group of 1"]),
+        ([[0, 1], None], ["a group of 2", "rank 2 has rows of its own"]),
+        ([[0, 1], [1, 2]], ["Groups of 2 ranks", "those of rank 2 lack some"]),
+        ([[0, 1], [1, 2], [2, 3]], ["Groups of 2 ranks", "those of rank 2, 3 lack some"]),
+    ],
+    ids=["2 + 1", "3 + 1", "2 + 2 + 1", "in none", "overlapping", "another on each rank"],
+)
+def test_groups_that_are_not_complete_and_of_one_size_are_refused_on_every_rank(groups, shown):
+    ranks = 1 + max(rank for group in groups if group for rank in group) + (None in groups)
+    models = [llama() for _ in range(ranks)]
+
+    def work(comm):
+        model = models[comm.rank]
+        if any(group and comm.rank in group for group in groups):
+            sequence_parallel(model, comm.split([group for group in groups if group]))
+        fully_shard(model, comm)
+
+    texts = {text for _, text in raised_by(work, ranks)}
+    assert len(texts) == 1
+    assert all(part in text for text in texts for part in shown), texts
 
 
 @pytest.mark.parametrize(

@@ -30,6 +30,7 @@ from fullshard.core.comm.mesh import (
     axes_of as axes_of,
     device_mesh_of as device_mesh_of,
     group_behind as group_behind,
+    identity_of as identity_of,
     machine_axes as machine_axes,
     machines_of_world as machines_of_world,
     named_ranks as named_ranks,
@@ -65,4 +66,5 @@ from fullshard.core.comm.run_together import (
     together as together,
     together_in_background as together_in_background,
 )
+from fullshard.core.comm.sharers import mark_shared as mark_shared, marked_sharers as marked_sharers
 from fullshard.core.comm.watchdog import announce_failure as announce_failure

@@ -106,7 +106,8 @@ def _place(seq: int, post: Post | None) -> str:
     _, there = post.calls.get(seq, ("", "not issued so far"))
     if post.waits is None:
         return f"{there}, {f'at {post.place}' if post.place else 'not waiting'}"
-    return there if post.waits == seq else f"{there}, waiting in {post.calls[post.waits][1]}"
+    called = f" in {post.place}" if post.place else ""
+    return f"{there if post.waits == seq else f'{there}, waiting in {post.calls[post.waits][1]}'}{called}"
 
 
 def named(ranks: Iterable[int]) -> str:

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from fullshard.core.comm.calls import gather_in_one_call
 from fullshard.core.comm.flight_recorder import Collective, FlightRecorder
 from fullshard.core.comm.heartbeat import HeartbeatMonitor
 from fullshard.core.comm.peer_memory import OTHER_MACHINE, Joined, PeerMemory, PeerMemoryAllReduce, PeerMemoryWork, Poll
@@ -247,7 +248,7 @@ class GlooComm:
 
     def all_gather_object(self, value: Any) -> list[Any]:
         """See :meth:`Comm.all_gather_object`: lengths first, then the bytes."""
-        return self._gather_objects(value, "all-gather of objects")
+        return gather_in_one_call(value, lambda mine: self._gather_objects(mine, "all-gather of objects"))
 
     def barrier(self) -> None:
         """See :meth:`Comm.barrier`."""

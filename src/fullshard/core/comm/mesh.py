@@ -178,6 +178,17 @@ def _group(comm: Any) -> tuple[int, int, object]:
     return comm.size, comm.rank, made_of if comm.size > 1 else None
 
 
+def identity_of(comm: Comm) -> str:
+    """Return a text that is equal on the ranks of one group, and another for every other group; any rank, no message.
+
+    Groups of one rank are alike, and so are simulated ones.
+    """
+    size, _, group = _group(comm)
+    if isinstance(group, dist.ProcessGroup):
+        return f"{group.group_name} {dist.get_process_group_ranks(group)}"
+    return f"{size} ranks" if group is None else f"threads {id(group)}"
+
+
 def group_behind(mesh: Mesh) -> object:
     """Return the underlying process group or thread world of a mesh: of its shards, or of replicas without shards."""
     comm = mesh.shard_group if mesh.shard_group.size > 1 else mesh.replica_group
@@ -234,6 +245,11 @@ def _axes(mesh: object, device: torch.device | None) -> tuple[Comm | None, Comm]
                 "launch` or torchrun, and call fullshard.init() or torch.distributed.init_process_group() first."
             )
         mesh = dist.group.WORLD
+    if mesh is dist.GroupMember.NON_GROUP_MEMBER:
+        raise ProcessGroupError(
+            f"This rank, {dist.get_rank()}, is in none of the groups: torch's new_group returned no group here. Make "
+            "groups so that each rank is in one."
+        )
     if isinstance(mesh, dist.ProcessGroup):
         return None, comm_of_group(mesh, device)
     if isinstance(mesh, DeviceMesh) and mesh.ndim in (1, 2):

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore  # pyright: ignore[reportPrivateImportUsage]
 from torch.distributed.rendezvous import rendezvous
 
+from fullshard.core.comm.calls import gather_in_one_call
 from fullshard.core.comm.flight_recorder import FlightRecorder
 from fullshard.core.comm.gloo import GlooComm
 from fullshard.core.comm.heartbeat import HeartbeatMonitor, end_process
@@ -103,9 +104,13 @@ class ProcessComm:
 
     def all_gather_object(self, value: Any) -> list[Any]:
         """See :meth:`Comm.all_gather_object`."""
-        values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, value, group=self.group)
-        return values
+
+        def gather(mine: Any) -> list[Any]:
+            values: list[Any] = [None] * self.size
+            dist.all_gather_object(values, mine, group=self.group)
+            return values
+
+        return gather_in_one_call(value, gather)
 
     def host_sum(self) -> HostSum | None:
         """See :meth:`fullshard.core.comm.mesh.Mesh.host_sum`, for this group."""

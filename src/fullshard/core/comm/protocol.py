@@ -85,7 +85,11 @@ class Comm(Protocol):
         ...
 
     def all_gather_object(self, value: Any) -> list[Any]:
-        """Return the picklable ``value`` of every rank, in rank order, on every rank. Blocks; not for the hot path."""
+        """Return the picklable ``value`` of every rank, in rank order, on every rank. Blocks; not for the hot path.
+
+        Raises:
+            MismatchError: Ranks call it in different functions of fullshard; on every rank, with the same text.
+        """
         ...
 
     def barrier(self) -> None:

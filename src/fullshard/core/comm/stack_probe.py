@@ -43,6 +43,7 @@ _LIBRARIES = (
     str(Path(os.__file__).parent),
     "<frozen ",
 )
+_COMMUNICATORS = (str(Path(__file__).parent), str(Path(__file__).parents[1] / "testing"))
 
 
 class Place(NamedTuple):
@@ -72,6 +73,40 @@ def main_thread_place() -> Place | None:
     if inside is None:
         return Place(line, (), marks)
     return Place(f"torch.distributed.{inside.f_code.co_name}, called at {line}", _members(inside), marks)
+
+
+def main_thread_call() -> str:
+    """Return :func:`public_call` of the main thread now; empty if it has ended."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    return "" if frame is None else public_call(frame)
+
+
+def public_call(frame: FrameType) -> str:
+    """Return the function of fullshard that the program called, and the line that did; empty if torch called it.
+
+    Methods of a communicator do not count: their collectives have the same names.
+    """
+    frames = _outwards(frame)
+    own = next((n for n, one in enumerate(frames) if not one.f_code.co_filename.startswith(_LIBRARIES)), 0)
+    inside = [one for one in frames[:own] if not one.f_code.co_filename.endswith("contextlib.py")]  # of decorators
+    name = inside[-1].f_code.co_filename if inside else ""
+    if not name.startswith(_LIBRARIES[0]) or name.startswith(_COMMUNICATORS):
+        return ""
+    line = f"{os.path.basename(frames[own].f_code.co_filename)}:{frames[own].f_lineno}"
+    names = [one.f_code.co_qualname for one in reversed(inside)]
+    return f"{next((one for one in names if '<locals>' not in one), names[0])}, called at {line}"  # not a decorator's
+
+
+def exchange_site(frame: FrameType) -> str:
+    """Return the function of fullshard that exchanges something, by the innermost frame outside of this room.
+
+    It is the same on all ranks in the same exchange; empty in an exchange that the program began itself.
+    """
+    code = next(
+        (one.f_code for one in _outwards(frame) if not one.f_code.co_filename.startswith(_COMMUNICATORS)), frame.f_code
+    )
+    inside = code.co_filename.startswith(_LIBRARIES[0])
+    return f"{Path(code.co_filename).stem}.{code.co_qualname}" if inside else ""
 
 
 def main_thread_stack() -> str:

@@ -25,7 +25,7 @@ from typing import Protocol, TypeVar
 
 from fullshard.core.comm.flight_recorder import Collective, FlightRecorder, divergence, divergence_text, named
 from fullshard.core.comm.heartbeat import HeartbeatMonitor
-from fullshard.core.comm.stack_probe import Place, main_thread_place
+from fullshard.core.comm.stack_probe import Place, main_thread_call, main_thread_place
 from fullshard.core.comm.store_posts import STORE_CONNECTION, Post, RankFailure, StorePosts
 from fullshard.errors import MismatchError, ProcessGroupError, UserError
 
@@ -271,7 +271,8 @@ class GroupWatch:
 
     def _publish(self, call: Collective | None, now: float, outside: Sequence[int] = ()) -> None:
         place = main_thread_place() if call is None else None
-        post = self._post(call)._replace(place=place.text if place else "", outside=outside)
+        where = main_thread_call() if call is not None else place.text if place else ""
+        post = self._post(call)._replace(place=where, outside=outside)
         self._stamp = self.store_posts.publish(post)
         if self._stamp:  # 0 if the store does not answer: retried at the next check
             self._published, self._asked = call, now

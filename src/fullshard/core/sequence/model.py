@@ -16,7 +16,17 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from fullshard.core.comm import Comm, Resplit, SoloComm, as_mesh, even_split, sum_over, take_part
+from fullshard.core.comm import (
+    Comm,
+    Resplit,
+    SoloComm,
+    as_mesh,
+    even_split,
+    mark_shared,
+    marked_sharers,
+    sum_over,
+    take_part,
+)
 from fullshard.core.policy import ShardingStrategy
 from fullshard.core.sequence.attention import attention_for, is_registered, own_bias, plain_attentions
 from fullshard.core.sequence.checks import refuse_arguments, require_same_batch, require_tokens, tokens_of
@@ -62,7 +72,8 @@ def sequence_parallel(model: Any, group: Any = None) -> Any:
         model: A decoder or encoder-decoder of transformers with its language modelling head, on any device, with an
             adapter of peft or without. Its attention is ``sdpa`` or ``eager``.
         group: The ranks that share rows: None (all), a ``ProcessGroup``, a 1-D ``DeviceMesh``, such as one axis of a
-            2-D mesh, or a ``Comm``. Not more than the model has attention heads.
+            2-D mesh, or a ``Comm``. Not more than the model has attention heads. Each rank is in one group, and all
+            groups have as many ranks; ``fully_shard`` compares them.
 
     Returns:
         The same object.
@@ -84,6 +95,7 @@ def sequence_parallel(model: Any, group: Any = None) -> Any:
     set_attention(base, attention_for(attention_of(base.config)))
     _hook_blocks(base)
     _replace_forward(base, mesh.shard_group)
+    mark_shared(base, mesh.shard_group)
     return model
 
 
@@ -104,8 +116,7 @@ def rows_split() -> Iterator[None]:
 
 def sharers_of(model: Any) -> Comm | None:
     """Return the ranks that share this rank's rows of ``model``, with an adapter or without; None if none do."""
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    return getattr(base.forward, "shared_by", None)
+    return marked_sharers(model.get_base_model() if hasattr(model, "get_base_model") else model)
 
 
 def own_places(sharers: Comm, length: int) -> tuple[int, int]:
@@ -251,7 +262,6 @@ def _replace_forward(base: Any, comm: Comm) -> None:
             )
         return original(model, *args, **kwargs)
 
-    forward.shared_by = comm  # type: ignore[attr-defined]  # fully_shard asks; copies of the model keep it
     base.forward = MethodType(forward, base)
 
 

@@ -10,7 +10,9 @@ from typing import Any, TypeVar
 
 import torch
 
+from fullshard.core.comm.calls import gather_in_one_call
 from fullshard.core.comm.protocol import DONE, ReduceOp, Work
+from fullshard.core.comm.stack_probe import public_call
 from fullshard.errors import InvariantError, MismatchError
 
 T = TypeVar("T")
@@ -64,15 +66,17 @@ class ThreadComm:
             MismatchError: Another rank is in a different collective, or never came.
         """
         text = f"{kind} ({self.announced})" if self.announced else kind
-        self.world.slots[self.rank] = (text if bound else kind, text, payload)
+        self.world.slots[self.rank] = (text if bound else kind, payload)
         try:
             self.world.meeting.wait()
-            names, texts, payloads = zip(*self.world.slots, strict=True)
+            names, payloads = zip(*self.world.slots, strict=True)
             result = use(list(payloads)) if len(set(names)) == 1 else None
             self.world.meeting.wait()
         except threading.BrokenBarrierError:
             raise MismatchError(f"Rank {self.rank} waited in {text}, but another rank failed or never came.") from None
         if len(set(names)) != 1:
+            called = public_call(sys._getframe())
+            texts = self._meet("where ranks are", f"{text} in {called}" if called else text, list)
             where = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts))
             raise MismatchError(
                 f"Ranks are in different collectives: {where}. Every rank must call the same modules in the same "
@@ -146,7 +150,7 @@ class ThreadComm:
 
     def all_gather_object(self, value: Any) -> list[Any]:
         """See :meth:`Comm.all_gather_object`."""
-        return self._meet("all_gather_object", value, list)
+        return gather_in_one_call(value, lambda mine: self._meet("all_gather_object", mine, list))
 
     def barrier(self) -> None:
         """See :meth:`Comm.barrier`."""

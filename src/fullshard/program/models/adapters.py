@@ -24,6 +24,7 @@ from fullshard.core.policy import Quantize
 from fullshard.core.quantized import chosen_layers, format_of, keep_quiet, rounded
 from fullshard.errors import InvariantError, ModelError
 from fullshard.program.models.build import ONE_AT_A_TIME
+from fullshard.state.storage.weight_files import WeightFiles
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -35,8 +36,16 @@ _MISUSE = (TypeError, ValueError, AttributeError, LookupError, RuntimeError, Imp
 COPY = re.compile(r"\.modules_to_save\.[^.]+\.")
 """Marks, in a parameter's name, a trained copy of a layer of the base model."""
 
+_MERGE = (
+    "Merge it into the model that it was trained over (peft: merge_and_unload(), then save_pretrained), name the "
+    "result as the model, and train a new adapter over that."
+)
+
 _UNDER_ADAPTER = re.compile(r"(\.token_adapter)?\.base_layer\.|\.original_module\.")
 """Stands, in a parameter's name, for a dot of the base model's: the layer is under one of peft's."""
+
+
+_AT_ONCE = 1 << 20  # elements
 
 
 @dataclass(frozen=True)
@@ -62,7 +71,8 @@ class Adapted:
 
     model: Any  # peft's model around the base model, which is frozen
     # the adapter's initial values by their names in ``model``, if the base model is on the meta device; DoRA's
-    # magnitudes, which are computed from the base's weights, are NaN, and copies of base layers are not among them
+    # magnitudes, which are computed from the base's weights, are NaN, and copies of base layers are not among them;
+    # tables of the base model that a trained adapter's file holds are
     values: Mapping[str, Tensor]
     # an adapter parameter without initial values, because peft computes them from weights and the base model is on the
     # meta device; None: there is none
@@ -93,7 +103,7 @@ def add_adapter(model: PreTrainedModel, spec: AdapterSpec, *, seed: int) -> Adap
     peft = import_peft("model.adapter")
     config = _peft_config(peft, spec, model) if spec.path is None else _saved_config(peft, spec.path, model)
     buffers = {id(buffer) for buffer in model.buffers()}
-    stand_ins = _StandIns(model)
+    stand_ins = _StandIns(model, spec.path)
     with _peft_context(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         try:
@@ -110,6 +120,7 @@ def add_adapter(model: PreTrainedModel, spec: AdapterSpec, *, seed: int) -> Adap
             raise ModelError(
                 f"peft cannot add {spec.type} to {type(model).__name__}: {error}. See model.adapter in the run file."
             ) from error
+    stand_ins.require_unchanged()
     _require_parameters(adapted, config, buffers)
     _ignore_position_warning()
     config.base_model_name_or_path = spec.base
@@ -197,7 +208,7 @@ def load_adapter(model: PreTrainedModel, directory: Path) -> tuple[Any, Mapping[
         ModelError: peft is not installed, or the adapter does not match the model.
     """
     peft = import_peft(f"{directory} is an adapter, which")
-    stand_ins = _StandIns(model)
+    stand_ins = _StandIns(model, directory)
     try:
         with _peft_context():
             adapted = peft.PeftModel.from_pretrained(model, str(directory), local_files_only=True)
@@ -231,15 +242,25 @@ class _StandIns:
     that peft computed them from the model's weights.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, directory: Path | None) -> None:
+        """Put them into ``model``; those of tables that the adapter in ``directory`` holds get memory, to be loaded.
+
+        Raises:
+            ModelError: It holds a table of another shape than the model's.
+        """
         self._originals: dict[int, nn.Parameter] = {}
         made: dict[int, nn.Parameter] = {}
+        filled = set() if directory is None else _base_layers_in(directory, model)
+        named = dict(model.named_parameters())
+        self._before = {n: one.detach().clone() for n, one in named.items() if id(one) in filled and not one.is_meta}
+        self._named = {name: named[name] for name in self._before}
         for module in model.modules():
             for key, param in module._parameters.items():
                 if param is None or not param.is_meta:
                     continue
                 if id(param) not in made:
-                    nan = torch.full((), math.nan, dtype=param.dtype)
+                    # torch copies into memory that every element has of its own.
+                    nan = torch.full(param.shape if id(param) in filled else (), math.nan, dtype=param.dtype)
                     made[id(param)] = nn.Parameter(nan.expand(param.shape))
                     self._originals[id(made[id(param)])] = param
                 module._parameters[key] = made[id(param)]
@@ -250,8 +271,19 @@ class _StandIns:
         """True if the model had meta parameters."""
         return bool(self._kept)
 
+    def require_unchanged(self) -> None:
+        """Raise if loading the adapter has changed a layer of a base model that had values."""
+        for name, before in self._before.items():
+            if not torch.equal(before, self._named[name]):
+                raise ModelError(_another(name))
+
     def replace(self, adapted: nn.Module) -> dict[str, Tensor]:
-        """Restore the meta parameters, and return the other parameters by name if there were stand-ins."""
+        """Restore the meta parameters; if there were stand-ins, return the others by name, and what was loaded."""
+        loaded = {
+            name: param.detach()
+            for name, param in adapted.named_parameters(remove_duplicate=False)
+            if id(param) in self._originals and param.is_contiguous() and not param.isnan().any()
+        }
         for module in adapted.modules():
             for key, param in module._parameters.items():
                 original = self._originals.get(id(param))
@@ -265,7 +297,34 @@ class _StandIns:
         if not self._kept:
             return {}
         named = adapted.named_parameters(remove_duplicate=False)
-        return {name: param.detach() for name, param in named if not param.is_meta}
+        return loaded | {name: param.detach() for name, param in named if not param.is_meta}
+
+
+def _base_layers_in(directory: Path, model: nn.Module) -> set[int]:
+    """Return the ids of the base model's parameters that an adapter's file holds.
+
+    peft adds the tables if the adapter changes them, or if they were resized.
+
+    Raises:
+        ModelError: One has another shape in the file.
+    """
+    names = ("adapter_model.safetensors", "adapter_model.bin")
+    file = next((directory / name for name in names if (directory / name).is_file()), None)
+    if file is None:
+        return set()  # peft says so
+    held, found = dict(model.named_parameters(remove_duplicate=False)), set()
+    for name, tensor in WeightFiles(file).tensors.items():
+        plain = _UNDER_ADAPTER.sub(".", name).removeprefix("base_model.model.")
+        param = held.get(plain)
+        if param is None:
+            continue
+        if tuple(tensor.shape) != tuple(param.shape):
+            raise ModelError(
+                f"The adapter in {directory} holds {plain} of its base model with shape {tuple(tensor.shape)}, and the "
+                f"model here has {tuple(param.shape)}: the adapter was trained after that table was resized. {_MERGE}"
+            )
+        found.add(id(param))
+    return found
 
 
 def _without_memory(copy: nn.Module, moved: dict[int, nn.Parameter]) -> None:
@@ -426,21 +485,29 @@ class AdapterWeights:
         under = model.get_base_model()
         prefix = next(f"{path}." for path, module in model.named_modules() if module is under)
         plain: dict[str, str] = {}
-        of_base = []
+        of_base, held = [], {}
         names_of = {name: one.names for one in wanted for name in one.names}
         for one in wanted:
-            if one.names[0] in self._values:
-                continue
             # A copy begins with the values of the layer that it copies, to which other layers may be tied.
             original = COPY.sub(".original_module.", one.names[0])
+            loaded = one.names[0] in self._values
             # peft may register the input embedding a second time, outside of the model.
-            inside = [name.removeprefix(prefix) for name in names_of[original] if name.startswith(prefix)]
+            inside = [n.removeprefix(prefix) for n in names_of.get(original, one.names) if n.startswith(prefix)]
             renamed = [_UNDER_ADAPTER.sub(".", name) for name in inside]
+            if loaded and renamed and original == one.names[0]:
+                held[renamed[0]] = self._values[original]
+                of_base.append(replace(one, names=renamed, required=False))
+            if loaded:
+                continue
             if not renamed:
                 raise InvariantError(f"{one.names[0]} belongs neither to the adapter nor to its base model.")
             plain |= dict.fromkeys(one.names, renamed[0])
             of_base.append(replace(one, names=renamed))
-        return _Reader(self._base.open(under, of_base), plain, self._values)
+        reader = self._base.open(under, of_base)
+        for name, values in held.items():
+            if reader.has(name):
+                _require_same_layer(name, values, reader)
+        return _Reader(reader, plain, self._values)
 
     def compute_magnitudes(self, model: Any, comm: Comm) -> None:
         """Compute DoRA's magnitudes, the norms of the weights as training sees them; every rank, before sharding.
@@ -490,6 +557,23 @@ class AdapterWeights:
                 magnitude.update_layer(base_layer=holder, scaling=layer.scaling[adapter], **factors)
             found[name], magnitude.weight = magnitude.weight.detach(), kept
         return found
+
+
+def _require_same_layer(name: str, values: Tensor, base: WeightReader) -> None:
+    """Raise if a layer that the adapter's file holds is another in the ``base``: a run saves its adapter without it."""
+    for low in range(0, values.numel(), _AT_ONCE):
+        here = values.view(-1)[low : low + _AT_ONCE]
+        base.read(name, low, there := torch.empty_like(here))
+        if not torch.equal(there, here):
+            raise ModelError(_another(name))
+
+
+def _another(name: str) -> str:
+    """Return the error for a layer of the base model that the adapter's file holds with other values."""
+    return (
+        f"The adapter holds {name} of its base model with other values than the model has that is named here: it was "
+        f"trained over another one, or with a changed table. {_MERGE}"
+    )
 
 
 class _Reader:

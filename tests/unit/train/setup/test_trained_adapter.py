@@ -49,6 +49,11 @@ CASES = [
     ("t5", "lora", {"options": {"modules_to_save": ["final_layer_norm"], "use_rslora": True}}),
     ("t5", "dora", None),
     ("gpt2", "ia3", None),
+    # peft saves the base's table with these
+    ("gpt2", "lora", {"target_modules": ["wte", "c_attn"], "options": {"fan_in_fan_out": True}}),
+    ("gpt2", "lora", {"target_modules": ["lm_head"]}),
+    ("t5", "lora", {"target_modules": ["shared", "q"]}),
+    ("t5", "lora", {"target_modules": ["lm_head"]}),
 ]
 
 
@@ -103,6 +108,27 @@ def test_what_is_no_such_adapter_is_refused(bases, tokenizer, tmp_path):
     tensors.pop(next(iter(tensors)))
     save_file(tensors, before / "adapter_model.safetensors", metadata={"format": "pt"})
     refused("Found missing adapter keys", before)
+
+
+def test_an_adapter_over_another_table_is_refused_with_the_remedy(bases, tokenizer, tmp_path):
+    before = trained(bases["gpt2"], "lora", True, tmp_path / "before", {"target_modules": ["lm_head"]})
+    file = before / "adapter_model.safetensors"
+    tensors = load_file(file)
+    name = next(name for name in tensors if "lora" not in name)
+    table = tensors[name]
+
+    def refused(match, prepare):
+        with pytest.raises(ModelError, match=rf"{match}.*merge_and_unload"):
+            prepare(going_on(bases["gpt2"], before))
+
+    more = torch.cat([table, table[:3]])
+    save_file({**tensors, name: more}, file, metadata={"format": "pt"})
+    rows, width = table.shape
+    refused(rf"lm_head.*\({rows + 3}, {width}\).*\({rows}, {width}\)", lambda config: prepare_model(config, tokenizer))
+    other = table.clone()
+    other[-1, -1] += 1
+    save_file({**tensors, name: other}, file, metadata={"format": "pt"})
+    refused("weight.*other values", lambda config: train_sharded(config, tokenizer, True, lambda *_: None))
 
 
 def test_a_recorded_run_has_the_path_alone(bases, tmp_path):

@@ -16,6 +16,7 @@ from torch import nn
 from fullshard.core.comm import Mesh, comm_of_axis, grid_of, world_ranks
 from fullshard.core.comm.torch_objects import dtensor_around
 from fullshard.core.layout import Block
+from fullshard.core.transformers_private import declared_ties
 from fullshard.errors import ProcessGroupError, WrapError
 
 
@@ -115,6 +116,53 @@ def _block_of(name: str, dtensor: Any) -> Block | None:
 def is_distributed(param: torch.Tensor) -> bool:
     """Return True if torch has divided a parameter over ranks, and fullshard has not taken it yet."""
     return hasattr(param, "placements") and not hasattr(param, "shard_meta")
+
+
+def check_ties(root: nn.Module, every: Mesh) -> None:
+    """Refuse parameters that the model's configuration ties and tensor parallelism has parted. Every rank calls it.
+
+    A model from files with two tables has two, whatever its configuration says: they differ in their values.
+
+    Raises:
+        WrapError: Two parameters, of which one is a DTensor, have the same values and should be one; on every rank.
+    """
+    for path, module in root.named_modules():
+        ties = declared_ties(module)
+        held = dict(module.named_parameters(remove_duplicate=False)) if ties else {}
+        for names in ties.items():
+            one, other = (held.get(name) for name in names)
+            if one is None or other is None or one is other or not (_is_divided(one) or _is_divided(other)):
+                continue
+            if all(every.all_gather_object(_may_be_equal(one, other))):
+                first, second = (f"{path}.{name}" if path else name for name in names)
+                raise WrapError(
+                    f"{first} and {second} are one parameter by the model's configuration (tie_word_embeddings: true), "
+                    "and dividing the model has made two of it, which would be trained apart. Call "
+                    f"{type(module).__name__}.tie_weights() after parallelize_module, whose plan must divide both "
+                    "along the same dimension, or neither. If they are two tables, set "
+                    "config.tie_word_embeddings = False."
+                )
+
+
+def _is_divided(param: nn.Parameter) -> bool:
+    return is_distributed(param) or getattr(vars(param).get("shard_meta"), "block", None) is not None
+
+
+def _may_be_equal(one: nn.Parameter, other: nn.Parameter) -> bool:
+    """Return False if two parameters have different shapes, or different values in what this rank has of both."""
+    if any(hasattr(param, "shard_meta") or param.is_meta for param in (one, other)):
+        return True  # sharded before, or without values
+    if one.shape != other.shape:
+        return False
+    parts = [Parallel("", param) for param in (one, other) if is_distributed(param)]
+    if len(parts) == 2 and None not in (blocks := [part.block for part in parts]) and blocks[0] != blocks[1]:
+        return True
+    mine, theirs = (
+        param.detach() if not is_distributed(param) else Parallel("", param).values for param in (one, other)
+    )
+    for part in parts:  # of a full tensor, the part that this rank has of the other one
+        mine, theirs = (part.cut(each) if each.shape == one.shape else each for each in (mine, theirs))
+    return torch.equal(mine, theirs)
 
 
 def everyone(ranks: Mesh, parallel: Parallel | None) -> Mesh:

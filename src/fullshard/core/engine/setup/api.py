@@ -20,21 +20,23 @@ from typing import Any
 import torch
 from torch import nn
 
-from fullshard.core.comm import Device, Mesh, as_mesh, device_memory_bytes, device_of, hides_messages, together
+from fullshard.core.comm import Comm, Device, Mesh, as_mesh, device_memory_bytes, device_of, hides_messages, together
 from fullshard.core.engine.extension.extension_lane import ExtensionParam, even_layout
 from fullshard.core.engine.full.model_class import sharded_class
 from fullshard.core.engine.full.state import follow_mode, remember_buffers
 from fullshard.core.engine.full.stream import warn_if_buffers_differ
-from fullshard.core.engine.parallel.parallel import Parallel, check_axes, everyone
+from fullshard.core.engine.parallel.parallel import Parallel, check_axes, check_ties, everyone
 from fullshard.core.engine.parallel.parallel_lane import ParallelParam
 from fullshard.core.engine.registry import attach, follow_tree, refuse_added
 from fullshard.core.engine.setup.build import (
     UnitBuilder,
     check_messages,
+    check_sharers,
     include,
     keep_in_float32,
     move_buffers,
     sharded_inside,
+    sharers_in,
 )
 from fullshard.core.engine.setup.initial import (
     Differing,
@@ -368,6 +370,8 @@ def _agree(request: _Request) -> _Agreed:
     own = [module for module in request.root.modules() if id(module) not in inside]
     differing = _compare_ranks(request, specs, own)
     every = everyone(request.ranks, parallels[0] if parallels else None)
+    if parallels:
+        check_ties(request.root, every)
     if parallels and request.weights is None:
         refuse_different_copies(request.ranks, every, parallels[0].comm, specs, request.root)
     kept = [module for module in modules_kept(request.root, policy.precision.keep_fp32) if id(module) not in inside]
@@ -392,7 +396,10 @@ def _compare_ranks(request: _Request, specs: Sequence[UnitSpec], own: Iterable[n
     has_weights, quantize = request.weights is not None, quantize_of(request.weights)
     asked = (request.policy, request.prefetch, quantize, has_weights, first.from_rank0, first.from_rank0_if_different)
     counts = not has_weights and not first.from_rank0
-    units = check_same_model(ranks, specs, asked, __version__, compare_values=counts)
+    sharers = sharers_in(request.root)
+    about = f"fullshard {__version__}, torch {torch.__version__}", _shared_rows(sharers), repr(asked)
+    units = check_same_model(ranks, specs, about, compare_values=counts)
+    check_sharers(type(request.root).__name__, sharers, ranks)
     if not counts or not first.from_rank0_if_different:
         refuse_different_values(ranks, specs, units)
         return Differing()
@@ -404,6 +411,14 @@ def _compare_ranks(request: _Request, specs: Sequence[UnitSpec], own: Iterable[n
         if buffer is not None and id(module) in ids
     }
     return different_values(ranks, specs, units, buffers)
+
+
+def _shared_rows(sharers: Sequence[Comm]) -> str:
+    """Return what :func:`sequence_parallel` did, in which ranks must not differ."""
+    if not sharers:
+        return "rows of its own (without sequence_parallel)"
+    sizes = " and ".join(str(comm.size) for comm in sharers)
+    return f"rows that a group of {sizes} shares (of sequence_parallel, whose groups have one size)"
 
 
 def _build(agreed: _Agreed, builder: UnitBuilder, initializer: Initializer, *, values: bool) -> list[Unit]:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from fullshard.core.comm import Comm, Device, Mesh, SoloComm, same_group, same_ranks
+from fullshard.core.comm import Comm, Device, Mesh, SoloComm, identity_of, marked_sharers, same_group, same_ranks
 from fullshard.core.engine.extension.extension_lane import ExtensionLane, ExtensionParam, even_layout
 from fullshard.core.engine.full.model_class import plain_class
 from fullshard.core.engine.parallel.parallel_lane import ParallelLane, ParallelParam
@@ -35,16 +36,13 @@ def sharded_inside(root: nn.Module, ranks: Mesh) -> list[Runtime]:
 
     Raises:
         ShardingError: ``root`` itself is sharded.
-        ProcessGroupError: A part was sharded over ranks that are not among ``ranks``, or ranks that share rows are not.
+        ProcessGroupError: A part was sharded over ranks that are not among ``ranks``.
     """
     if is_sharded(root):
         raise ShardingError(f"{type(root).__name__} is sharded already; call fully_shard on a module once.")
     found: dict[int, Runtime] = {}
     inside = {id(module) for module in root.modules()}
     for name, module in root.named_modules():
-        sharers = getattr(module.forward, "shared_by", None)  # of sequence_parallel
-        if sharers is not None:
-            _check_sharers(type(root).__name__, sharers, ranks)
         if is_sharded(module):
             runtime = runtime_of(module)
             found[id(runtime)] = runtime
@@ -93,20 +91,34 @@ def _check_divided(name: str, inner: Runtime, ranks: Mesh) -> None:
         )
 
 
-def _check_sharers(name: str, sharers: Comm, ranks: Mesh) -> None:
-    """Refuse ranks without some of those that share rows, whose gradients would lack theirs. Every rank calls it.
+def sharers_in(root: nn.Module) -> list[Comm]:
+    """Return the groups of ranks that share rows of modules in ``root``, each once, in tree order."""
+    found = {identity_of(comm): comm for module in root.modules() if (comm := marked_sharers(module)) is not None}
+    return list(found.values())
+
+
+def check_sharers(name: str, sharers: Sequence[Comm], ranks: Mesh) -> None:
+    """Refuse groups that share rows and are not complete among ``ranks``: gradients would lack their tokens.
+
+    Every rank calls it, with as many groups of the same sizes. Only ``ranks`` exchange anything: where two ranks name
+    different groups, neither would come to the other's.
 
     Raises:
-        ProcessGroupError: They do not fit; raised on every rank.
+        ProcessGroupError: They are not; on every rank, with the same text.
     """
-    mine = uuid.uuid4().hex
-    theirs, ours = sharers.all_gather_object(mine), ranks.all_gather_object(mine)
-    if not all(ranks.all_gather_object(set(theirs) <= set(ours))):
-        raise ProcessGroupError(
-            f"Groups of {sharers.size} ranks share the rows of {name}, and the {ranks.size} ranks of fully_shard lack "
-            "some of theirs: gradients of their tokens would be left out. Pass fully_shard no mesh, or one that has "
-            "each group."
-        )
+    if not sharers:
+        return
+    by_rank = ranks.all_gather_object([identity_of(comm) for comm in sharers])
+    for comm, groups in zip(sharers, zip(*by_rank, strict=True), strict=True):
+        counts = Counter(groups)
+        lacking = [str(rank) for rank, group in enumerate(groups) if counts[group] < comm.size]
+        if lacking:
+            raise ProcessGroupError(
+                f"Groups of {comm.size} ranks share the rows of {name}, and of the {ranks.size} ranks of fully_shard "
+                f"not all of a group have passed it: those of rank {', '.join(lacking)} lack some. Gradients of their "
+                "tokens would be left out. Put each rank into one group, pass that to sequence_parallel on each of its "
+                "ranks, and pass fully_shard no mesh, or one that has each group."
+            )
 
 
 def include(

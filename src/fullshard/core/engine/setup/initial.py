@@ -64,9 +64,9 @@ def _describe(unit: UnitSpec) -> str:
 
 
 def check_same_model(
-    mesh: Mesh, units: Sequence[UnitSpec], policy: object, version: str, *, compare_values: bool
+    mesh: Mesh, units: Sequence[UnitSpec], about: Sequence[str], *, compare_values: bool
 ) -> frozenset[int]:
-    """Compare the model, its units, the policy and the values of parameters over ranks; every rank calls it once.
+    """Compare the model, its units, what is said ``about`` it and the values of parameters; every rank calls it once.
 
     Values are compared by a checksum of up to 4096 elements of each parameter: with different seeds, or weights loaded
     on one rank only, the model would be assembled from several. Values to be overwritten are not compared.
@@ -77,7 +77,7 @@ def check_same_model(
     Raises:
         MismatchError: On every rank, with the first difference that is not one of values.
     """
-    described = [f"fullshard {version}, torch {torch.__version__}", repr(policy), *map(_describe, units)]
+    described = [*about, *map(_describe, units)]
     compared = units if compare_values else ()
     values = [zlib.crc32(repr(_checksums(unit)).encode()) for unit in compared]
     everyone = mesh.all_gather_object(([zlib.crc32(text.encode()) for text in described], values))
