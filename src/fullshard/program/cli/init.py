@@ -41,6 +41,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "-o", "--out", metavar="RUN", type=Path, default=Path("run.yaml"), help="run file to write (default: run.yaml)"
     )
+    parser.add_argument(
+        "--label-column",
+        metavar="NAME",
+        help="column that says whether a completion is desirable, or which of two is better (data.label_column)",
+    )
     parser.add_argument("--yes", action="store_true", help="take every default without asking")
     parser.set_defaults(json=False)
 
@@ -56,16 +61,22 @@ def run(options: argparse.Namespace) -> None:
     if not asks and out.exists():
         raise ConfigError(f"{out} exists, and --yes does not overwrite files. Name another file with --out.")
     starter = load_program(PROGRAM)
-    look, machine = starter.look_at(options.data), starter.this_machine(gpu_count())
+    look, machine = starter.look_at(options.data, options.label_column), starter.this_machine(gpu_count())
     _show(look, machine)
     try:
+        if look.equals is not None and (label := _label(look, asks=asks)) is not None:
+            look = starter.look_at(options.data, label)
         choice = _choose(starter, look, machine, asks=asks)
         if out.exists() and not ask(f"{out} exists. Overwrite it, yes or no?", "no", yes_or_no):
             raise ConfigError(f"{out} was left unchanged. Name another file with --out.")
     except EOFError:
         raise ConfigError("The input ended before the last question; nothing was written.") from None
     rows = starter.read_rows(look, choice)
+    if rows.unused is not None:
+        print(rows.unused)
     _show_unusable(rows, look.rows)
+    if choice.model == starter.NEW_MODEL and choice.prefers == "labels":
+        print("the model starts from random weights, and training.objective: kto is for a model that answers already")
     load_program("fullshard.state.storage").write_text(out, starter.run_file_text(look, machine, choice, rows, out))
     load_run(out)
     print(f"written: {out}\nnext:\n  fullshard config check {out} --dry-run\n  fullshard train {out}")
@@ -80,7 +91,8 @@ def _show(look: Any, machine: Any) -> None:
     for note in look.notes:
         print(f"  {note.removeprefix(f'{look.path}: ')}")
     if look.turns is not None:
-        columns = look.turns if look.rejected is None else f"{look.turns} and {look.rejected}"
+        found = look.preferences
+        columns = look.turns if found is None or not found.rejected else f"{look.turns} and {found.rejected}"
         print(f"  {columns}: each row is a conversation")
     for one in look.columns:
         more = " or more" if one.distinct == 1_000 else ""
@@ -106,9 +118,12 @@ def _show_unusable(rows: Any, total: int) -> None:
 
 def _choose(starter: Any, look: Any, machine: Any, *, asks: bool) -> Any:
     """Return columns and model, as defaults or as the user's answers."""
-    model = machine.at_hand or starter.NEW_MODEL
-    if look.turns is not None:
-        return starter.Choice((), "", _ask_model(starter, machine, model) if asks else _told(model), look.prefers)
+    model, found = machine.at_hand or starter.NEW_MODEL, look.preferences
+    if found is not None:
+        print(_told_preferences(found))
+    if look.turns is not None or (found is not None and not found.sources):
+        target = found.target if found is not None and look.turns is None else ""
+        return starter.Choice((), target, _ask_model(starter, machine, model) if asks else _told(model), found)
     if look.text is not None:
         print(f"plain text: {look.text}, the only column")
         return starter.Choice((look.text,), "", _ask_model(starter, machine, model) if asks else _told(model))
@@ -122,7 +137,7 @@ def _choose(starter: Any, look: Any, machine: Any, *, asks: bool) -> Any:
         )
     if not asks:
         print(f"source: {' and '.join(usual[0])}; target: {usual[1]}; model: {model}")
-        return starter.Choice(*usual, model, look.prefers)
+        return starter.Choice(*usual, model, found)
 
     def column(text: str) -> str:
         if text not in names:
@@ -135,7 +150,34 @@ def _choose(starter: Any, look: Any, machine: Any, *, asks: bool) -> Any:
     target = ask("Which column does it write?", "" if against else likely, column)
     model = _ask_model(starter, machine, model)
     kept = (source, target) == (usual[0][0], usual[1])
-    return starter.Choice(usual[0] if kept else (source,), target, model, look.prefers if kept else None)
+    return starter.Choice(usual[0] if kept else (source,), target, model, found if kept else None)
+
+
+def _label(look: Any, *, asks: bool) -> str | None:
+    """Return the column that says which of two completions of equal rank is better; None: rows are to be no pairs."""
+    likely, both = look.ranking[0] if len(look.ranking) == 1 else "", " and ".join(map(repr, look.equals))
+    if not asks:
+        listed = ", ".join(map(repr, look.ranking)) or "no column that looks like it"
+        example = look.ranking[0] if look.ranking else "NAME"
+        raise DataError(
+            f"{look.path}: {both} are two answers of equal rank. Which column says which of them is better? There is "
+            f"{listed}. --yes does not guess: give it with --label-column, such as --label-column {example} (in a run "
+            "file data.label_column), or answer the questions without --yes."
+        )
+    kinds = ", ".join(look.ranking) or "no likely one"
+    question = f"{both} are two answers. Which column says which is better ({kinds}), or no for none?"
+    found = ask(question, likely, str)
+    return None if found == "no" else found
+
+
+def _told_preferences(found: Any) -> str:
+    """Return a line on what preferences are read from."""
+    if found.kind == "labels":
+        return f"preferences: {found.label} says whether {found.target} is desirable (training.objective: kto)"
+    better = f"{found.target} is preferred to {found.rejected}"
+    if found.label is not None:
+        better = f"{found.label} says which of {found.target} and {found.rejected} is better"
+    return f"preferences: {better}; the prompt is {found.prompt}"
 
 
 def _ask_model(starter: Any, machine: Any, usual: str) -> str:

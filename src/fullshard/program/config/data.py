@@ -20,6 +20,8 @@ _OF_PAIRS = (
     "separator",
     "chat_template",
     "weight_column",
+    "label_column",
+    "missing_values",
     "max_target_length",
     "streaming",
 )
@@ -43,7 +45,7 @@ class SetConfig(ConfigSection):
     train_file: Annotated[Path | None, Option("same", names="file", own_machine=True)] = None
     """As data.train_file. Set exactly one of train_file and dataset_name."""
     validation_file: Annotated[Path | None, Option("evaluation", names="file", own_machine=True)] = None
-    validation_fraction: Annotated[Fraction | None, EVALUATION] = None
+    validation_fraction: Annotated[Fraction | None, Option("evaluation", holds_out=True)] = None
     dataset_name: Annotated[str | None, Option("same", names="dataset")] = None
     dataset_config_name: Annotated[str | None, SAME] = None
     train_split: Annotated[str | None, SAME] = None
@@ -76,11 +78,14 @@ class DataConfig(ConfigSection):
     """Split of dataset_name to train on."""
     validation_split: Annotated[str | None, EVALUATION] = "validation"
     """Split of dataset_name for evaluation; null: none."""
-    validation_fraction: Annotated[Fraction, EVALUATION] = 0.0
-    """Approximate share of the training rows to hold out, for data without held-out rows. The side of a row depends on
-    a hash of its source only: it is the same in every run, also when rows are added, and rows with the same source
-    stay together. With a few hundred rows the share may be off by half; the run prints the actual share. For a
-    conversation, the turns before the first answer are hashed."""
+    validation_fraction: Annotated[Fraction, Option("evaluation", holds_out=True)] = 0.0
+    """Approximate share of the training rows to hold out, for data without held-out rows. A hash of a row's source
+    decides: the rows are the same in every run, in whatever order the table has them, and rows with the same source
+    stay together. For a conversation, the turns before the first answer are hashed. The run prints the actual share."""
+    held_out_by: Annotated[Literal["classes", "source"], Option("free", before="source")] = "classes"
+    """How validation_fraction chooses rows. classes: of few distinct targets, each targets' rows are held out in the
+    same share, those with the smallest hashes; of kto's labels likewise. Of other rows, and with source: by the hash
+    alone, so that a row keeps its side when rows are added; with a few hundred rows the share may be off by half."""
     format: Annotated[Literal["auto", "csv", "tsv", "jsonl", "json", "parquet", "wikihow", "phrasebank"], ASKED] = (
         "auto"
     )
@@ -108,7 +113,15 @@ class DataConfig(ConfigSection):
     """Column of the model's target text; null: chosen by its name, or the second of two columns."""
     rejected_column: Annotated[str | None, ASKED] = None
     """Preferences: column of the rejected completion; null: rejected. source_column is then the prompt, and
-    target_column the chosen completion; null: prompt, question, instruction or input, and chosen."""
+    target_column the chosen completion; null: prompt, question, instruction or input (joined with others as for other
+    rows), and chosen. Without a prompt the completions begin with it."""
+    label_column: Annotated[str | None, SAME] = None
+    """Preferences: column of labels. kto: whether a completion is desirable (true or false, good or bad, thumbs up or
+    down); null: label. Pairs: which of target_column and rejected_column is better, by the name of the column or by
+    what it ends in, such as 0, b or model_b; null: the target_column is."""
+    missing_values: Annotated[Literal["empty", "text"], Option("same", before="empty")] = "empty"
+    """Targets that are only NaN, None, null, N/A, NA, <NA> or the like, as tables write missing values. empty: as an
+    empty cell, so that the row is unusable (see max_bad_rows); text: a target like any other."""
     target_lists: Annotated[Literal["references", "join"], ASKED] = "references"
     """Meaning of a list in the target column. references: several references, of which training uses the first; join:
     one text in pieces."""

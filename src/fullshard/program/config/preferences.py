@@ -44,6 +44,11 @@ def require_objective(training: TrainingConfig, data: DataConfig, model: ModelCo
             f"data.rejected_column is for pairs of completions: set training.objective, such as dpo; got {objective}"
         )
     if objective == "sft":
+        if data.label_column is not None:
+            raise ValueError(
+                "data.label_column says which completions are better, which training.objective: kto, dpo, ipo, simpo "
+                "and orpo learn from; got sft. Set one of them, or leave it out"
+            )
         return
     _require_rows(training, data)
     if tables == "home":

@@ -345,9 +345,9 @@ def _recorded(path: Path) -> Mapping[str, Any]:
     values = _read_object(path).get("config")
     if not isinstance(values, dict):
         raise ConfigError(f"{path} does not contain the settings of the run. Name the run file instead.")
-    # Versions without the option put nothing between source and target.
-    data = {"separator": "", **values["data"]} if isinstance(values.get("data"), dict) else values.get("data")
-    return {**values, "data": data, "output_dir": str(directory)}
+    # Versions without these options put nothing between source and target, and held rows out by their sources alone.
+    earlier, data = {"separator": "", "held_out_by": "source"}, values.get("data")
+    return {**values, "data": {**earlier, **data} if isinstance(data, dict) else data, "output_dir": str(directory)}
 
 
 def _read_object(path: Path) -> Mapping[str, Any]:

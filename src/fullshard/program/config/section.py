@@ -65,6 +65,7 @@ class Option:
     # compares these by content, and a run file names them relative to itself. place: where the run writes, or resumes.
     names: Literal["file", "dataset", "model", "place"] | None = None
     draws_rows: bool = False  # whether it is a number of rows, which a hash chooses
+    holds_out: bool = False  # whether it is a share of rows to hold out, which ``data.held_out_by`` chooses
     own_machine: bool = False  # whether machines of a run may have other values; what it names must be the same
     travels: bool = False  # whether it decides how a model is asked: saved with the model, and published with it
     planned: bool = True  # whether a plan of the run may depend on it

@@ -204,6 +204,9 @@ class SourceSpec:
     train_on: Literal["assistant", "last"] = "assistant"
     weight_column: str | None = None
     rejected_column: str | None = None
+    label_column: str | None = None
+    missing_values: Literal["empty", "text"] = "empty"
+    held_out_by: Literal["classes", "source"] = "classes"
     # whether rows are a prompt with a chosen and a rejected completion, or a completion with a label; None: neither
     preferences: Literal["pairs", "labels"] | None = None
 

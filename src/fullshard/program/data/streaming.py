@@ -25,8 +25,8 @@ from fullshard.program.data.reading.conversations import ConversationRecipe, Sys
 from fullshard.program.data.reading.csv_file import CsvFile
 from fullshard.program.data.reading.json_file import JsonFile, JsonLinesFile
 from fullshard.program.data.reading.row import Row, UnusableRowError
-from fullshard.program.data.reading.sample import Sample, Sides, sample_notes
-from fullshard.program.data.reading.split import OpenedRows, open_rows, sides_of
+from fullshard.program.data.reading.sample import Sample, sample_notes
+from fullshard.program.data.reading.split import OpenedRows, held_out_of, open_rows
 from fullshard.program.data.reading.text_file import LineStarts, has_own_line_ends, is_gzip, unreadable
 from fullshard.program.data.tokenizing.ragged import EncodedRows, OnDemand, joined_rows
 from fullshard.program.data.tokenizing.tokenize import (
@@ -92,13 +92,14 @@ def index_to(
             f"{opened.reader.where} is JSON in one piece, which data.streaming cannot read row by row. Convert it to "
             "JSON Lines, or leave streaming out."
         )
-    in_place, sides = reads_in_place(opened, spec), sides_of(spec, opened.reader.where)
+    in_place = reads_in_place(opened, spec)
+    trained, about_held_out = _trained(spec)
     targets, system_turns, rows = TargetCounts(most_labels), SystemTurnCounts(), 0
     with ExitStack() as stack:
         idle = {name for name, wanted in (("weights", spec.weight_column), (ANSWERS_NAME, by_answer)) if not wanted}
         files = {name: stack.enter_context((directory / name).open("wb")) for name in _COLUMNS if name not in idle}
         columns = {name: array(_COLUMNS[name]) for name in files}
-        every = _training_rows(opened, sides)
+        every = _drawn(opened.usable(), trained)
         if in_place:
             found = _drawn(_in_place(opened, every), drawn)
         else:
@@ -115,7 +116,7 @@ def index_to(
             if len(columns["starts"]) >= _FLUSHED_ROWS:
                 _flush(columns, files)
         _flush(columns, files)
-    notes = opened.notes() if sides is None else (*opened.notes(), sides.note())
+    notes = (*opened.notes(), *about_held_out)
     notes += () if drawn is None else sample_notes(drawn, "train")
     return {
         "rows": rows,
@@ -175,19 +176,21 @@ def training_texts(spec: SourceSpec, sample: Sample | None) -> Iterator[Example]
 
 
 def _texts(spec: SourceSpec) -> Iterator[Example]:
+    trained, _ = _trained(spec)
+    return (example for _, example in _drawn(open_rows(spec, "train").usable(), trained))
+
+
+def _trained(spec: SourceSpec) -> tuple[NDArray[np.bool_] | None, tuple[str, ...]]:
+    """Return which usable rows are not held out, None for all of them, and a note; reads the rows if some are."""
     opened = open_rows(spec, "train")
-    return (example for _, example in _training_rows(opened, sides_of(spec, opened.reader.where)))
-
-
-def _training_rows(opened: OpenedRows, sides: Sides | None) -> Iterator[tuple[Row, Example]]:
-    """Yield every usable row that is not held out, with its example."""
-    for row, example in opened.usable():
-        if sides is None or sides.side(example) == "train":
-            yield row, example
+    if (held_out := held_out_of(spec, opened.reader.where)) is None:
+        return None, ()
+    chosen, note = held_out.rows(example for _, example in opened.usable())
+    return ~chosen, (note,)
 
 
 def _drawn(rows: Iterable[T], drawn: NDArray[np.bool_] | None) -> Iterator[T]:
-    """Yield the drawn ones of all rows, or all of them; reads to the end in either case, so that rows are counted."""
+    """Yield the chosen ones of all rows, or all of them; reads to the end in either case, so that rows are counted."""
     return iter(rows) if drawn is None else compress(rows, drawn)
 
 

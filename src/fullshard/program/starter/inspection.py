@@ -3,34 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from fullshard.errors import DataError
 from fullshard.program.data.examples import SourceSpec
 from fullshard.program.data.reading.cells import cell_of, nested_names
-from fullshard.program.data.reading.columns import (
-    KNOWN_SHAPES,
-    choose,
-    header_note,
-    is_no_target,
-    leaves_open,
-    left_out_note,
-)
+from fullshard.program.data.reading.columns import KNOWN_SHAPES, Recipe, choose, header_note, is_no_target, leaves_open
 from fullshard.program.data.reading.conversations import find_conversations
 from fullshard.program.data.reading.csv_file import find_delimiter
 from fullshard.program.data.reading.kind import Encoding, find_encoding
 from fullshard.program.data.reading.preferences import (
-    choose_preferences,
+    CHOSEN,
+    REJECTED,
+    PairedTurns,
+    PreferenceRecipe,
+    both_of,
+    choose_labelled,
+    choose_pairs,
+    find_label,
     find_paired_turns,
-    holds_labels,
+    find_transcripts,
     holds_preferences,
 )
-from fullshard.program.data.reading.row import Row, UnusableRowError
+from fullshard.program.data.reading.ranked import RankedRecipe, equals_in, ranking
+from fullshard.program.data.reading.row import Row, RowReader, UnusableRowError
 from fullshard.program.data.reading.split import format_of, open_file
 from fullshard.program.data.reading.text_file import open_lines
+from fullshard.program.data.reading.transcripts import TranscriptRecipe
 
 MOST_DISTINCT = 1_000
 """Distinct texts are counted up to this number in each column."""
@@ -56,6 +58,18 @@ class Column:
 
 
 @dataclass(frozen=True)
+class Preferences:
+    """What rows of preferences are."""
+
+    kind: Literal["pairs", "labels"]  # a prompt with a chosen and a rejected completion, or a completion with a label
+    sources: tuple[str, ...]  # columns of the prompt; empty: conversations, or texts that begin with it
+    target: str  # column of the completion, of pairs the chosen one or the first of equal rank; of conversations theirs
+    rejected: str | None = None  # column of the other completion of pairs
+    label: str | None = None  # column that says whether the completion is desirable, or which of two is better
+    prompt: str = ""  # what the prompt of pairs is, for messages
+
+
+@dataclass(frozen=True)
 class Look:
     """Result of inspecting a table."""
 
@@ -66,8 +80,10 @@ class Look:
     rows: int
     columns: tuple[Column, ...]  # empty if the rows are conversations
     turns: str | None = None  # the column that holds the conversations; of preferences the chosen ones
-    rejected: str | None = None  # the column that holds rejected conversations
-    labelled: bool = False  # whether a column label says whether completions are desirable
+    preferences: Preferences | None = None  # None: rows are none
+    # two columns of completions of equal rank, if none is known that says which is better, and those that may say it
+    equals: tuple[str, str] | None = None
+    ranking: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()  # messages for the user about how it is read
 
     @property
@@ -78,10 +94,8 @@ class Look:
     @cached_property
     def by_name(self) -> tuple[tuple[str, ...], str] | None:
         """Source columns and target column as a run would choose them by name or order; None if it cannot."""
-        if self.prefers == "pairs":
-            names = [one.name for one in self.columns]
-            found = choose_preferences(SourceSpec(train_file=self.path), names, str(self.path)).accepted
-            return found.sources, found.target
+        if self.preferences is not None:
+            return self.preferences.sources, self.preferences.target
         try:
             recipe = choose(SourceSpec(train_file=self.path), [one.name for one in self.columns], str(self.path))
         except DataError:
@@ -89,16 +103,9 @@ class Look:
         return recipe.sources, recipe.target
 
     @property
-    def prefers(self) -> Literal["pairs", "labels"] | None:
-        """Whether rows are a prompt with a chosen and a rejected completion, or a completion with a label."""
-        if self.rejected is not None or holds_preferences([one.name for one in self.columns]):
-            return "pairs"
-        return "labels" if self.labelled else None
-
-    @property
     def speaking_against(self) -> tuple[str, ...]:
         """Columns whose names speak against the likely target, so that it must be asked for; empty: it is clear."""
-        if self.prefers:
+        if self.preferences is not None:
             return ()
         if is_no_target(self.likely_target):
             return (self.likely_target,)
@@ -110,7 +117,7 @@ class Look:
     @property
     def likely_source(self) -> str:
         """The column that is most likely the model's input."""
-        return self.by_name[0][0] if self.by_name else self._likely[0]
+        return self.by_name[0][0] if self.by_name and self.by_name[0] else self._likely[0]
 
     @property
     def likely_target(self) -> str:
@@ -135,11 +142,13 @@ class Look:
         return source.name, (known or words or labels or rest)[-1].name
 
 
-def look_at(path: Path) -> Look:
+def look_at(path: Path, label: str | None = None) -> Look:
     """Read a complete table and describe it; one process.
 
+    ``label`` is the column that says whether a completion is desirable, or which of two is better; None: found.
+
     Raises:
-        DataError: The file cannot be read, is empty, or is neither UTF-8 nor windows-1252.
+        DataError: The file cannot be read, is empty, or is neither UTF-8 nor windows-1252, or the label says neither.
     """
     kind = format_of(path, SourceSpec())
     encoding = Encoding("utf-8")
@@ -156,12 +165,12 @@ def look_at(path: Path) -> Look:
             delimiter = find_delimiter(lines, path)
     reader = open_file(path, SourceSpec(encoding=encoding.name, delimiter=delimiter))
     names = reader.columns()
-    spec = SourceSpec(train_file=path)
-    pairs, labelled = find_paired_turns(reader, names, spec), holds_labels(reader, names)
-    if talk := pairs or find_conversations(reader, names, spec, completed=True):
-        rows, notes = sum(1 for _ in reader.rows([talk.turns])), (*reader.notes, *talk.notes)
-        rejected = None if pairs is None else pairs.completion
-        return Look(path, kind, encoding, delimiter, rows, (), talk.turns, rejected, labelled, notes)
+    preferences = _preferences(reader, names, label)
+    turns = _turns(reader, names, preferences)
+    equals, more = _equals(reader, names) if preferences is None else (None, ())
+    if turns is not None:
+        rows = sum(1 for _ in reader.rows([turns]))
+        return Look(path, kind, encoding, delimiter, rows, (), turns, preferences, equals, more, reader.notes)
     inner = nested_names(reader, names)
     if not inner:
         raise DataError(f"{path} has no columns: texts, or a source and a target column are needed.")
@@ -176,9 +185,59 @@ def look_at(path: Path) -> Look:
         raise DataError(f"{path} has a header but no rows: at least one row is needed.")
     columns = tuple(_column(name, found) for name, found in texts.items())
     notes = (*reader.notes, *_header_notes(kind, texts))
-    look = Look(path, kind, encoding, delimiter, rows, columns, labelled=labelled, notes=notes)
-    left = None if look.by_name is None else left_out_note((*look.by_name[0], look.by_name[1]), names)
-    return look if left is None else replace(look, notes=(*notes, left))
+    return Look(path, kind, encoding, delimiter, rows, columns, None, preferences, equals, more, notes)
+
+
+def _turns(reader: RowReader, names: Sequence[str], preferences: Preferences | None) -> str | None:
+    """Return the column that holds the conversations; of preferences the chosen ones, if these are conversations."""
+    if preferences is not None and preferences.sources:
+        return None
+    if preferences is None or preferences.kind == "labels":
+        talk = find_conversations(reader, names, SourceSpec(), completed=True)
+        return None if talk is None else talk.turns
+    pair = SourceSpec(target_column=preferences.target, rejected_column=preferences.rejected)
+    return preferences.target if find_paired_turns(reader, names, pair) is not None else None
+
+
+def _preferences(reader: RowReader, names: Sequence[str], label: str | None) -> Preferences | None:
+    """Return what rows of preferences are; None: they are none.
+
+    Raises:
+        DataError: The user's ``label`` is no label of such rows.
+    """
+    lower = {name.strip().lower() for name in names}
+    is_pair = {CHOSEN, REJECTED} <= lower or equals_in([name for name in names if name != label]) is not None
+    if label is not None and is_pair:
+        return _of_pairs(choose_pairs(reader, names, SourceSpec(preferences="pairs", label_column=label)))
+    spec = SourceSpec(preferences="pairs")
+    found = find_paired_turns(reader, names, spec) or find_transcripts(reader, names, spec)
+    if label is None and (found is not None or holds_preferences(names)):
+        return _of_pairs(found or choose_pairs(reader, names, spec))
+    label = label or find_label(reader, names)
+    if label is None:
+        return None
+    recipe = choose_labelled(reader, names, SourceSpec(preferences="labels", label_column=label)).completed
+    if isinstance(recipe, Recipe):
+        return Preferences("labels", recipe.sources, recipe.target, label=label)
+    return Preferences("labels", (), recipe.turns, label=label)
+
+
+def _equals(reader: RowReader, names: Sequence[str]) -> tuple[tuple[str, str] | None, tuple[str, ...]]:
+    """Return two columns of completions of equal rank, if there are, and those that may say which is better."""
+    equals = equals_in(names)
+    others = [name for name in names if name not in (equals or ())]
+    return equals, tuple(ranking(reader, others, equals)) if equals else ()
+
+
+def _of_pairs(found: PreferenceRecipe | PairedTurns | TranscriptRecipe | RankedRecipe) -> Preferences:
+    label = found.label if isinstance(found, RankedRecipe) else None
+    pairs: Any = found.completed if isinstance(found, RankedRecipe) else found
+    sources = pairs.accepted.sources if isinstance(pairs, PreferenceRecipe) else ()
+    columns = sources
+    if isinstance(pairs, PairedTurns):
+        columns = (pairs.prompt,) if pairs.prompt is not None else pairs.asks.sources if pairs.asks is not None else ()
+    prompt = " and ".join(columns) if columns else "what both begin with"
+    return Preferences("pairs", sources, *both_of(pairs), label=label, prompt=prompt)
 
 
 def _header_notes(kind: str, texts: Mapping[str, Sequence[str]]) -> tuple[str, ...]:

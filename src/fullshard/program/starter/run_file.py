@@ -17,9 +17,9 @@ from fullshard.errors import DataError
 from fullshard.program.config.training import NEW_MODEL_LEARNING_RATE, auto_precision
 from fullshard.program.data import Example, SourceSpec, read_split
 from fullshard.program.data.examples import turn_text
-from fullshard.program.data.reading.preferences import LABEL, REJECTED
+from fullshard.program.data.reading.preferences import CHOSEN, LABEL, REJECTED
 from fullshard.program.data.reading.split import FORMATS, open_rows
-from fullshard.program.starter.inspection import FEW, Look
+from fullshard.program.starter.inspection import FEW, Look, Preferences
 from fullshard.program.train.setup.devices import Devices, precision_of
 from fullshard.sizes import format_bytes
 
@@ -111,11 +111,8 @@ _NEW = """\
     vocab_size: 2000"""
 
 
-_TOLD = {
-    "pairs": "  # rejected is the completion that the target is preferred to",
-    "labels": "  # label says whether the target is desirable",
-}
-"""Lines on what else is read of preferences."""
+ANSWERING = "for a model that answers already"
+"""What dpo, ipo, simpo and kto are."""
 
 
 @dataclass(frozen=True)
@@ -125,7 +122,17 @@ class Choice:
     sources: tuple[str, ...]  # source columns; several for a known combination, none for conversations
     target: str  # target column; empty for conversations and plain text
     model: str  # directory or id of a model, or ``NEW_MODEL``
-    prefers: Literal["pairs", "labels"] | None = None  # as of :class:`Look`
+    preferences: Preferences | None = None  # as of :class:`Look`
+
+    @property
+    def prefers(self) -> Literal["pairs", "labels"] | None:
+        """What rows of preferences are; None: they are none."""
+        return None if self.preferences is None else self.preferences.kind
+
+    @property
+    def is_transcript(self) -> bool:
+        """True if the prompt is the beginning of the texts."""
+        return not self.sources and bool(self.target)
 
     @property
     def text(self) -> str | None:
@@ -141,6 +148,7 @@ class Rows:
     reasons: Mapping[str, Sequence[int]]  # why rows are unusable, with the line numbers of each reason
     fraction: float | None  # share to hold out; None if the rows are too few or too alike
     held_out: int
+    unused: str | None = None  # a message about columns that are not used
 
     @property
     def unusable(self) -> int:
@@ -170,11 +178,14 @@ def read_rows(look: Look, choice: Choice) -> Rows:
         DataError: No row has text in the chosen columns.
     """
     source = choice.sources[0] if len(choice.sources) == 1 and choice.text is None else None
+    found = choice.preferences
     spec = SourceSpec(
         train_file=look.path,
         text_column=choice.text,
         source_column=source,
-        target_column=choice.target if source else None,
+        target_column=choice.target if source or choice.is_transcript else None,
+        rejected_column=found.rejected if found is not None and (source or choice.is_transcript) else None,
+        label_column=None if found is None else found.label,
         preferences=choice.prefers,
         encoding=look.encoding.name,
         delimiter=look.delimiter,
@@ -185,11 +196,18 @@ def read_rows(look: Look, choice: Choice) -> Rows:
     table.notes()  # raises if no row is usable
     for fraction in _FRACTIONS:
         try:
-            held_out = len(read_split(replace(spec, validation_fraction=fraction), "validation").examples)
+            divided = replace(spec, validation_fraction=fraction)
+            sides = [read_split(divided, side).examples for side in ("validation", "train")]
         except DataError:
             continue
-        return Rows(examples, table.bad.reasons, fraction, held_out)
-    return Rows(examples, table.bad.reasons, None, 0)
+        if choice.prefers != "labels" or all(map(_compares, sides)):
+            return Rows(examples, table.bad.reasons, fraction, len(sides[0]), table.unused)
+    return Rows(examples, table.bad.reasons, None, 0, table.unused)
+
+
+def _compares(rows: Sequence[Example]) -> bool:
+    """Return whether kto can be computed of rows: both kinds, and more than one prompt."""
+    return len({row.desirable for row in rows}) > 1 and len({row.source for row in rows}) > 1
 
 
 def _run_name(path: Path) -> str:
@@ -217,6 +235,10 @@ def _data(look: Look, choice: Choice, rows: Rows, out: Path) -> list[str]:
         lines.append(f"  validation_fraction: {rows.fraction}  # {rows.held_out:,} rows; or validation_file: a file")
     if rows.unusable:
         lines.append(f"  max_bad_rows: {rows.unusable}  # rows with an empty or broken cell, which are skipped")
+        if any("data.missing_values" in reason for reason in rows.reasons):
+            lines.append(
+                "  missing_values: empty  # targets such as NaN or None are empty cells; text: they are targets"
+            )
     if choice.text is not None:
         return [*lines, f"  max_source_length: {_row_tokens(choice)}  # tokens of a row"]
     source, target = ([len(text) for text in texts] for texts in _texts(rows))
@@ -231,22 +253,49 @@ def _data(look: Look, choice: Choice, rows: Rows, out: Path) -> list[str]:
 
 def _columns(look: Look, choice: Choice) -> list[str]:
     """Return the lines that name the columns, and those that are not used."""
-    others = [one.name for one in look.columns if one.name not in (*choice.sources, choice.target)]
-    if choice.prefers:
-        others = [name for name in others if name.lower() not in (REJECTED, LABEL)]
+    found = choice.preferences
+    more = (None, None) if found is None else (found.rejected, found.label)
+    others = [one.name for one in look.columns if one.name not in (*choice.sources, choice.target, *more)]
     unused = f"  # not used: {', '.join(others)}" if others else ""
     if look.turns is not None:
-        if look.rejected is not None:
-            return [f"  # {look.turns} and {look.rejected}: two conversations that begin alike; the first is preferred"]
-        return [f"  # {look.turns}: each row is a conversation; train_on: last trains on its last answer only"]
+        told = f"  # {look.turns}: each row is a conversation; train_on: last trains on its last answer only"
+        if found is not None and found.rejected is not None:
+            told = f"  # {look.turns} and {found.rejected} are turns of conversations; the prompt is {found.prompt}"
+        return [told, *_preferred(choice)]
     if choice.text is not None:
         return [f"  text_column: {_quoted(choice.text)}  # plain text, joined and cut into rows"]
     unused = unused.replace("\n", " ")
     if len(choice.sources) == 1:
         lines = [f"  source_column: {_quoted(choice.sources[0])}{unused}", f"  target_column: {_quoted(choice.target)}"]
-        return lines + ([_TOLD[choice.prefers]] if choice.prefers else [])
+        return [*lines, *_preferred(choice)]
+    if choice.is_transcript:
+        lines = [
+            f"  target_column: {_quoted(choice.target)}{unused}",
+            "  # the prompt is what both texts begin with; of a causal model the rest follows it directly:",
+            '  separator: ""',
+        ]
+        return [*lines, *_preferred(choice)]
     lines = [f"  # source is {' and '.join(choice.sources)}, target is {choice.target}: chosen by their names"]
-    return [*lines, unused] if unused else lines
+    return [*lines, *([unused] if unused else []), *_preferred(choice)]
+
+
+def _preferred(choice: Choice) -> list[str]:
+    """Return the lines on what else is read of preferences."""
+    found = choice.preferences
+    if found is None:
+        return []
+    lines, label = [], found.label
+    if found.kind == "pairs":
+        named = (found.target.lower(), str(found.rejected).lower()) != (CHOSEN, REJECTED)
+        if named and not choice.sources and not choice.is_transcript:
+            lines.append(f"  target_column: {_quoted(found.target)}")
+        lines += [f"  rejected_column: {_quoted(str(found.rejected))}"] if named else []
+        if label is None:
+            return [*lines, f"  # {found.rejected} is the completion that the target is preferred to"]
+        return [*lines, f"  label_column: {_quoted(label)}  # says which of the two is better"]
+    if label is not None and label.strip().lower() != LABEL:
+        lines.append(f"  label_column: {_quoted(label)}")
+    return [*lines, f"  # {label} says whether the target is desirable"]
 
 
 def _row_tokens(choice: Choice) -> int:
@@ -322,17 +371,17 @@ def _evaluation(choice: Choice, rows: Rows) -> list[str]:
 
 def _objective(choice: Choice, *, is_new: bool) -> str:
     if choice.prefers == "labels":
-        return "  objective: kto  # for a model that answers already"
+        return f"  objective: kto  # {ANSWERING}"
     if is_new:
-        return (
-            "  objective: orpo  # which learns the targets too; dpo, ipo and simpo are for a model that answers already"
-        )
+        return f"  objective: orpo  # which learns the targets too; dpo, ipo and simpo are {ANSWERING}"
     return "  objective: dpo  # or ipo, simpo, orpo"
 
 
 def _rewards(choice: Choice, rows: Rows) -> list[str]:
-    if rows.fraction is None or choice.prefers == "labels":
+    if rows.fraction is None:
         return []
+    if choice.prefers == "labels":
+        return ["evaluation:", "  metric: rewards/margins  # of the desirable completions, less that of the others"]
     return ["evaluation:", "  metrics: [rewards/margins]"]
 
 

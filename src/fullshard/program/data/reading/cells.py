@@ -11,9 +11,27 @@ from itertools import islice
 from typing import Any
 
 from fullshard.errors import DataError
+from fullshard.program.data.examples import Example
 from fullshard.program.data.reading.json_file import Number, parse_json
 from fullshard.program.data.reading.row import Row, RowReader, UnusableRowError
 from fullshard.program.data.reading.text_file import encoding_problem
+
+_MISSING = (
+    "nan",
+    "-nan",
+    "null",
+    "none",
+    "n/a",
+    "<na>",
+    "#na",
+    "#n/a",
+    "#n/a n/a",
+    "1.#ind",
+    "-1.#ind",
+    "1.#qnan",
+    "nat",
+)
+"""Texts in lower case that are written for missing values: those that pandas reads so, and NaT, which it writes."""
 
 _LOOKED_AT = 100
 """Number of rows in which names inside of cells are looked for."""
@@ -60,6 +78,21 @@ def cell_references(name: str, cell: object, *, join: bool) -> tuple[str, ...]:
     if not references:
         raise UnusableRowError(f"column {name!r} is empty")
     return references
+
+
+def is_missing(text: str) -> bool:
+    """Return whether a text is what is written for a missing value, such as NaN or None."""
+    return text.strip().lower() in _MISSING or text.strip() == "NA"
+
+
+def require_values(example: Example) -> None:
+    """Raise UnusableRowError if a row's target, or its rejected one, is only what is written for a missing value."""
+    for one in (example, example.rejected):
+        if one is not None and is_missing(one.target):
+            raise UnusableRowError(
+                f"the target is {one.target.strip()!r}, as tables write a missing value (data.missing_values: text "
+                "takes it as a text)"
+            )
 
 
 def cell_weight(name: str, cell: object) -> float:

@@ -59,6 +59,9 @@ _BY_ORDER = (
 _PLAIN_NAME = re.compile(r"[^\W\d][\w ()/.-]*(?<! )")
 _YAML_WORDS = {"null", "true", "false", "yes", "no", "on", "off", "y", "n"}
 _WIKIHOW_COLUMNS = {"headline", "title", "text"}
+PROMPTS = ("prompt", "question", "instruction", "input")
+"""Names of prompts of preferences, in lower case; the first that a table has is read."""
+
 _FURTHER_INPUTS = ("input", "context")
 """Second source columns of known shapes, which may be empty or missing in a row."""
 
@@ -67,9 +70,6 @@ _NO_TARGET = re.compile(
     "draft|contexts?|history"
 )
 """Words in names of columns that speak against a column being the target, or leave open which one is."""
-
-_KNOWN_INPUTS = ("history", "system", "system_prompt", "tools", "context", "input")
-"""Columns that known data gives to the model beside the source."""
 
 
 def leaves_open(name: str) -> bool:
@@ -80,19 +80,6 @@ def leaves_open(name: str) -> bool:
 def is_no_target(name: str) -> bool:
     """Return whether a column's name speaks against it being the target: of a known source, or :func:`leaves_open`."""
     return leaves_open(name) or name.lower() in _NAMES - _TARGETS
-
-
-def left_out_note(used: Iterable[str], columns: Sequence[str]) -> str | None:
-    """Return a message about known inputs among the columns that are not used; None: there are none."""
-    names = {name.lower() for name in used}
-    left = [name for name in columns if name.lower() in _KNOWN_INPUTS and name.lower() not in names]
-    if not left:
-        return None
-    listed = " and ".join(map(repr, left))
-    return (
-        f"{listed} {'is' if len(left) == 1 else 'are'} not used: data.template joins columns into the source; earlier "
-        "turns and system turns are read from conversations, such as a column messages."
-    )
 
 
 def header_note(names: Sequence[str]) -> str | None:
@@ -187,11 +174,15 @@ def choose(spec: SourceSpec, columns: Sequence[str], where: str) -> Recipe:
         DataError: A column does not exist or exists twice, or no or several choices fit; the message lists the columns.
     """
     spec = _stripped(spec, columns)
+    if (prompt := _own_prompt(spec, columns, where)) is not None:
+        target = spec.target_column or _choose_target(spec, prompt, columns, where)
+        note = (f"{where}: prompt is {' and '.join(map(repr, prompt))}, target is {target!r}, chosen by name.",)
+        return _checked(spec, _known(prompt, target, note), columns, where)
     if spec.template is None and spec.source_column is None:
         sources, target, how = _choose_by_name(spec, columns, where)
         source = f"source is {' and '.join(map(repr, sources))}"
-        also = (left_out_note((*sources, target), columns), header_note(columns) if how == _BY_ORDER else None)
-        note = (f"{where}: {source}, target is {target!r}, {how}", *(f"{where}: {one}" for one in also if one))
+        also = header_note(columns) if how == _BY_ORDER else None
+        note = (f"{where}: {source}, target is {target!r}, {how}", *([f"{where}: {also}"] if also else []))
         return _checked(spec, _known(sources, target, note), columns, where)
     named, fill = ((), None) if spec.template is None else parse_template(spec.template)
     sources = tuple(_without_blanks(name, columns) for name in named) or (str(spec.source_column),)
@@ -213,6 +204,9 @@ def choose_sources(spec: SourceSpec, columns: Sequence[str], where: str) -> Reci
         DataError: No or several choices fit; the message lists the columns.
     """
     spec = _stripped(spec, columns)
+    if (prompt := _own_prompt(spec, columns, where)) is not None:
+        note = (f"{where}: prompt is {' and '.join(map(repr, prompt))}, chosen by name.",) if len(columns) > 1 else ()
+        return _checked(spec, _known(prompt, prompt[0], note), columns, where)
     names = {name.lower(): name for name in reversed(columns)}
     fitting = [(sources, target) for sources, target in KNOWN_SHAPES if {*sources} <= set(names)]
     if spec.target_column is not None:
@@ -236,6 +230,36 @@ def choose_sources(spec: SourceSpec, columns: Sequence[str], where: str) -> Reci
     sources = tuple(names[name] for name in largest[0])
     note = () if len(columns) == 1 else (f"{where}: source is {' and '.join(map(repr, sources))}, {how}",)
     return _checked(spec, _known(sources, sources[0], note), columns, where)
+
+
+def prompt_of(columns: Sequence[str], where: str) -> tuple[str, ...] | None:
+    """Return the columns of a prompt of preferences: a known one with the inputs that known data joins to it.
+
+    None: no column has a known name.
+
+    Raises:
+        DataError: Different data joins different ones of the columns to it.
+    """
+    names = {name.strip().lower(): name for name in reversed(columns)}
+    first = next((name for name in PROMPTS if name in names), None)
+    if first is None:
+        return None
+    shapes = {sources for sources, _ in KNOWN_SHAPES if sources[0] == first and {*sources} <= names.keys()}
+    largest = sorted(one for one in shapes if not any({*one} < {*other} for other in shapes))
+    if len(largest) > 1:
+        listed = "; ".join(" and ".join(repr(names[name]) for name in one) for one in largest)
+        every = dict.fromkeys(names[name] for one in largest for name in one)
+        raise DataError(
+            f"{where}: which columns are the prompt? More than one choice fits: {listed}. {_its(columns)} Set "
+            f"data.template, such as {json.dumps(' '.join(f'{{{name}}}' for name in every))}."
+        )
+    return tuple(names[name] for name in largest[0])
+
+
+def _own_prompt(spec: SourceSpec, columns: Sequence[str], where: str) -> tuple[str, ...] | None:
+    """Return the prompt of preferences that the spec leaves open; None: it says which, or rows are none."""
+    is_open = spec.preferences is not None and spec.template is None and spec.source_column is None
+    return prompt_of(columns, where) if is_open else None
 
 
 def parse_template(template: str) -> tuple[tuple[str, ...], Callable[[Sequence[str]], str]]:

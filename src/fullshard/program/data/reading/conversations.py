@@ -12,7 +12,6 @@ from typing import Any, Literal
 from fullshard.errors import DataError
 from fullshard.program.data.examples import Conversation, Example, InputRow, SourceSpec, Turn, turn_text
 from fullshard.program.data.reading.cells import as_json, cell_of, cell_text, column_of, columns_read
-from fullshard.program.data.reading.columns import left_out_note
 from fullshard.program.data.reading.json_file import Number
 from fullshard.program.data.reading.row import Row, RowReader, UnusableRowError
 from fullshard.program.data.reading.text_file import encoding_problem
@@ -44,7 +43,8 @@ ROLES = {
 """Each role with the names used for it in data of any format."""
 
 _ROLE_OF = {name: role for role, names in ROLES.items() for name in names}
-_COLUMNS = tuple(name for one in FORMATS for name in one.columns)
+COLUMNS = tuple(name for one in FORMATS for name in one.columns)
+"""Names of columns with lists of turns, in lower case."""
 _MAY_BE_BLANK = ("system", "developer", "tool")
 _COMMON = 0.95
 """Share of the conversations that must begin with the same system turns for these to be recorded."""
@@ -64,7 +64,7 @@ class ConversationRecipe:
     tools: str | None  # column of the tools' descriptions, or None
     train_on: Literal["assistant", "last"]  # which of the assistant's turns are learned
     text_too: bool = False  # whether a cell that is no list of turns is text to be asked
-    # on columns left out; the note on conversations needs all rows: see :func:`conversation_note`
+    # on how it was chosen; the note on conversations needs all rows: see :func:`conversation_note`
     notes: tuple[str, ...] = ()
 
     @property
@@ -179,7 +179,7 @@ def find_conversations(
     if spec.source_column is not None:
         candidates = [[spec.source_column]] if column_of(spec.source_column, columns) else []
     else:
-        candidates = [[names[name]] for name in _COLUMNS if name in names]
+        candidates = [[names[name]] for name in COLUMNS if name in names]
         candidates += [pair] if "prompt" in names and (len(pair) == 2 or not completed) else []
     for chosen in candidates:
         # A prompt without its completion may be text of any kind, also JSON.
@@ -189,9 +189,7 @@ def find_conversations(
         if any(all(has_turns(row, name, is_plain=is_plain) for name in chosen) for row in looked_at):
             completion = chosen[1] if len(chosen) == 2 and completed else None
             found = ConversationRecipe(chosen[0], completion, names.get("system"), names.get("tools"), spec.train_on)
-            left = left_out_note(found.columns, columns)
-            notes = (f"{reader.where}: {left}",) if left else ()
-            return replace(found, notes=notes, text_too=is_lone and asks_turns)
+            return replace(found, text_too=is_lone and asks_turns)
     return None
 
 
@@ -264,7 +262,7 @@ def require_conversations(spec: SourceSpec, where: str) -> None:
     if spec.train_on != "assistant":
         raise DataError(
             f"{where}: data.train_on: {spec.train_on} applies to conversations, and its rows are none: no column "
-            f"{', '.join(_COLUMNS[:-1])} or {_COLUMNS[-1]} has lists of turns. Leave it out, or name the column in "
+            f"{', '.join(COLUMNS[:-1])} or {COLUMNS[-1]} has lists of turns. Leave it out, or name the column in "
             "data.source_column."
         )
 
@@ -317,11 +315,18 @@ def has_turns(row: Row, name: str, *, is_plain: bool) -> bool:
     return isinstance(turns, list) and any(isinstance(turn, Mapping) and keys & turn.keys() for turn in turns)
 
 
+def is_turn(cell: object) -> bool:
+    """Return True if a cell is one turn: an object with a role."""
+    return isinstance(cell, Mapping) and any(one.role in cell for one in FORMATS)
+
+
 def turns_of(name: str, cell: object) -> list[dict[str, Any]]:
-    """Return the turns of a cell, with roles renamed to their standard names."""
+    """Return the turns of a cell, a list or one turn, with roles renamed to their standard names."""
     if cell is None:
         raise UnusableRowError(f"column {name!r} is missing")
     cell = as_json(cell)
+    if is_turn(cell):
+        cell = [cell]
     if not isinstance(cell, list):
         raise UnusableRowError(f"column {name!r} holds a {type(cell).__name__}, not a list of turns")
     if not cell:

@@ -114,6 +114,9 @@ class BadRows:
         shown = [f"  {found}" for found in self._found[:SHOWN_PROBLEMS]]
         if self.count > SHOWN_PROBLEMS:
             shown.append(f"  ... and {self.count - SHOWN_PROBLEMS} more")
+            often = [(len(lines), reason) for reason, lines in self.reasons.items() if len(lines) > 1]
+            most = sorted(often, key=lambda one: -one[0])[:SHOWN_PROBLEMS]
+            shown += [f"  {count:,} rows: {reason}" for count, reason in most] if len(self.reasons) > 1 else []
         outcome = "rows were skipped" if self.count <= limit else "rows cannot be used"
         heading = f"{self._where}: {self.count} of {num_rows} {outcome}"
         if self.count <= limit:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+import math
+from array import array
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
 
@@ -64,47 +66,103 @@ def sample_notes(drawn: NDArray[np.bool_], split: Split) -> tuple[str, ...]:
 
 def is_held_out(key: str, fraction: float) -> bool:
     """Return True for a ``fraction`` of keys; rows with the same key are on the same side."""
-    digest = blake2b(key.encode("utf-8", "surrogatepass"), digest_size=8).digest()
-    return int.from_bytes(digest, "big") < fraction * 2**64
+    return _hash_of(key) < fraction * 2**64
 
 
-class Sides:
-    """Assigns rows to splits by their sources; conversations by their openings.
+def _hash_of(key: str) -> int:
+    return int.from_bytes(blake2b(key.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "big")
 
-    All turns of a conversation are on one side, and conversations that begin with the same turns share a side.
 
-    Attributes:
-        counts: Rows of each split so far.
+MOST_CLASSES = 200
+"""Distinct targets up to which they are the classes of a table, if it has at least twice as many rows."""
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """Chooses the held-out rows of a table by the hash of their sources; of conversations by that of their openings.
+
+    All turns of a conversation are on one side, and rows with the same source, or conversations that begin with the
+    same turns, share a side. It depends on the rows, not on their order.
     """
 
-    def __init__(self, fraction: float, where: str) -> None:
-        """Start with no rows; ``where`` names the data in messages."""
-        self.counts: dict[Split, int] = {"train": 0, "validation": 0}
-        self._fraction, self._where, self._of_turns = fraction, where, False
+    fraction: float
+    where: str  # names the data in messages
+    by_class: bool = True  # whether each class of a table that has classes is held out in the same share
 
-    def side(self, example: Example) -> Split:
-        """Return the split of a row, and count it."""
-        talk = example.conversation
-        self._of_turns = talk is not None
-        key = example.source if talk is None else opening(talk)
-        split: Split = "validation" if is_held_out(key, self._fraction) else "train"
-        self.counts[split] += 1
-        return split
+    def rows(self, examples: Iterable[Example]) -> tuple[NDArray[np.bool_], str]:
+        """Return whether each row is held out, and a message about how many are. Any process can call it.
 
-    def note(self) -> str:
-        """Return the message about how many rows are held out; called after all rows were seen.
+        The examples are not kept: a row takes 12 bytes of memory, and about 60 at the end.
 
         Raises:
             DataError: One of the splits is empty.
         """
-        num_train, num_held_out = self.counts["train"], self.counts["validation"]
-        require_both_sides(num_train, num_held_out, self._fraction, self._where)
-        rows = num_train + num_held_out
-        what = "the turns before the first answer" if self._of_turns else "a row's source"
+        hashes, classes = array("Q"), array("i")
+        names: dict[str | bool, int] = {}
+        of_turns, has_classes = False, self.by_class
+        for example in examples:
+            of_turns = example.conversation is not None
+            hashes.append(_hash_of(opening(example.conversation) if example.conversation else example.source))
+            if has_classes:
+                name = example.target if example.desirable is None else example.desirable
+                classes.append(names.setdefault(name, len(names)))
+                # Of a pair both completions are the targets.
+                has_classes = len(names) <= MOST_CLASSES and example.rejected is None
+        keys = np.frombuffer(hashes, np.uint64) if hashes else np.zeros(0, np.uint64)
+        if has_classes and 1 < len(names) <= len(keys) / 2:
+            held_out = self._of_classes(keys, np.frombuffer(classes, np.int32), names)
+        else:
+            names, held_out = {}, keys < np.uint64(math.ceil(self.fraction * 2**64))
+        return held_out, self._note(held_out, len(names), of_turns=of_turns)
+
+    def _of_classes(
+        self, keys: NDArray[np.uint64], classes: NDArray[np.int32], names: Mapping[str | bool, int]
+    ) -> NDArray[np.bool_]:
+        """Hold out the rows of each class with the smallest hashes, so many that classes keep their shares.
+
+        Rows of one source are of the class that most of them have, the smallest one by name of equal ones.
+        """
+        ranks = np.argsort(np.argsort([str(name) for name in names], kind="stable"), kind="stable")[classes]
+        distinct, source, copies = np.unique(keys, return_inverse=True, return_counts=True)
+        pairs, counts = np.unique(np.stack([source, ranks]), axis=1, return_counts=True)
+        order = np.lexsort((pairs[1], -counts, pairs[0]))
+        first = order[np.unique(pairs[0][order], return_index=True)[1]]
+        of_source = pairs[1][first]
+        sizes = np.bincount(of_source, copies, len(names)).astype(np.int64)
+        taken = np.zeros(len(distinct), np.bool_)
+        # Of labels that are compared, both sides need each.
+        quotas, room = _quotas(sizes, self.fraction, least=int(True in names)), 0
+        for one in np.argsort(-sizes, kind="stable"):
+            room += int(quotas[one])  # what sources of several rows left over, or took too much
+            for member in np.flatnonzero(of_source == one)[:-1]:  # by ascending hash; one stays for training
+                if copies[member] <= 2 * room:
+                    taken[member], room = True, room - int(copies[member])
+        return taken[source]
+
+    def _note(self, held_out: NDArray[np.bool_], classes: int, *, of_turns: bool) -> str:
+        rows, num_held_out = len(held_out), int(held_out.sum())
+        require_both_sides(rows - num_held_out, num_held_out, self.fraction, self.where)
+        what = "the turns before the first answer" if of_turns else "a row's source"
+        how = f"the hash of {what} decides"
+        if classes:
+            how += f", and each of {classes} targets or labels keeps its share (data.held_out_by)"
         return (
-            f"{self._where}: {num_held_out} of {rows} rows are held out, {num_held_out / rows:.1%}, by "
-            f"data.validation_fraction {self._fraction:g}: the hash of {what} decides."
+            f"{self.where}: {num_held_out} of {rows} rows are held out, {num_held_out / rows:.1%}, by "
+            f"data.validation_fraction {self.fraction:g}: {how}."
         )
+
+
+def _quotas(sizes: NDArray[np.int64], fraction: float, *, least: int) -> NDArray[np.int64]:
+    """Return the rows to hold out of classes: the fraction of all rows, divided by largest remainders.
+
+    Of equal remainders the larger class is served first. A class gives at least ``least`` rows, and keeps one.
+    """
+    exact = sizes * fraction
+    quotas = np.clip(np.floor(exact).astype(np.int64), least, np.maximum(sizes - 1, 0))
+    left = max(1, round(float(sizes.sum()) * fraction)) - int(quotas.sum())
+    order = [one for one in np.lexsort((-sizes, quotas - exact)) if quotas[one] < sizes[one] - 1]
+    quotas[order[: max(0, left)]] += 1
+    return quotas
 
 
 def require_both_sides(num_train: int, num_held_out: int, fraction: float, where: str) -> None:

@@ -6,14 +6,28 @@ import json
 from collections.abc import Iterator
 from dataclasses import replace
 from hashlib import blake2b, file_digest
-from itertools import islice
+from itertools import compress, islice
 from pathlib import Path
 
 from fullshard.errors import DataError
 from fullshard.program.data.examples import Example, InputRow, InputTable, SourceSpec, Split, Table
 from fullshard.program.data.reading.arrow import DatasetRows, ParquetFile, open_dataset
-from fullshard.program.data.reading.cells import cell_of, cell_weight, column_of, columns_read, with_inner_names
-from fullshard.program.data.reading.columns import Recipe, choose, choose_sources, choose_text, parse_template
+from fullshard.program.data.reading.cells import (
+    cell_of,
+    cell_weight,
+    column_of,
+    columns_read,
+    require_values,
+    with_inner_names,
+)
+from fullshard.program.data.reading.columns import (
+    Recipe,
+    choose,
+    choose_sources,
+    choose_text,
+    parse_template,
+    prompt_of,
+)
 from fullshard.program.data.reading.conversations import (
     LOOKED_AT,
     ConversationRecipe,
@@ -30,18 +44,22 @@ from fullshard.program.data.reading.preferences import (
     LabelledRecipe,
     PreferenceRecipe,
     choose_labelled,
-    choose_preferences,
+    choose_pairs,
     find_paired_turns,
+    find_transcripts,
 )
+from fullshard.program.data.reading.ranked import RankedRecipe
 from fullshard.program.data.reading.row import BadRows, Row, RowReader, UnusableRowError, distinct
-from fullshard.program.data.reading.sample import Sides
+from fullshard.program.data.reading.sample import HeldOut
 from fullshard.program.data.reading.text_file import empty, encoding_problem, open_lines, unreadable
+from fullshard.program.data.reading.transcripts import TranscriptRecipe
+from fullshard.program.data.reading.unused import KNOWN_INPUTS, judging, unused_note
 from fullshard.program.data.reading.wikihow import cleaned_article, list_files, read_wikihow
 
 FORMATS = {".csv": "csv", ".tsv": "tsv", ".jsonl": "jsonl", ".json": "json", ".parquet": "parquet"}
 """Formats by suffix; all but Parquet may be gzipped, with .gz appended."""
 
-_RULES = 2
+_RULES = 3
 """Increased when the same file and options give different rows than before, to invalidate caches."""
 
 _SOURCES = {"wikihow": "text", "phrasebank": "sentence"}
@@ -68,18 +86,22 @@ def read_split(spec: SourceSpec, split: Split) -> Table:
     if spec.format == "wikihow" and spec.dataset_name is None:
         return read_wikihow(_file(spec, split), spec, split if _split_by_hash(spec) else None)
     opened = open_rows(spec, split)
-    sides = sides_of(spec, opened.reader.where)
-    rows = [row for _, row in opened.usable() if sides is None or sides.side(row) == split]
+    held_out = held_out_of(spec, opened.reader.where)
+    rows = [row for _, row in opened.usable()]
     notes, skipped = opened.notes(), opened.bad.beyond_shown
-    if sides is None:
+    if held_out is None:
         return Table(rows, notes, skipped)
+    chosen, note = held_out.rows(rows)
+    rows = list(compress(rows, chosen if split == "validation" else ~chosen))
     # The unusable rows are those of one file, whichever side is read: listed with the training rows, once.
-    return Table(rows, (*notes, sides.note()), skipped if split == "train" else ())
+    return Table(rows, (*notes, note), skipped if split == "train" else ())
 
 
-def sides_of(spec: SourceSpec, where: str) -> Sides | None:
-    """Return which rows of ``where`` are held out by a hash; None: the splits are separate files or datasets."""
-    return Sides(spec.validation_fraction, where) if _split_by_hash(spec) else None
+def held_out_of(spec: SourceSpec, where: str) -> HeldOut | None:
+    """Return how rows of ``where`` are held out by a hash; None: the splits are separate files or datasets."""
+    if not _split_by_hash(spec):
+        return None
+    return HeldOut(spec.validation_fraction, where, by_class=spec.held_out_by == "classes" and spec.text_column is None)
 
 
 class OpenedRows:
@@ -89,6 +111,7 @@ class OpenedRows:
         reader: The rows' reader.
         known: Their columns.
         recipe: How a row becomes an example.
+        unused: A message about the columns that are not used; None: all are.
         bad: Unusable rows so far.
     """
 
@@ -99,11 +122,15 @@ class OpenedRows:
         self.recipe = _recipe(reader, known, spec)
         self._num_usable, self._turns = 0, TurnCounts()
         self._limit, self._weights = spec.max_bad_rows, weights
+        self._drops_missing = spec.missing_values == "empty" and spec.text_column is None
         if weights is not None and known.count(column_of(weights, known) or weights) != 1:
             raise DataError(
                 f"{reader.where} has {known.count(weights)} columns {weights!r} (data.weight_column); one is "
                 f"needed. Its columns: {', '.join(map(repr, known))}."
             )
+        used = [*self.wanted, *([] if spec.weight_column is None else [spec.weight_column])]
+        asked = judging(reader, [name for name in known if name not in used])
+        self.unused = unused_note(known, used, asked, spec.preferences)
 
     @property
     def wanted(self) -> list[str]:
@@ -117,6 +144,8 @@ class OpenedRows:
             UnusableRowError: It cannot be used.
         """
         example = self.recipe.example(row)
+        if self._drops_missing:
+            require_values(example)
         if self._weights is None:
             return example
         return replace(example, weight=cell_weight(self._weights, cell_of(row, self._weights)))
@@ -140,11 +169,13 @@ class OpenedRows:
             DataError: Too many rows are unusable, or none is usable.
         """
         count = self.bad.count
-        notes = (*self.reader.notes, *self.recipe.notes, *self.bad.settle(self._num_usable + count, self._limit))
+        unused = () if self.unused is None else (f"{self.reader.where}: {self.unused}",)
+        skipped = self.bad.settle(self._num_usable + count, self._limit)
+        notes = (*self.reader.notes, *self.recipe.notes, *unused, *skipped)
         if not self._num_usable:
             found = f"{count} rows, none of which can be used" if count else "a header but no rows"
             raise DataError("\n".join([f"{self.reader.where} has {found}: at least one row is needed.", *notes]))
-        recipe = self.recipe.completed if isinstance(self.recipe, LabelledRecipe) else self.recipe
+        recipe = self.recipe.completed if isinstance(self.recipe, LabelledRecipe | RankedRecipe) else self.recipe
         if isinstance(recipe, ConversationRecipe):
             notes = (conversation_note(recipe, self._turns, self.reader.where), *notes)
         return notes
@@ -175,17 +206,14 @@ def open_rows(spec: SourceSpec, split: Split, columns: list[str] | None = None) 
 
 def _recipe(
     reader: RowReader, columns: list[str], spec: SourceSpec
-) -> Recipe | ConversationRecipe | PreferenceRecipe | LabelledRecipe:
+) -> Recipe | ConversationRecipe | PreferenceRecipe | TranscriptRecipe | LabelledRecipe | RankedRecipe:
     """Choose how rows with targets, or of plain text, become examples."""
     if spec.preferences == "labels":
         with with_inner_names(reader, columns):
             return choose_labelled(reader, columns, spec)
     if spec.preferences:
-        if (pairs := find_paired_turns(reader, columns, spec)) is not None:
-            return pairs
-        require_conversations(spec, reader.where)
         with with_inner_names(reader, columns):
-            return choose_preferences(spec, columns, reader.where)
+            return choose_pairs(reader, columns, spec)
     if spec.text_column is not None:
         with with_inner_names(reader, columns):
             return choose_text(spec.text_column, columns, reader.where)
@@ -273,9 +301,12 @@ def _read_sources(spec: SourceSpec, *, from_text: bool, asks_turns: bool) -> Inp
     unread = [] if columns else [row for row in reader.rows(()) if row.problem is not None]
     if unread:
         return InputTable([InputRow("", row.line, row.problem) for row in unread], reader.notes)
-    recipe: Recipe | ConversationRecipe | None
+    recipe: Recipe | ConversationRecipe | TranscriptRecipe | None
     recipe = find_conversations(reader, columns, spec, completed=False, from_text=from_text, asks_turns=asks_turns)
-    if recipe is None:
+    left: str | None = None
+    if recipe is not None:
+        left = unused_note([name for name in columns if name.lower() in KNOWN_INPUTS], recipe.columns, (), None)
+    elif (recipe := _prompts_of_pairs(reader, columns, spec)) is None:
         by_name = spec.template is None and spec.source_column is None
         with with_inner_names(reader, columns):
             recipe = (choose_sources if by_name else choose)(spec, _texts_of(columns, spec), reader.where)
@@ -288,10 +319,20 @@ def _read_sources(spec: SourceSpec, *, from_text: bool, asks_turns: bool) -> Inp
         rows.append(replace(found, cells=row.cells))
     if not rows:
         raise DataError(f"{reader.where} has a header but no rows: at least one row is needed.")
-    notes, names = (*reader.notes, *recipe.notes), distinct(columns)
+    notes = (*reader.notes, *recipe.notes, *([] if left is None else [f"{reader.where}: {left}"]))
+    names = distinct(columns)
     if not isinstance(reader, CsvFile):
         return InputTable(rows, notes, names)
     return InputTable(rows, notes, names, reader.delimiter, quoted=reader.quoting != "none")
+
+
+def _prompts_of_pairs(
+    reader: RowReader, columns: list[str], spec: SourceSpec
+) -> ConversationRecipe | TranscriptRecipe | None:
+    """Return how the prompts of preferences are read of completions that begin with them; None: they do not."""
+    if spec.preferences != "pairs" or prompt_of(columns, reader.where) is not None:
+        return None
+    return find_paired_turns(reader, columns, spec) or find_transcripts(reader, columns, spec)
 
 
 def fingerprint(spec: SourceSpec, split: Split) -> str:
@@ -308,11 +349,13 @@ def fingerprint(spec: SourceSpec, split: Split) -> str:
     digest = blake2b(digest_size=16)
     options: list[object] = [_RULES, spec.encoding, spec.source_column, spec.target_column, spec.target_lists]
     options += [spec.delimiter, spec.template, spec.max_bad_rows]
-    options += [[split, spec.validation_fraction] if _split_by_hash(spec) else None]
+    options += [[split, spec.validation_fraction, spec.held_out_by] if _split_by_hash(spec) else None]
     # Hashed only if it is not the default, so that runs of versions without the option still resume.
     options += [spec.train_on] if spec.train_on != "assistant" else []
     options += [["preferences", spec.rejected_column]] if spec.preferences == "pairs" else []
     options += [["labels"]] if spec.preferences == "labels" else []
+    options += [["label", spec.label_column]] if spec.label_column is not None else []
+    options += [["missing", spec.missing_values]] if spec.missing_values != "empty" else []
     options += [["text", spec.text_column]] if spec.text_column is not None else []
     options += [["weights", spec.weight_column]] if spec.weight_column is not None and split == "train" else []
     if _of_dataset(spec, split):

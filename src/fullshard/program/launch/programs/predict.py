@@ -44,7 +44,7 @@ def _predict(options: argparse.Namespace, *, is_first: bool) -> None:
     directory = resolve_model(options.model)
     trained = find_trained(options.model, recorded_run(directory), options.base)
     config = changed(trained.config.of_set(options.set), options)
-    source = source_spec(config.data)
+    source = source_spec(config.data, config.training.objective)
     encoding, encoding_notes = encoding_of_rows(options.file, source, options.encoding)
     run = run_of(directory)
     asks_turns = run is not None and recorded_turns(run, options.set) is not None

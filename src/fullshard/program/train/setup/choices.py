@@ -92,6 +92,7 @@ def advice(config: RunConfig, prepared: Prepared, plan: BatchPlan, world_size: i
     return (
         *_on_steps(config, plan.num_steps),
         *_on_learning_rate(config),
+        *_on_objective(config),
         *_on_batch(config, prepared.train_set.examples, plan.num_steps, world_size),
         # Rows of plain text are cut anywhere in it.
         *(_on_shared_rows(prepared.train_set, prepared.held_out_set) if config.data.text_column is None else ()),
@@ -117,6 +118,16 @@ def _on_learning_rate(config: RunConfig) -> Iterator[str]:
         f"the model starts from random weights, and training.learning_rate={rate:g} is for pretrained ones: a new "
         f"small model learns little with less than about training.learning_rate={NEW_MODEL_LEARNING_RATE:g}"
     )
+
+
+def _on_objective(config: RunConfig) -> Iterator[str]:
+    objective = config.training.objective
+    # orpo's loss is also that of the targets.
+    if config.model.config is not None and objective not in ("sft", "orpo"):
+        yield (
+            f"the model starts from random weights, and training.objective: {objective} is for a model that answers "
+            "already: train one on the good answers first, or with orpo"
+        )
 
 
 def _on_messages(config: RunConfig) -> Iterator[str]:
