@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from fullshard.errors import ConfigError, DataError, ModelError
-from fullshard.program.cli.common import ask, load_program, require_model, yes_or_no
+from fullshard.program.cli.common import add_encoding, ask, load_program, require_model, yes_or_no
 from fullshard.program.config import load_run
 from fullshard.program.launch import gpu_count
 
@@ -16,7 +16,6 @@ PROGRAM = "fullshard.program.starter"
 
 _MOST_REASONS = 5
 _MOST_LINES = 3
-_MOST_CHARACTERS = 80
 
 SUMMARY = "write a first run file for a table"
 
@@ -41,6 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "-o", "--out", metavar="RUN", type=Path, default=Path("run.yaml"), help="run file to write (default: run.yaml)"
     )
+    add_encoding(parser, "DATA", "default: UTF-8, or the one that its letters show")
     parser.add_argument("--yes", action="store_true", help="take every default without asking")
     parser.set_defaults(json=False)
 
@@ -56,7 +56,7 @@ def run(options: argparse.Namespace) -> None:
     if not asks and out.exists():
         raise ConfigError(f"{out} exists, and --yes does not overwrite files. Name another file with --out.")
     starter = load_program(PROGRAM)
-    look, machine = starter.look_at(options.data), starter.this_machine(gpu_count())
+    look, machine = starter.look_at(options.data, options.encoding), starter.this_machine(gpu_count())
     _show(look, machine)
     try:
         choice = _choose(starter, look, machine, asks=asks)
@@ -75,8 +75,7 @@ def _show(look: Any, machine: Any) -> None:
     between = "" if look.delimiter is None else f", cells separated by {look.delimiter!r}"
     print(f"{look.path}: {look.format}{between}, {look.rows:,} rows")
     if look.encoding.example is not None:
-        line = look.encoding.example[:_MOST_CHARACTERS]
-        print(f"  not UTF-8: read as {look.encoding.name} (data.encoding), with lines such as {line!r}")
+        print(f"  {look.encoding.note('data.encoding')}")
     for note in look.notes:
         print(f"  {note.removeprefix(f'{look.path}: ')}")
     if look.turns is not None:

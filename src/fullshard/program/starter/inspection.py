@@ -21,7 +21,7 @@ from fullshard.program.data.reading.columns import (
 )
 from fullshard.program.data.reading.conversations import find_conversations
 from fullshard.program.data.reading.csv_file import find_delimiter
-from fullshard.program.data.reading.kind import Encoding, find_encoding
+from fullshard.program.data.reading.encoding import Encoding, find_encoding
 from fullshard.program.data.reading.preferences import (
     choose_preferences,
     find_paired_turns,
@@ -30,7 +30,7 @@ from fullshard.program.data.reading.preferences import (
 )
 from fullshard.program.data.reading.row import Row, UnusableRowError
 from fullshard.program.data.reading.split import format_of, open_file
-from fullshard.program.data.reading.text_file import open_lines
+from fullshard.program.data.reading.text_file import is_parquet, open_lines
 
 MOST_DISTINCT = 1_000
 """Distinct texts are counted up to this number in each column."""
@@ -135,21 +135,16 @@ class Look:
         return source.name, (known or words or labels or rest)[-1].name
 
 
-def look_at(path: Path) -> Look:
+def look_at(path: Path, given: str | None = None) -> Look:
     """Read a complete table and describe it; one process.
 
+    ``given`` is the encoding that the user named.
+
     Raises:
-        DataError: The file cannot be read, is empty, or is neither UTF-8 nor windows-1252.
+        DataError: The file cannot be read, is empty, or its encoding is not clear.
     """
-    kind = format_of(path, SourceSpec())
-    encoding = Encoding("utf-8")
-    if kind != "parquet":
-        encoding = find_encoding(path, "write a run file of your own with data.encoding: utf-16")
-    if encoding.problem is not None:  # complete labels could be dropped as unusable lines
-        raise DataError(
-            f"{path}: {encoding.problem}. Save the file as UTF-8 (in a shell: iconv -f windows-1252 -t utf-8), or "
-            "write a run file of your own with data.encoding, or with data.max_bad_rows to skip such rows."
-        )
+    encoding = _encoding_of(path, given)
+    kind = format_of(path, SourceSpec(encoding=encoding.name))
     delimiter = None
     if kind == "csv":
         with open_lines(path, encoding.name) as lines:
@@ -179,6 +174,25 @@ def look_at(path: Path) -> Look:
     look = Look(path, kind, encoding, delimiter, rows, columns, labelled=labelled, notes=notes)
     left = None if look.by_name is None else left_out_note((*look.by_name[0], look.by_name[1]), names)
     return look if left is None else replace(look, notes=(*notes, left))
+
+
+def _encoding_of(path: Path, given: str | None) -> Encoding:
+    """Return the encoding of a table.
+
+    Raises:
+        DataError: It is not clear, or not that of all lines.
+    """
+    if given is not None:
+        return Encoding(given)
+    if path.suffix.lower() == ".parquet" or is_parquet(path):
+        return Encoding("utf-8")
+    found = find_encoding(path)
+    if found.problem is not None:  # complete labels could be dropped as unusable lines
+        raise DataError(
+            f"{path}: {found.problem}. Name the encoding of all lines: --encoding NAME. Or save the file as UTF-8 "
+            "(in a shell: iconv -f NAME -t utf-8), or write a run file of your own with data.max_bad_rows to skip them."
+        )
+    return found
 
 
 def _header_notes(kind: str, texts: Mapping[str, Sequence[str]]) -> tuple[str, ...]:
