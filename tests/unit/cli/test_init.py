@@ -142,12 +142,22 @@ def test_a_table_of_another_encoding_is_read_in_it_and_said(tmp_path, done):
 
 
 @pytest.mark.parametrize(("name", "codec"), [("a.csv", "utf-16"), ("a.csv", "utf-16-le"), ("a.jsonl", "utf-16")])
-def test_utf_16_is_not_taken_for_windows_1252(name, codec, tmp_path, refused):
+def test_utf_16_is_read_with_a_mark_and_without(name, codec, tmp_path, done):
     rows = [json.dumps({"frage": f"über {i}", "antwort": f"Karte {i}"}, ensure_ascii=False) for i in range(40)]
     table = rows if name == "a.jsonl" else ["frage,antwort", *(f"über {i},Karte {i}" for i in range(40))]
     (tmp_path / name).write_text("\n".join(table), encoding=codec)
-    assert f"{name}: its first line has zero bytes, as text in UTF-16 has." in refused(3, "init", name, "--yes")
-    assert not (tmp_path / "run.yaml").exists()
+    assert f"read as {codec} (data.encoding)" in done("init", name, "--yes")
+    data = load_run("run.yaml").data
+    assert (data.encoding, data.source_column, data.target_column) == (codec, "frage", "antwort")
+
+
+def test_an_encoding_that_is_named_is_taken_and_one_that_does_not_exist_is_refused(tmp_path, done, refused):
+    table = "question,topic\n" + "".join(f"{i} ÊÎ,{'ab'[i % 2]}\n" for i in range(40))
+    (tmp_path / "a.csv").write_text(table, encoding="mac-roman")
+    assert "Expected" not in done("init", "a.csv", "--yes", "--encoding", "mac-roman")
+    assert load_run("run.yaml").data.encoding == "mac-roman"
+    with pytest.raises(SystemExit):
+        cli.main(["init", "a.csv", "--yes", "--encoding", "klingon"])
 
 
 def test_a_table_that_says_it_is_utf_8_is_not_taken_for_windows_1252(tmp_path, refused):
@@ -164,9 +174,14 @@ def test_a_table_of_two_encodings_is_refused_not_thinned_out(also, tmp_path, ref
     rows = b"".join(b"Frage %d \xfcber Karte;Karte %d\n" % (i, i % 4) for i in range(20))
     (tmp_path / "train.csv").write_bytes(b"frage;antwort\nist " + also + b";nein\n" + rows)
     error = refused(3, "init", "train.csv", "--yes")
-    broken, line, byte = (21, 2, "0x81") if also == b"\x81" else (20, 3, "0xfc")
-    assert f"{broken} of 22 lines cannot be read, the first of them line {line}: byte {byte} is not UTF-8." in error
-    assert "data.encoding" in error
+    if also == b"\x81":
+        assert (
+            "windows-1252 by most of its lines, but 1 of 22 lines are not, the first of them line 2: its bytes 81 "
+            in error
+        )
+    else:
+        assert "20 of 22 lines cannot be read, the first of them line 3: byte 0xfc is not UTF-8." in error
+    assert "--encoding NAME" in error
     assert not (tmp_path / "run.yaml").exists()
 
 

@@ -2,6 +2,8 @@
 
 import itertools
 import json
+import struct
+from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -104,6 +106,28 @@ def test_the_sizes_are_those_of_t5():
     assert (noise[0], spans[0]) == (85, 28)
     assert round(85 / 28, 1) == 3.0
     assert [int(one[0]) for one in side_lengths(np.asarray([568]))] == [512, 115]  # 114 and the last sentinel
+
+
+def float32(value):
+    return struct.unpack("f", struct.pack("f", value))[0]
+
+
+@pytest.mark.parametrize(("density", "mean"), [(0.15, 3.0), (0.5, 3.0), (0.15, 32.0), (0.3, 2.5)])
+def test_the_counts_are_those_of_t5s_float32(monkeypatch, density, mean):
+    """By exact arithmetic, whose results are rounded once to float32: 24 bits of a float32 and 12 of a length are exact
+    in a Python float. T5's random_spans_noise_mask has no limit on spans; where they need a token between, ours has.
+    """
+    monkeypatch.setattr("fullshard.program.data.tokenizing.spans.NOISE", density)
+    monkeypatch.setattr("fullshard.program.data.tokenizing.spans.MEAN_SPAN", mean)
+    lengths = range(2, 4097)
+    expected = []
+    for length in lengths:
+        noise = min(max(round(float32(length * float32(density))), 1), length - 1)
+        spans = max(1, round(float32(Fraction(noise) / Fraction(float32(mean)))))
+        expected.append((noise, min(spans, length - noise)))
+    assert list(zip(*(one.tolist() for one in num_noise(np.asarray(lengths))), strict=True)) == expected
+    if (density, mean) == (0.15, 3.0):
+        assert [expected[length - 2] for length in (190, 350, 390, 670)] == [(29, 10), (53, 18), (59, 20), (101, 34)]
 
 
 def test_spans_are_anywhere_in_a_row_and_equally_often():

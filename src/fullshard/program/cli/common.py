@@ -44,15 +44,13 @@ def add_json(parser: argparse.ArgumentParser, **more: Any) -> None:
     )
 
 
-def add_encoding(parser: argparse.ArgumentParser, file: str) -> None:
-    """Add the encoding of a file of rows for a trained model."""
-    parser.add_argument(
-        "--encoding",
-        metavar="NAME",
-        type=encoding,
-        help=f"encoding of {file} (default: the run's data.encoding; if that is utf-8: utf-8 or windows-1252, as the "
-        "file shows)",
-    )
+def add_encoding(
+    parser: argparse.ArgumentParser,
+    file: str,
+    usual: str = "default: the run's data.encoding; if that is utf-8: the one that the file shows",
+) -> None:
+    """Add the encoding of a file of rows; ``usual`` says which it is if it is not given."""
+    parser.add_argument("--encoding", metavar="NAME", type=encoding, help=f"encoding of {file} ({usual})")
 
 
 def encoding(text: str) -> str:

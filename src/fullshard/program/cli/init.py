@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from fullshard.errors import ConfigError, DataError, ModelError
-from fullshard.program.cli.common import ask, load_program, require_model, yes_or_no
+from fullshard.program.cli.common import add_encoding, ask, load_program, require_model, yes_or_no
 from fullshard.program.config import load_run
 from fullshard.program.launch import gpu_count
 
@@ -16,7 +16,6 @@ PROGRAM = "fullshard.program.starter"
 
 _MOST_REASONS = 5
 _MOST_LINES = 3
-_MOST_CHARACTERS = 80
 
 SUMMARY = "write a first run file for a table"
 
@@ -46,6 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="column that says whether a completion is desirable, or which of two is better (data.label_column)",
     )
+    add_encoding(parser, "DATA", "default: UTF-8, or the one that its letters show")
     parser.add_argument("--yes", action="store_true", help="take every default without asking")
     parser.set_defaults(json=False)
 
@@ -61,11 +61,12 @@ def run(options: argparse.Namespace) -> None:
     if not asks and out.exists():
         raise ConfigError(f"{out} exists, and --yes does not overwrite files. Name another file with --out.")
     starter = load_program(PROGRAM)
-    look, machine = starter.look_at(options.data, options.label_column), starter.this_machine(gpu_count())
+    machine = starter.this_machine(gpu_count())
+    look = starter.look_at(options.data, options.encoding, options.label_column)
     _show(look, machine)
     try:
         if look.equals is not None and (label := _label(look, asks=asks)) is not None:
-            look = starter.look_at(options.data, label)
+            look = starter.look_at(options.data, options.encoding, label)
         choice = _choose(starter, look, machine, asks=asks)
         if out.exists() and not ask(f"{out} exists. Overwrite it, yes or no?", "no", yes_or_no):
             raise ConfigError(f"{out} was left unchanged. Name another file with --out.")
@@ -86,8 +87,7 @@ def _show(look: Any, machine: Any) -> None:
     between = "" if look.delimiter is None else f", cells separated by {look.delimiter!r}"
     print(f"{look.path}: {look.format}{between}, {look.rows:,} rows")
     if look.encoding.example is not None:
-        line = look.encoding.example[:_MOST_CHARACTERS]
-        print(f"  not UTF-8: read as {look.encoding.name} (data.encoding), with lines such as {line!r}")
+        print(f"  {look.encoding.note('data.encoding')}")
     for note in look.notes:
         print(f"  {note.removeprefix(f'{look.path}: ')}")
     if look.turns is not None:

@@ -44,7 +44,7 @@ from fullshard.program.data.reading.conversations import (
     answers_as_rows as answers_as_rows,
     asked_note as asked_note,
 )
-from fullshard.program.data.reading.kind import encoding_of_rows as encoding_of_rows
+from fullshard.program.data.reading.encoding import encoding_of_rows as encoding_of_rows
 from fullshard.program.data.reading.row import UnusableRowsError as UnusableRowsError, distinct as distinct
 from fullshard.program.data.reading.sample import Sample as Sample, sample_notes as sample_notes
 from fullshard.program.data.reading.split import (

@@ -14,7 +14,7 @@ from fullshard.program.data.reading.cells import cell_of, nested_names
 from fullshard.program.data.reading.columns import KNOWN_SHAPES, Recipe, choose, header_note, is_no_target, leaves_open
 from fullshard.program.data.reading.conversations import find_conversations
 from fullshard.program.data.reading.csv_file import find_delimiter
-from fullshard.program.data.reading.kind import Encoding, find_encoding
+from fullshard.program.data.reading.encoding import Encoding, find_encoding
 from fullshard.program.data.reading.preferences import (
     CHOSEN,
     REJECTED,
@@ -31,7 +31,7 @@ from fullshard.program.data.reading.preferences import (
 from fullshard.program.data.reading.ranked import RankedRecipe, equals_in, ranking
 from fullshard.program.data.reading.row import Row, RowReader, UnusableRowError
 from fullshard.program.data.reading.split import format_of, open_file
-from fullshard.program.data.reading.text_file import open_lines
+from fullshard.program.data.reading.text_file import is_parquet, open_lines
 from fullshard.program.data.reading.transcripts import TranscriptRecipe
 
 MOST_DISTINCT = 1_000
@@ -142,23 +142,17 @@ class Look:
         return source.name, (known or words or labels or rest)[-1].name
 
 
-def look_at(path: Path, label: str | None = None) -> Look:
+def look_at(path: Path, given: str | None = None, label: str | None = None) -> Look:
     """Read a complete table and describe it; one process.
 
-    ``label`` is the column that says whether a completion is desirable, or which of two is better; None: found.
+    ``given`` is the encoding that the user named. ``label`` is the column that says whether a completion is desirable,
+    or which of two is better; None: found.
 
     Raises:
-        DataError: The file cannot be read, is empty, or is neither UTF-8 nor windows-1252, or the label says neither.
+        DataError: The file cannot be read, is empty, or its encoding is not clear, or the label says neither.
     """
-    kind = format_of(path, SourceSpec())
-    encoding = Encoding("utf-8")
-    if kind != "parquet":
-        encoding = find_encoding(path, "write a run file of your own with data.encoding: utf-16")
-    if encoding.problem is not None:  # complete labels could be dropped as unusable lines
-        raise DataError(
-            f"{path}: {encoding.problem}. Save the file as UTF-8 (in a shell: iconv -f windows-1252 -t utf-8), or "
-            "write a run file of your own with data.encoding, or with data.max_bad_rows to skip such rows."
-        )
+    encoding = _encoding_of(path, given)
+    kind = format_of(path, SourceSpec(encoding=encoding.name))
     delimiter = None
     if kind == "csv":
         with open_lines(path, encoding.name) as lines:
@@ -238,6 +232,25 @@ def _of_pairs(found: PreferenceRecipe | PairedTurns | TranscriptRecipe | RankedR
         columns = (pairs.prompt,) if pairs.prompt is not None else pairs.asks.sources if pairs.asks is not None else ()
     prompt = " and ".join(columns) if columns else "what both begin with"
     return Preferences("pairs", sources, *both_of(pairs), label=label, prompt=prompt)
+
+
+def _encoding_of(path: Path, given: str | None) -> Encoding:
+    """Return the encoding of a table.
+
+    Raises:
+        DataError: It is not clear, or not that of all lines.
+    """
+    if given is not None:
+        return Encoding(given)
+    if path.suffix.lower() == ".parquet" or is_parquet(path):
+        return Encoding("utf-8")
+    found = find_encoding(path)
+    if found.problem is not None:  # complete labels could be dropped as unusable lines
+        raise DataError(
+            f"{path}: {found.problem}. Name the encoding of all lines: --encoding NAME. Or save the file as UTF-8 "
+            "(in a shell: iconv -f NAME -t utf-8), or write a run file of your own with data.max_bad_rows to skip them."
+        )
+    return found
 
 
 def _header_notes(kind: str, texts: Mapping[str, Sequence[str]]) -> tuple[str, ...]:

@@ -226,7 +226,7 @@ def _run_name(path: Path) -> str:
 
 def _data(look: Look, choice: Choice, rows: Rows, out: Path) -> list[str]:
     lines = ["data:", f"  train_file: {_quoted(os.path.relpath(look.path, out.parent))}"]
-    if look.encoding.example is not None:
+    if look.encoding.name != "utf-8":
         lines.append(f"  encoding: {look.encoding.name}  # the file is not UTF-8; change it if letters are wrong")
     if look.delimiter not in (None, ","):
         lines.append(f"  delimiter: {_quoted(str(look.delimiter))}")

@@ -35,8 +35,10 @@ Spans = Sequence[tuple[int, int]]
 
 def num_noise(tokens: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Return the tokens that are left out of rows with so many tokens, and their spans."""
-    noise = np.clip(np.round(tokens * NOISE), 1, tokens - 1).astype(np.int64)
-    return noise, np.clip(np.round(noise / MEAN_SPAN), 1, np.minimum(noise, tokens - noise)).astype(np.int64)
+    # In float32, as in T5's random_spans_noise_mask: of 190 tokens 29 are left out there, 28 in float64.
+    noise = np.clip(np.round(tokens.astype(np.float32) * np.float32(NOISE)), 1, tokens - 1).astype(np.int64)
+    spans = np.round(noise.astype(np.float32) / np.float32(MEAN_SPAN))
+    return noise, np.clip(spans, 1, np.minimum(noise, tokens - noise)).astype(np.int64)
 
 
 def side_lengths(tokens: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
