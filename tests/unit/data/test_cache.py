@@ -11,9 +11,10 @@ import pytest
 from fullshard.errors import DataError
 from fullshard.program.data.examples import Example
 from fullshard.program.data.tokenizing import cache
-from fullshard.program.data.tokenizing.cache import CONTENTS_NAME, cached, default_directory, open_tokens, tokenize_to
+from fullshard.program.data.tokenizing.cache import CONTENTS_NAME, cached, open_tokens, tokenize_to
 from fullshard.program.data.tokenizing.ragged import Ragged
 from fullshard.program.data.tokenizing.tokenize import TokenizeSpec, tokenize
+from fullshard.user_cache import default_directory
 
 ROWS = [Example("a b", ("label",), 2), Example("a b c d e", ("label label label",), 3), Example("c", ("b",), 4)]
 

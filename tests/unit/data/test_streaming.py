@@ -94,7 +94,7 @@ def stream(directory, spec, tokenizer, how=T5, sample=None):
     directory.mkdir()
     kept = json.loads(json.dumps(index_to(directory, spec, sample, MOST_LABELS)))
     rows = StreamedRows(directory, kept, spec, tokenizer, how)
-    return open_stream(directory, rows, json.loads(json.dumps(sample_lengths(rows, how)))), kept
+    return open_stream(directory, rows, json.loads(json.dumps(sample_lengths(rows, how))), content="1"), kept
 
 
 def everything(tokenized):
@@ -142,7 +142,7 @@ def test_the_lengths_of_all_rows_are_found_without_keeping_ids(tmp_path, t5_like
     told, lengths = [], tmp_path / "lengths"
     lengths.mkdir()
     about = lengths_to(lengths, streamed.source, T5, lambda *done: told.append(done))
-    exact = open_stream(tmp_path / "entry", streamed.source, json.loads(json.dumps(about)), lengths)
+    exact = open_stream(tmp_path / "entry", streamed.source, json.loads(json.dumps(about)), lengths, content="1")
     assert (streamed.estimated, exact.estimated, exact.taken([1]).estimated) == (True, False, False)
     assert exact.source_ids.lengths.tolist() == first.source_ids.lengths.tolist()
     assert exact.target_ids.lengths.tolist() == first.target_ids.lengths.tolist()

@@ -65,7 +65,6 @@ from fullshard.program.data.streaming import (
 )
 from fullshard.program.data.tokenizing.cache import (
     cached as cached,
-    default_directory as default_directory,
     open_tokens as open_tokens,
     tokenize_to as tokenize_to,
 )

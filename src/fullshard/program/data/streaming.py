@@ -352,11 +352,14 @@ def lengths_to(
     return {"stats": counters.kept(), "spans": spans}
 
 
-def open_stream(directory: Path, rows: StreamedRows, about: dict[str, Any], exact: Path | None = None) -> TokenizedSet:
+def open_stream(
+    directory: Path, rows: StreamedRows, about: dict[str, Any], exact: Path | None = None, *, content: str
+) -> TokenizedSet:
     """Return the ``rows`` of the index in ``directory`` as a set that makes ids on demand.
 
     ``about`` is the result of :func:`sample_lengths`, or with ``exact``, the entry with the rows' lengths, of
-    :func:`lengths_to`. Without, lengths are estimated.
+    :func:`lengths_to`. Without, lengths are estimated. ``content`` is a digest of the file, the tokenizer and how it is
+    used.
     """
     weights = directory / "weights"
     stats = {name: LengthStats(**about["stats"][name]) for name in _SIDES}
@@ -366,9 +369,10 @@ def open_stream(directory: Path, rows: StreamedRows, about: dict[str, Any], exac
         else np.memmap(exact / _LENGTHS.format(name), np.int32, mode="r")
         for name in _SIDES
     }
-    source, target = (OnDemand(rows, name, lengths[name]) for name in _SIDES)
+    source, target = (OnDemand(rows, name, lengths[name], content) for name in _SIDES)
     found = TokenizedSet(source, target, stats["source"], stats["target"], source=rows, estimated=exact is None)
-    found = replace(found, spans=OnDemand(rows, "spans", np.zeros(len(found), np.int64)) if about["spans"] else None)
+    spans = OnDemand(rows, "spans", np.zeros(len(found), np.int64), content) if about["spans"] else None
+    found = replace(found, spans=spans)
     return replace(found, weights=np.memmap(weights, np.float64, mode="r") if weights.exists() else None)
 
 

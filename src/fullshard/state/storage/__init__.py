@@ -9,7 +9,7 @@ from fullshard.state.storage.atomic import (
     write_text as write_text,
 )
 from fullshard.state.storage.backend import Lock as Lock, backend_of as backend_of
-from fullshard.state.storage.base import Base as Base, content_of as content_of, require_base as require_base
+from fullshard.state.storage.base import Base as Base, require_base as require_base
 from fullshard.state.storage.completion import (
     Completion as Completion,
     add_small_file as add_small_file,
@@ -23,6 +23,11 @@ from fullshard.state.storage.contents import (
     WEIGHT_SUFFIXES as WEIGHT_SUFFIXES,  # the command line looks it up by name
     Kind as Kind,
     kind_of as kind_of,
+)
+from fullshard.state.storage.digest import (
+    content_of as content_of,
+    directory_content as directory_content,
+    same_content as same_content,
 )
 from fullshard.state.storage.disk import DirectoryLock as DirectoryLock
 from fullshard.state.storage.index import Index as Index, PieceEntry as PieceEntry, TensorEntry as TensorEntry

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -10,10 +9,7 @@ from typing import Any
 
 from fullshard.errors import CheckpointError
 from fullshard.state.storage import rules
-
-_MODEL_FILES = ("*.safetensors", "*.bin", "*.model", "*.txt", "*config.json", "*token*.json", "*vocab*.json")
-_SAMPLE_BYTES = 1 << 20
-_SAMPLES = 64
+from fullshard.state.storage.digest import content_of, same_content
 
 
 @dataclass(frozen=True)
@@ -73,40 +69,10 @@ def require_base(directory: Path, facts: Mapping[str, str], owner: str, remedy: 
             f"{owner} goes with the base model {name} ({expected}), and {directory} is not there. {remedy}"
         )
     try:
-        found = content_of(directory)
+        found = None if same_content(directory, expected) else content_of(directory)
     except OSError as error:
         raise CheckpointError(f"The base model {directory} cannot be read: {error}.") from error
-    if found != expected:
+    if found is not None:
         raise CheckpointError(
             f"{owner} goes with the base model {name} ({expected}), and {directory} has other files ({found}). {remedy}"
         )
-
-
-def content_of(path: Path) -> str:
-    """Return a digest of the content of a file or a model directory.
-
-    Raises:
-        OSError: It cannot be read.
-    """
-    if path.is_dir():
-        files = sorted({file for pattern in _MODEL_FILES for file in path.glob(pattern)})
-        parts = [f"{file.name} {file.stat().st_size} {_sampled_hash(file)}" for file in files]
-        digest = hashlib.sha256("\n".join(parts).encode()).hexdigest()
-        return f"{len(files)} files, {sum(file.stat().st_size for file in files):,} bytes, hash {digest[:16]}"
-    with path.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-    return f"{path.stat().st_size:,} bytes, hash {digest[:16]}"
-
-
-def _sampled_hash(path: Path) -> str:
-    """Hash a file, or 64 samples of a large one: weights of another model differ everywhere, and this is fast."""
-    size = path.stat().st_size
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        if size <= _SAMPLES * _SAMPLE_BYTES:
-            digest.update(file.read())
-        else:
-            for sample in range(_SAMPLES):
-                file.seek(sample * (size - _SAMPLE_BYTES) // (_SAMPLES - 1))
-                digest.update(file.read(_SAMPLE_BYTES))
-    return digest.hexdigest()

@@ -12,6 +12,7 @@ from typing import Any
 from fullshard.errors import DataError
 from fullshard.program.data.reading.row import Row, RowReader
 from fullshard.program.data.reading.text_file import is_parquet, require_no_other_kind, unreadable
+from fullshard.state.storage import content_of
 
 _SAVED_MARKS = ("state.json", "dataset_dict.json")
 """Files that save_to_disk writes for one split and for several splits."""
@@ -59,18 +60,22 @@ class ParquetFile(RowReader):
 class DatasetRows(RowReader):
     """One split of a dataset of the ``datasets`` library."""
 
-    def __init__(self, where: str, dataset: Any) -> None:
+    def __init__(self, where: str, dataset: Any, files: Sequence[Path] = ()) -> None:
+        """Read ``dataset``; ``files`` are those that a user wrote and may have changed since."""
         super().__init__(where)
-        self._dataset = dataset
+        self._dataset, self._files = dataset, files
 
     def columns(self) -> list[str]:
         """Return the names of the dataset's columns."""
         return list(self._dataset.column_names)
 
     @property
-    def fingerprint(self) -> str:
-        """The library's hash of the rows and their transformations."""
-        return str(self._dataset._fingerprint)
+    def fingerprint(self) -> list[str]:
+        """The library's hash of the rows and their transformations, and the content of the files on disk."""
+        try:
+            return [str(self._dataset._fingerprint), *map(content_of, self._files)]
+        except OSError as error:
+            raise unreadable(self._files[0], error) from error
 
     def rows(self, wanted: Sequence[str]) -> Iterator[Row]:
         """Yield rows with only the wanted columns, numbered from 1, with the names of class labels."""
@@ -99,7 +104,9 @@ def open_dataset(name: str, config_name: str | None, split: str) -> DatasetRows:
                 f"data.dataset_config_name: {config_name!r} applies to datasets on the Hub, and {directory} is a local "
                 "directory; leave it out."
             )
-        return DatasetRows(f"{directory} ({split})", _from_disk(library, directory, split))
+        found = _from_disk(library, directory, split)
+        files = [Path(one["filename"]) for one in found.cache_files]
+        return DatasetRows(f"{directory} ({split})", found, files)
     if directory.is_absolute() or name.startswith((".", "~")):
         raise DataError(f"data.dataset_name: there is no directory {directory}.")
     call = ", ".join([repr(name), *([repr(config_name)] if config_name else []), f"split={split!r}"])

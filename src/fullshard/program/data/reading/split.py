@@ -360,7 +360,7 @@ def fingerprint(spec: SourceSpec, split: Split) -> str:
     options += [["weights", spec.weight_column]] if spec.weight_column is not None and split == "train" else []
     if _of_dataset(spec, split):
         dataset = _open_dataset(spec, split)
-        options += [*_mark_of_turns(dataset, spec), "dataset", dataset.fingerprint]
+        options += [*_mark_of_turns(dataset, spec), "dataset", *dataset.fingerprint]
         digest.update(json.dumps(options).encode())
         return digest.hexdigest()
     path = _file(spec, split)

@@ -36,11 +36,6 @@ _WEIGHTS_NAME = "weights.f64"
 """Name of the file in an entry with each row's weight; missing if all are 1."""
 
 
-def default_directory() -> Path:
-    """Return ``fullshard/`` in the user's cache directory: ``$XDG_CACHE_HOME``, or ``~/.cache``."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "fullshard")
-
-
 def cached(
     directory: Path, key: str, build: Callable[[Path], dict[str, Any]], waiting: Callable[[], None] = lambda: None
 ) -> tuple[Path, dict[str, Any]]:

@@ -14,9 +14,6 @@ from numpy.typing import NDArray
 ID_DTYPE = np.dtype(np.int32)
 OFFSET_DTYPE = np.dtype(np.int64)
 
-_MOST_SUMMED = 1 << 24
-"""Maximum ids in a checksum, evenly spaced; it detects different data, not corruption."""
-
 
 class Ragged:
     """Rows of token ids, concatenated in one array.
@@ -76,10 +73,9 @@ class Ragged:
         return self
 
     def checksum(self) -> int:
-        """Return a CRC-32 of all lengths, and of all or evenly spaced ids."""
-        step = max(1, -(-self.ids.size // _MOST_SUMMED))
+        """Return a CRC-32 of all lengths and ids."""
         lengths = zlib.crc32(np.ascontiguousarray(self.offsets).data)
-        return zlib.crc32(np.ascontiguousarray(self.ids[::step]).data, lengths)
+        return zlib.crc32(np.ascontiguousarray(self.ids).data, lengths)
 
     def tolist(self) -> list[list[int]]:
         """Return all rows as lists; for few rows."""
@@ -134,9 +130,12 @@ class RowSource(Protocol):
 class OnDemand(Ragged):
     """One side of rows that are tokenized on demand; there is no array of ids."""
 
-    def __init__(self, source: RowSource, side: str, lengths: NDArray[np.integer]) -> None:
-        """Set the rows' lengths, exact or estimated; ``side`` is source, target or spans."""
-        self._source, self._side = source, side
+    def __init__(self, source: RowSource, side: str, lengths: NDArray[np.integer], content: str) -> None:
+        """Set the rows' lengths, exact or estimated; ``side`` is source, target or spans.
+
+        ``content`` is a digest of what the ids are made of.
+        """
+        self._source, self._side, self._content = source, side, content
         self.offsets = offsets_of(lengths)
 
     def _row(self, row: int) -> NDArray[np.int32]:
@@ -144,8 +143,8 @@ class OnDemand(Ragged):
         return (side.ids if isinstance(side, Encoded) else side)[0]
 
     def checksum(self) -> int:
-        """Return a CRC-32 of the lengths."""
-        return zlib.crc32(np.ascontiguousarray(self.offsets).data)
+        """Return a CRC-32 of the lengths, and of what the ids are made of."""
+        return zlib.crc32(np.ascontiguousarray(self.offsets).data, zlib.crc32(self._content.encode()))
 
 
 class Picked(Ragged):

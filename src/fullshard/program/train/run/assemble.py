@@ -7,7 +7,9 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 from zlib import crc32
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from fullshard.core.comm import Comm, together
 from fullshard.core.optim import ExponentialMovingAverage, ShardedGradScaler
@@ -222,9 +224,14 @@ def require_same_rows(comm: Comm, prepared: Prepared) -> None:
 def _summary(rows: TokenizedSet) -> str:
     source, target = rows.source_ids, rows.target_ids
     sums = f"{source.checksum():08x}-{target.checksum():08x}"
-    weights = "" if rows.weights is None else f", weights {rows.weights.sum():.9g}"
+    sums += "" if rows.spans is None else f"-{rows.spans.checksum():08x}"
+    weights = "" if rows.weights is None else _of_weights(rows.weights)
     labels = "" if rows.desirable is None else f", labels {crc32(rows.desirable.tobytes()):08x}"
     return f"{len(rows):,} of {source.num_ids:,} and {target.num_ids:,} tokens (checksum {sums}{weights}{labels})"
+
+
+def _of_weights(weights: NDArray[np.float64]) -> str:
+    return f", weights' checksum {crc32(np.ascontiguousarray(weights).data):08x}, weights {weights.sum():.9g}"
 
 
 def make_evaluation(config: RunConfig, prepared: Prepared) -> EvaluationSpec | None:

@@ -39,7 +39,7 @@ from fullshard.program.train.run.record import Record
 from fullshard.program.train.setup.resume import EVALUATION_NAME, StartingPoint
 from fullshard.state.saving import Checkpoints, Restored, SaveReport, save
 from fullshard.state.saving.full import write_assets
-from fullshard.state.storage import Place, add_small_file, read_completion, read_index, write_text
+from fullshard.state.storage import Place, add_small_file, read_completion, read_index, same_content, write_text
 
 
 class PromptedTokenizer:
@@ -273,16 +273,24 @@ class RunCheckpoints:
         Raises:
             CheckpointError: They were read from others.
         """
-        path, ours = self._start.path, self._parts.base
+        path, ours, comm = self._start.path, self._parts.base, self._parts.comm
         assert path is not None, "the run resumes"
         if self._start.snapshot is not None:  # a snapshot holds the frozen weights or their checksums itself
             return
-        theirs = together_in_background(self._parts.comm, lambda: read_index(path)).base
-        if theirs is not None and ours is not None and theirs.content != ours.content:
+
+        def check() -> None:
+            theirs = read_index(path).base
+            if theirs is None or ours is None or theirs.content == ours.content:
+                return
+            # An earlier version may have recorded the same files in another way.
+            if comm.rank or same_content(Path(ours.directory), theirs.content):
+                return
             raise CheckpointError(
                 f"{path} is of an adapter over {theirs.name} ({theirs.content}), and {ours.directory} has other files "
                 f"({ours.content}). Set model.path to the model that the run began with, or start with resume=never."
             )
+
+        together_in_background(comm, check)
 
     def _require_same_separator(self) -> None:
         """Check that source and target are separated as at the start of the run, unless the user asked for a change.

@@ -40,7 +40,6 @@ from fullshard.program.data import (
     chained,
     choose_separator,
     corrupted,
-    default_directory,
     describe_separator,
     fingerprint,
     in_pairs,
@@ -71,6 +70,7 @@ from fullshard.program.models import (
     train_tokenizer,
 )
 from fullshard.program.models.hub import reads_one_sequence, task_prefixes
+from fullshard.user_cache import default_directory
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -296,10 +296,11 @@ def streamed_tokens(
         entry, kept = work.index(by_answer=True)
     rows = StreamedRows(entry, kept, work.source("train"), tokenizer, spec)
     kept["notes"] = [*kept["notes"], *work.listed("train", kept["skipped"])]
+    whole = f"{work.content('train')} {content} {asdict(spec)}"
     if work.config.training.per_device_train_batch_tokens is None:
         key = work.key("train", "sample", content, asdict(spec))
         _, sample = work.find(key, lambda entry: sample_lengths(rows, spec), "sample of lengths")
-        return open_stream(entry, rows, sample), kept
+        return open_stream(entry, rows, sample, content=whole), kept
 
     def build(lengths: Path) -> dict[str, Any]:
         work.say(f"measuring {len(rows.starts):,} training rows in tokens, for the budget of a batch")
@@ -307,7 +308,7 @@ def streamed_tokens(
 
     key = work.key("train", "lengths", content, asdict(spec))
     exact, about = work.find(key, build, "lengths")
-    return open_stream(entry, rows, about, exact), kept
+    return open_stream(entry, rows, about, exact, content=whole), kept
 
 
 def _labels_of(rows: Sequence[Example]) -> str:

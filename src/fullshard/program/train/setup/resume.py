@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import ceil, isfinite
 from pathlib import Path
 from typing import Any, Literal
@@ -26,12 +26,14 @@ from fullshard.state.storage import (
     backend_of,
     changed_small_files,
     content_of,
+    directory_content,
     find_checkpoints,
     instead_of,
     is_url,
     read_completion,
     read_index,
     read_json,
+    same_content,
     shown,
     survey,
 )
@@ -134,6 +136,9 @@ TITLE_LISTS = "WikiHow's title lists (beside data.train_file)"
 _STEPS = ("training.max_steps", "training.num_train_epochs")
 """The settings that say how many steps a run has."""
 
+_DATASET_FILES = ("**/*.arrow", "**/*.json")
+"""What ``save_to_disk`` writes."""
+
 _OF_OTHERS = {GLOBAL_BATCH: STATE, TITLE_LISTS: EVALUATION}
 """What is compared besides the options, and how."""
 
@@ -152,6 +157,7 @@ class StartingPoint:
     damaged: tuple[Place, ...] = ()  # damaged checkpoints to rename before the first step: later runs ignore them
     notes: tuple[str, ...] = ()  # notes for the user
     step: int = 0  # optimizer steps taken before
+    places: Mapping[str, Path] = field(default_factory=dict)  # of settings that are compared by the content there
     snapshot: Snapshot | None = None  # this rank's part of the snapshot to continue from, which ``path`` is then
     others: OfOtherRanks | None = None  # the snapshots of other ranks to continue from; saved as a checkpoint first
 
@@ -224,7 +230,7 @@ def choose_starting_point(
         DataError: A file that the settings name cannot be read.
     """
     asked = BatchPartition.of(config, world_size)
-    fresh = StartingPoint(deciding_settings(config, world_size), asked, asked)
+    fresh = StartingPoint(deciding_settings(config, world_size), asked, asked, places=_named_places(config))
     found = survey(checkpoints_directory(config), parse_newest=True)
     complete = [path for _, path in found.complete]
     # The first attempt started from a checkpoint in another directory and none was saved since: start there again.
@@ -340,23 +346,29 @@ def deciding_settings(config: RunConfig, world_size: int) -> dict[str, Any]:
     """
     settings = {key: value for key, value in config.as_flat().items() if option_of(key).resume != "free"}
     for key, value in settings.items():
-        option = option_of(key)
-        if option.draws_rows:
+        if option_of(key).draws_rows:
             # Earlier versions took the first rows: their runs must not go on with others.
             settings[key] = value and f"{value} drawn by hash"
-        elif option.holds_out and config.data.held_out_by != "source":
+        elif option_of(key).holds_out and config.data.held_out_by != "source":
             # Earlier versions, and other runs, hold out other rows: these must not go on with trained ones.
             settings[key] = value and f"{value} (data.held_out_by: {config.data.held_out_by})"
-        elif option.names == "dataset" and value is not None and Path(value).is_dir():
-            settings[key] = _dataset_content(Path(value))
-        elif option.names in ("file", "model") and value is not None and Path(value).exists():
-            # A model on the Hub is represented by its id.
-            settings[key] = _content(Path(value))
+    settings |= {key: _content(key, path) for key, path in _named_places(config).items()}
     specs = [source_spec(part) for part in config.data.parts.values()]
-    lists = [f"{path.name} {_content(path)}" for spec in specs for path in split_lists(spec)]
+    lists = [f"{path.name} {_content(TITLE_LISTS, path)}" for spec in specs for path in split_lists(spec)]
     if lists:
         settings[TITLE_LISTS] = "; ".join(lists)
     return {**settings, GLOBAL_BATCH: BatchPartition.of(config, world_size).global_batch}
+
+
+def _named_places(config: RunConfig) -> dict[str, Path]:
+    """Return the files and directories that deciding settings name; of a model on the Hub there is only the id."""
+    exists = {"file": Path.exists, "model": Path.exists, "dataset": Path.is_dir}
+    named = {key: (option_of(key), value) for key, value in config.as_flat().items() if value is not None}
+    return {
+        key: Path(value)
+        for key, (option, value) in named.items()
+        if option.resume != "free" and option.names in exists and exists[option.names](Path(value))
+    }
 
 
 def _newest(
@@ -365,7 +377,7 @@ def _newest(
     """Resume from the newest good checkpoint of the output directory, only with the same settings."""
     step, values = read_values(path)
     start = fresh.with_values(values)
-    different = _differences(start.settings, values["settings"])
+    different = _differences(start, values["settings"])
     if different:
         raise ConfigError(
             f"The run {'of' if is_url(path) else 'in'} {path.parent if is_url(path) else path.parent.parent} was "
@@ -411,7 +423,7 @@ def or_snapshot(start: StartingPoint, snapshot: Snapshot | None, others: OfOther
     assert taken is not None, "it has the latest step"
     described = taken.described
     start = start.with_values(described.values)
-    different = _differences(start.settings, described.values["settings"])
+    different = _differences(start, described.values["settings"])
     if different:
         raise ConfigError(
             "The run was started again, but these settings have changed meanwhile:\n"
@@ -452,7 +464,7 @@ def _at(path: Place, fresh: StartingPoint, found: Survey) -> StartingPoint:
         raise ConfigError(f"{path} holds several checkpoints; name one of them, such as resume={inside[-1]}.")
     step, values = read_values(path)
     start = fresh.with_values(values)
-    different = _differences(start.settings, values["settings"])
+    different = _differences(start, values["settings"])
     fatal = [line for key, line in different.items() if _option(key).resume == "state"]
     if fatal:
         raise ConfigError(
@@ -484,12 +496,13 @@ def _option(key: str) -> Option:
     return _OF_OTHERS.get(key) or option_of(key)
 
 
-def _differences(now: Mapping[str, Any], then: Mapping[str, Any]) -> dict[str, str]:
+def _differences(start: StartingPoint, then: Mapping[str, Any]) -> dict[str, str]:
     """Return a line with both values for each setting that differs, by key."""
+    now = start.settings
     return {
         key: f"{key}: {_value_text(now.get(key))}; in the checkpoint {_value_text(then.get(key))}"
         for key in [*now, *(key for key in then if key not in now)]
-        if now.get(key) != then.get(key)
+        if now.get(key) != then.get(key) and not _is_same(start.places.get(key), then.get(key))
     }
 
 
@@ -497,17 +510,25 @@ def _value_text(value: Any) -> str:
     return "not set" if value is None else str(value)
 
 
-def _content(path: Path) -> str:
+def _content(key: str, path: Path) -> str:
     try:
-        return content_of(path)
+        is_dataset = _option(key).names == "dataset"
+        return directory_content(path, _DATASET_FILES) if is_dataset else content_of(path)
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error}.") from error
 
 
-def _dataset_content(directory: Path) -> str:
-    """Return a digest of a dataset's splits, from the state files with fingerprints that ``save_to_disk`` writes."""
+def _is_same(path: Path | None, recorded: object) -> bool:
+    """Return whether what a setting names now has the content that a checkpoint of an earlier version recorded."""
     try:
-        noted = [file.read_bytes() for file in sorted(directory.glob("**/state.json"))]
+        if path is None or not path.is_dir():
+            return False
+        return same_content(path, recorded) or _earlier_dataset_content(path) == recorded
     except OSError as error:
-        raise DataError(f"{directory} cannot be read: {error}.") from error
+        raise DataError(f"{path} cannot be read: {error}.") from error
+
+
+def _earlier_dataset_content(directory: Path) -> str:
+    """Return the digest that versions recorded which read only the files with fingerprints of ``save_to_disk``."""
+    noted = [file.read_bytes() for file in sorted(directory.glob("**/state.json"))]
     return f"{len(noted)} splits, hash {hashlib.sha256(b''.join(noted)).hexdigest()[:16]}"

@@ -19,9 +19,9 @@ from fullshard.core.comm import Comm
 from fullshard.core.comm.stack_probe import named_machine
 from fullshard.program.config import RunConfig
 from fullshard.program.config.speed import AttentionWay, BlocksWay, KernelsWay
-from fullshard.program.data import default_directory
 from fullshard.program.train.setup.prepare import Prepared
 from fullshard.state.storage import write_text
+from fullshard.user_cache import default_directory
 from fullshard.version import __version__
 
 ROWS = "training.per_device_train_batch_size"
