@@ -13,7 +13,10 @@ unexport PYTHONDONTWRITEBYTECODE
 
 OLDEST := torch==2.11.0 transformers==5.17.0 accelerate==1.14.0 peft==0.21.0 bitsandbytes==0.50.0
 
-.PHONY: demo test test-all test-newest test-oldest suite check docs dist notebook bench bench-network faults mutants gpu clean
+NUMBERS := tests/sim/quantized/test_bits.py tests/sim/quantized/test_training.py tests/sim/optim tests/sim/engine/test_parity.py \
+	tests/unit/train/setup/test_quantization.py
+
+.PHONY: demo test test-all test-avx2 test-newest test-oldest suite check docs dist notebook bench bench-network faults mutants gpu clean
 
 demo: $(STAMP)
 	$(BIN)/fullshard train examples/banking77_tiny.yaml
@@ -24,6 +27,10 @@ test: $(STAMP)
 
 test-all: $(STAMP)
 	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not gpu"
+
+# The tests of numbers by the kernels for CPUs without AVX-512: torch, and bitsandbytes by it, choose theirs by this variable.
+test-avx2: $(STAMP)
+	ATEN_CPU_CAPABILITY=avx2 $(BIN)/pytest -q -n 2 --dist loadfile $(NUMBERS)
 
 # The suite with the newest releases that the index offers, or with the oldest supported ones, each in an environment of its own; torch
 # then comes as PyPI's build, several GB. What ran: docs/reference/versions.md.
