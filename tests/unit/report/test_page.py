@@ -385,3 +385,19 @@ def test_rows_are_shown_as_the_model_sees_them_and_not_twice(tmp_path):
     assert NASTY not in page.partition("<main>")[2].partition("</main>")[0]
     assert "Training rows as the model sees them, 1 evenly spaced: masked and prompt are only read" in page
     assert "one training row as the model sees it" not in page
+
+
+def test_predictions_that_differ_come_first_below_the_most_confused_labels(tmp_path):
+    write_finished(tmp_path)
+    rows = [
+        {"input": f"row {n}", "prediction": "card", "references": ["rate" if n % 10 == 9 else "card"]}
+        for n in range(50)
+    ]
+    (tmp_path / "predictions.jsonl").write_text("".join(json.dumps(one) + "\n" for one in rows))
+    page = make_page(read_run(tmp_path))
+    table = page.partition('<table class="texts">')[2].partition("</table>")[0]
+    marks = re.findall(r'class="(same|differs)"', table)
+    assert marks == ["differs"] * 5 + ["same"] * (len(marks) - 5)
+    assert re.findall(r"row \d+", table)[:5] == ["row 9", "row 19", "row 29", "row 39", "row 49"]
+    assert "5 of the 5 that differ first" in table
+    assert page.index("Most frequent mistakes") < page.index('<table class="texts">')

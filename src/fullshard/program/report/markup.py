@@ -124,24 +124,34 @@ def spent(rank: RankTrace, kind: str) -> float:
 
 
 def prediction_table(predictions: Sequence[Record], *, compared: bool) -> str:
-    """Return a table of predictions and references; with ``compared``, those that equal a reference are marked."""
-    chosen, rows = spread(predictions, SHOWN_PREDICTIONS), []
-    for one in chosen:
+    """Return a table of predictions and references; with ``compared``, marked, and those that equal none first."""
+    wrong = [one for one in predictions if compared and not _equals_a_reference(one)]
+    chosen, rows = spread(wrong, SHOWN_PREDICTIONS), []
+    errors = len(chosen)
+    if errors < SHOWN_PREDICTIONS:
+        kept = set(map(id, wrong))
+        chosen += spread([one for one in predictions if id(one) not in kept], SHOWN_PREDICTIONS - errors)
+    for place, one in enumerate(chosen):
         references = [str(text) for text in one.get("references", ())]
         texts = [_text(one.get("input", "")), _text(one.get("prediction", "")), "".join(map(_text, references))]
         cells = "".join(f"<td>{text}</td>" for text in texts)
         if compared:
-            written = " ".join(str(one.get("prediction", "")).split())
-            equal = written in {" ".join(text.split()) for text in references}
-            cells += '<td class="same">equal</td>' if equal else '<td class="differs">differs</td>'
+            cells += '<td class="differs">differs</td>' if place < errors else '<td class="same">equal</td>'
         rows.append(f"<tr>{cells}</tr>")
     names = ("input", "prediction", "references", *(("compared",) if compared else ()))
     head = "".join(f'<th scope="col">{name}</th>' for name in names)
     caption = f"{len(chosen):,} of {len(predictions):,} predictions on held-out rows, evenly spaced"
+    if compared:
+        caption += f"; {errors:,} of the {len(wrong):,} that differ first"
     return (
         f'<div class="scroll"><table class="texts"><caption>{caption}</caption>'
         f"<thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table></div>"
     )
+
+
+def _equals_a_reference(one: Record) -> bool:
+    written = " ".join(str(one.get("prediction", "")).split())
+    return written in {" ".join(str(text).split()) for text in one.get("references", ())}
 
 
 def _text(value: object) -> str:

@@ -254,16 +254,16 @@ def _data(files: RunFiles) -> PageSection:
 
 def _samples(files: RunFiles) -> PageSection:
     drawn: tuple[Figure, ...] = ()
+    body, confusion = "", files.confusion
+    if confusion is not None:
+        drawn = (figures.confusion_matrix(confusion),)
+        body = f"{placeholders(drawn)}{markup.mistake_table(confusion)}"
     if files.predictions:
         # Marking equal texts makes sense for labels; longer texts are hardly ever equal.
         compared = metric_of(headline(files)["metric"]).of_labels
-        body = markup.prediction_table(files.predictions, compared=compared)
+        body += markup.prediction_table(files.predictions, compared=compared)
     else:
-        body = markup.note(files.missing.get(PREDICTIONS_NAME, "The run has written no predictions."))
-    confusion = files.confusion
-    if confusion is not None:
-        drawn = (figures.confusion_matrix(confusion),)
-        body += f'<div style="margin-top:16px">{placeholders(drawn)}</div>' + markup.mistake_table(confusion)
+        body += markup.note(files.missing.get(PREDICTIONS_NAME, "The run has written no predictions."))
     return PageSection("samples", "Predictions", body, drawn)
 
 
