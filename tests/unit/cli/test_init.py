@@ -18,6 +18,7 @@ from fullshard.program.data import SourceSpec, read_split
 from fullshard.program.starter import Machine, look_at, run_file
 from fullshard.program.train import FileSink, train
 from fullshard.program.train.reporting.card import CardSink
+from fullshard.program.train.setup.prepare import source_spec
 from support.tiny_run import LABELS, WORDS
 
 
@@ -385,7 +386,8 @@ def test_pairs_of_conversations_are_recognised(tmp_path, asked, capsys):
 
 @pytest.mark.parametrize("label", [True, "maybe"])
 def test_labels_are_recognised(label, tmp_path, asked):
-    rows = [{"prompt": sentence("p", i), "completion": sentence("c", i), "label": label} for i in range(40)]
+    labels = (label, not label if label is True else label)
+    rows = [{"prompt": sentence("p", i), "completion": sentence("c", i), "label": labels[i % 2]} for i in range(40)]
     write(tmp_path / "train.jsonl", rows)
     asked("", "", "new")
     assert cli.main(["init", "train.jsonl"]) == 0
@@ -449,16 +451,16 @@ def test_two_answers_alone_are_not_a_pair_for_training(tmp_path):
     [
         ("history", {"instruction": "say {}", "input": "", "output": "is {}", "history": [["a", "b"]]}, "'history'"),
         ("system", {"instruction": "say {}", "output": "is {}", "system": "be kind"}, "'system'"),
-        ("both", {"prompt": "say {}", "completion": "is {}", "system": "x", "history": []}, "'system' and 'history'"),
+        ("both", {"prompt": "say {}", "completion": "is {}", "system": "x", "history": []}, "'system', 'history'"),
         ("label", {"text": "say {}", "label": "is {}", "Context": "at home"}, "'Context'"),
     ],
 )
 def test_known_columns_that_are_left_out_are_told(name, row, left, tmp_path, done):
     rows = [{key: cell.format(i) if isinstance(cell, str) else cell for key, cell in row.items()} for i in range(40)]
     write(tmp_path / "train.jsonl", rows)
-    assert f"{left} {'are' if ' and ' in left else 'is'} not used" in done("init", "train.jsonl", "--yes")
+    assert f"not used: {left}. data.template" in done("init", "train.jsonl", "--yes")
     notes = read_split(SourceSpec(train_file=tmp_path / "train.jsonl"), "train").notes
-    assert any(f"{left} " in note and "not used" in note for note in notes)
+    assert any(f"not used: {left}. data.template" in note for note in notes)
     assert "# not used: " in (tmp_path / "run.yaml").read_text()
 
 
@@ -466,7 +468,7 @@ def test_columns_of_conversations_that_are_left_out_are_told(tmp_path, done):
     turns = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]
     rows = [{"messages": turns, "system": "be kind", "system_prompt": "be kind", "history": []} for _ in range(30)]
     write(tmp_path / "train.jsonl", rows)
-    assert "'system_prompt' and 'history' are not used" in done("init", "train.jsonl", "--yes")
+    assert "not used: 'system_prompt', 'history'. data.template" in done("init", "train.jsonl", "--yes")
 
 
 @pytest.mark.parametrize(
@@ -485,3 +487,55 @@ def test_a_header_that_looks_like_a_row_is_told(first, told, tmp_path, done):
     assert ("the header looks like a row" in done("init", "train.csv", "--yes")) is told
     notes = read_split(SourceSpec(train_file=tmp_path / "train.csv"), "train").notes
     assert any("looks like a row" in note for note in notes) is (told and first[1] != "kind 1")
+
+
+def talk(i):
+    return [{"role": "user", "content": f"q {i}"}, {"role": "assistant", "content": f"a {i}"}]
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        lambda i: {"messages": talk(i), "label": i % 2 == 0},
+        lambda i: {"question": f"q {i}", "answer": f"a {i}", "feedback": "good" if i % 2 else "bad"},
+        lambda i: {"instruction": "do it", "input": f"q {i}", "output": f"a {i}", "thumbs_up": i % 2},
+    ],
+)
+def test_answers_with_a_label_are_learned_by_kto_with_both_kinds_held_out(row, tmp_path, done):
+    write(tmp_path / "train.jsonl", [row(i) for i in range(10)])
+    said = done("init", "train.jsonl", "--yes")
+    assert "the model starts from random weights" in said
+    config = load_run("run.yaml")
+    assert (config.training.objective, config.evaluation.metric) == ("kto", "rewards/margins")
+    sides = [read_split(source_spec(config.data, "kto"), side).examples for side in ("train", "validation")]
+    assert [{one.desirable for one in side} for side in sides] == [{True, False}] * 2
+    assert sum(map(len, sides)) == 10
+    assert sum(one.desirable for side in sides for one in side) == 5
+
+
+def test_answers_of_equal_rank_are_asked_about(tmp_path, refused, done, asked):
+    rows = [{"prompt": f"q {i}", "response_0": "no", "response_1": "yes", "better_response_id": 1} for i in range(10)]
+    write(tmp_path / "train.jsonl", rows)
+    assert "--label-column better_response_id" in refused(3, "init", "train.jsonl", "--yes")
+    assert not (tmp_path / "run.yaml").exists()
+    done("init", "train.jsonl", "--yes", "--label-column", "better_response_id")
+    questions = asked("better_response_id", "", "", "new")
+    assert cli.main(["init", "train.jsonl", "--out", "second.yaml"]) == 0
+    assert "which is better" in questions[0]
+    for name in ("run.yaml", "second.yaml"):
+        config = load_run(name)
+        found = read_split(source_spec(config.data, config.training.objective), "train").examples[0]
+        assert (found.source[0], found.target, found.rejected.target) == ("q", "yes", "no")
+
+
+@pytest.mark.parametrize("kind", ["alpaca", "transcripts"])
+def test_pairs_of_other_shapes_are_recognised(kind, tmp_path, done):
+    rows = [{"instruction": "do", "input": f"q {i}", "chosen": "yes", "rejected": "no"} for i in range(10)]
+    if kind == "transcripts":
+        rows = [{side: f"Human: q {i} Assistant: {side}" for side in ("chosen", "rejected")} for i in range(10)]
+    write(tmp_path / "train.jsonl", rows)
+    done("init", "train.jsonl", "--yes")
+    config = load_run("run.yaml")
+    sides = [read_split(source_spec(config.data, "orpo"), side).examples for side in ("train", "validation")]
+    found = {row.source for side in sides for row in side}
+    assert found == {f"do\n\nq {i}" if kind == "alpaca" else f"Human: q {i} Assistant:" for i in range(10)}

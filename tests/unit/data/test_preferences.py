@@ -25,6 +25,7 @@ from fullshard.program.data import (
     fingerprint,
     in_pairs,
     padding_share,
+    read_inputs,
     read_split,
     tokenize,
     with_unrelated,
@@ -316,3 +317,144 @@ def test_a_batch_of_pairs_has_their_reference_and_counts():
     assert batch.target_tokens == 7
     assert batch.to("meta").pairs.reference_B.device.type == "meta"
     assert padding_share(EpochPlan(4, 1, 2, together=2), rows, CollateSpec(0)) == 0.25
+
+
+FURTHER = {"instruction": "do it", "input": "this one", "question": "why", "context": "because"}
+
+
+@pytest.mark.parametrize("names", [("instruction", "input"), ("instruction", "context"), ("question", "context")])
+@pytest.mark.parametrize("kind", ["pairs", "labels"])
+def test_prompts_are_joined_as_the_sources_of_other_rows(tmp_path, names, kind):
+    """The reference is what rows of a known shape with a target are read as."""
+    prompt = {name: FURTHER[name] for name in names}
+    target = "answer" if "question" in names else "output" if "input" in names else "response"
+    write = lambda row, name: written(tmp_path / name, list(row), [list(row.values())] * 2)  # noqa: E731
+    for name in ("sft", "mine"):
+        (tmp_path / name).mkdir()
+    plain = read_split(SourceSpec(train_file=write({**prompt, target: "c"}, "sft")), "train").examples[0]
+    more = {"chosen": "c", "rejected": "r"} if kind == "pairs" else {target: "c", "label": True}
+    path = write({**prompt, **more}, "mine")
+    found = read_split(SourceSpec(train_file=path, preferences=kind), "train").examples[0]
+    assert (found.source, found.target) == (plain.source, plain.target)
+    asked = read_inputs(path, SourceSpec(preferences=kind)).rows[0]
+    assert asked.source == plain.source
+
+
+def test_a_prompt_that_data_joins_in_two_ways_is_asked_for(tmp_path):
+    path = written(tmp_path, ["instruction", "input", "context", "chosen", "rejected"], [list("abcde")])
+    with pytest.raises(DataError, match=r"data\.template"):
+        read_split(spec_of(path), "train")
+
+
+def trl_extract_prompt(chosen, rejected):
+    """TRL's rule for texts: the common beginning, without a blank at its end."""
+    for place in range(min(len(chosen), len(rejected))):
+        if chosen[place] != rejected[place]:
+            place -= chosen[place - 1] == " "
+            break
+    return chosen[:place], chosen[place:], rejected[place:]
+
+
+@pytest.mark.parametrize(
+    ("answers", "prompt"),
+    [
+        ((" today please yes", " no"), "\n\nHuman: q\n\nAssistant:"),
+        ((" today yes", " today no"), "\n\nHuman: q\n\nAssistant: today"),
+        (("\n- a", "\n* b"), "\n\nHuman: q\n\nAssistant:\n"),
+    ],
+)
+def test_transcripts_begin_with_their_prompt_as_in_trl(tmp_path, answers, prompt):
+    sides = [f"\n\nHuman: q\n\nAssistant:{answer}" for answer in answers]
+    path = written(tmp_path, ["chosen", "rejected"], [sides, sides])
+    found = read_split(spec_of(path), "train").examples[0]
+    assert (found.source, found.target, found.rejected.target) == trl_extract_prompt(*sides)
+    assert found.source == prompt
+    assert read_inputs(path, SourceSpec(preferences="pairs")).rows[0].source == prompt
+
+
+def test_a_prompt_of_transcripts_does_not_end_inside_a_word(tmp_path):
+    rows = [["Q: a A: today", "Q: a A: tomorrow"], ["Q: b A: yes please", "Q: b A: yes"], ["Q: c A:", "Q: c A: no"]]
+    table = read_split(spec_of(written(tmp_path, ["chosen", "rejected"], rows), max_bad_rows=1), "train")
+    assert [(one.source, one.target, one.rejected.target) for one in table.examples] == [
+        ("Q: a A:", " today", " tomorrow"),
+        ("Q: b A:", " yes please", " yes"),
+    ]
+    assert "column 'chosen' has no answer" in table.notes[-1]
+
+
+def test_answers_that_begin_alike_are_no_transcripts_beside_a_prompt_of_another_name(tmp_path):
+    path = written(tmp_path, ["query", "chosen", "rejected"], [["what is it", "The good", "The bad"]])
+    with pytest.raises(DataError, match=r"set data\.source_column"):
+        read_split(spec_of(path), "train")
+
+
+SHARED = [{"from": "human", "value": "one"}]
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"conversations": SHARED, "chosen": {"from": "gpt", "value": "1"}, "rejected": {"from": "gpt", "value": "uno"}},
+        {"messages": ASKED[1:], "chosen": [GOOD], "rejected": [BAD]},
+        {"conversations": SHARED, "chosen": "1", "rejected": "uno"},
+        {"prompt": "one", "chosen": GOOD, "rejected": BAD},
+        {"question": "one", "chosen": [GOOD], "rejected": [BAD]},
+        {"chosen": [*ASKED[1:], GOOD], "rejected": [*ASKED[1:], BAD]},
+    ],
+)
+def test_turns_follow_the_prompt_of_another_column(tmp_path, row):
+    path = written(tmp_path, list(row), [list(row.values())])
+    found = read_split(spec_of(path), "train").examples[0]
+    assert found.conversation.messages == (ASKED[1], GOOD)
+    assert found.rejected.conversation.messages == (ASKED[1], BAD)
+    assert found.conversation.answers == found.rejected.conversation.answers == (1,)
+
+
+def test_a_conversation_that_ends_with_an_answer_is_no_prompt(tmp_path):
+    path = written(tmp_path, ["messages", "chosen", "rejected"], [[[*ASKED, GOOD], [GOOD], [BAD]]])
+    with pytest.raises(DataError, match="column 'messages' ends with an answer"):
+        read_split(spec_of(path), "train")
+
+
+@pytest.mark.parametrize(
+    ("names", "labels"),
+    [
+        (("response_0", "response_1"), (0, 1)),
+        (("response_0", "response_1"), ("response_0", "response_1")),
+        (("output_a", "output_b"), ("A", "B")),
+        (("output_a", "output_b"), (1, 2)),
+        (("output_a", "output_b"), (0, 1)),
+        (("answer1", "answer2"), (1.0, 2.0)),
+        (("reply_1", "reply_2"), ("a", "b")),
+        (("conversation_a", "conversation_b"), ("model_a", "model_b")),
+    ],
+)
+def test_a_label_says_which_of_two_is_better(tmp_path, names, labels):
+    rows = [["p", "first", "second", labels[0]], ["q", "third", "fourth", labels[1]]]
+    if "conversation_a" in names:
+        turns = lambda text, answer: [{"role": "user", "content": text}, {"role": "assistant", "content": answer}]  # noqa: E731
+        rows = [["x", turns(row[0], row[1]), turns(row[0], row[2]), row[3]] for row in rows]
+    path = written(tmp_path, ["prompt", *names, "winner"], [*rows, [*rows[0][:3], "tie"]])
+    for more in ({}, {"target_column": names[0], "rejected_column": names[1]}):
+        found = read_split(spec_of(path, label_column="winner", max_bad_rows=1, **more), "train").examples
+        assert [(one.target, one.rejected.target) for one in found] == [("first", "second"), ("fourth", "third")]
+        assert all(one.rejected.rejected is None for one in found)
+
+
+@pytest.mark.parametrize("labels", [(0, 1), (True, False), (3, 4)])
+def test_labels_that_do_not_tell_are_refused(tmp_path, labels):
+    rows = [["p", "first", "second", label] for label in labels]
+    path = written(tmp_path, ["prompt", "answer1", "answer2", "label"], rows)
+    with pytest.raises(DataError, match=r"does not tell which of 'answer1' and 'answer2' is better"):
+        read_split(spec_of(path, label_column="label"), "train")
+    with pytest.raises(DataError, match=r"equal rank: set data\.label_column"):
+        read_split(spec_of(path), "train")
+
+
+@pytest.mark.parametrize(
+    ("good", "bad"), [("thumbs_up", "thumbs_down"), ("Good", "bad"), (1.0, 0.0), (1, -1), ("👍", "👎")]
+)
+def test_a_label_of_another_name_and_spelling(tmp_path, good, bad):
+    path = written(tmp_path, ["question", "answer", "feedback"], [["q", "a", good], ["r", "b", bad]])
+    found = read_split(labelled(path, label_column="feedback"), "train").examples
+    assert [one.desirable for one in found] == [True, False]

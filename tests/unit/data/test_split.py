@@ -262,7 +262,7 @@ def spec_with_rows(tmp_path, count=400, **options):
 
 
 def test_held_out_rows_are_the_same_in_every_run_and_are_not_trained_on(tmp_path):
-    spec = spec_with_rows(tmp_path, validation_fraction=0.1)
+    spec = spec_with_rows(tmp_path, validation_fraction=0.1, held_out_by="source")
     train, held_out = read_split(spec, "train"), read_split(spec, "validation")
     assert [row.line for row in held_out.examples][:4] == [6, 11, 53, 55]
     assert sorted(row.line for row in train.examples + held_out.examples) == list(range(2, 402))

@@ -16,21 +16,8 @@ from fullshard.program.data.reading.json_file import Number, parse_json
 from fullshard.program.data.reading.row import Row, RowReader, UnusableRowError
 from fullshard.program.data.reading.text_file import encoding_problem
 
-_MISSING = (
-    "nan",
-    "-nan",
-    "null",
-    "none",
-    "n/a",
-    "<na>",
-    "#na",
-    "#n/a",
-    "#n/a n/a",
-    "1.#ind",
-    "-1.#ind",
-    "1.#qnan",
-    "nat",
-)
+_MISSING = {"nan", "-nan", "null", "none", "n/a", "<na>", "#na", "#n/a", "#n/a n/a", "nat"}
+_MISSING |= {"1.#ind", "-1.#ind", "1.#qnan", "-1.#qnan"}
 """Texts in lower case that are written for missing values: those that pandas reads so, and NaT, which it writes."""
 
 _LOOKED_AT = 100
