@@ -158,7 +158,7 @@ class ModelConfig(ConfigSection):
     @model_validator(mode="after")
     def _adds_tokens(self) -> Self:
         repeated = sorted({one for one in self.new_tokens if self.new_tokens.count(one) > 1})
-        if repeated or not all(one.strip() for one in self.new_tokens):
+        if repeated or not all(one.strip(" ") for one in self.new_tokens):  # a line break may be one
             raise ValueError(f"new_tokens: {f'{repeated[0]!r} is given twice' if repeated else 'a token is empty'}")
         adapter = self.adapter
         if (

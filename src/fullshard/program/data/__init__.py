@@ -91,3 +91,8 @@ from fullshard.program.data.tokenizing.tokenize import (
     uses_chat_template as uses_chat_template,
     writes_date as writes_date,
 )
+from fullshard.program.data.tokenizing.written import (
+    Unwritten as Unwritten,
+    find_unwritten as find_unwritten,
+    written_forms as written_forms,
+)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from tokenizers import AddedToken
 from torch import Tensor, nn
 
 from fullshard.core.engine import WantedTensor, WeightReader, wanted_tensors
@@ -32,8 +33,16 @@ def add_tokens(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[str]) -> Pre
         raise ModelError(
             f"model.new_tokens: the tokenizer has {', '.join(map(repr, known))} already. Remove what is no new token."
         )
-    tokenizer.add_tokens(list(tokens))
+    tokenizer.add_tokens([_as_written(tokenizer, one) for one in tokens])
     return tokenizer
+
+
+def _as_written(tokenizer: PreTrainedTokenizerBase, token: str) -> str | AddedToken:
+    """Return a token that is found before the tokenizer replaces its characters, as NFKC makes a 2 of a ² and of it."""
+    normalizer = getattr(getattr(tokenizer, "backend_tokenizer", None), "normalizer", None)
+    if normalizer is None or normalizer.normalize_str(token) == token:
+        return token
+    return AddedToken(token, normalized=False)
 
 
 def tokenizer_of(base: Path, adapter: Path | None) -> PreTrainedTokenizerBase:

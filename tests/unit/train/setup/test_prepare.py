@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import yaml
+from tokenizers import normalizers
 
 from fullshard.core.testing import run_ranks
 from fullshard.errors import ConfigError, DataError, ModelError
@@ -212,10 +213,11 @@ def test_rows_of_another_file_are_measured_by_the_labels_that_training_saw(tmp_p
     config = RunConfig.model_validate(settings(tmp_path, data=data))
     seen, said = prepare(config), []
     assert 0 < len(seen.labels) < 12
-    other = Path(titled(tmp_path / "other.csv", "mn"))
+    known = [label[0] for label in seen.labels][:2]  # letters that its tokenizer can write
+    other = Path(titled(tmp_path / "other.csv", known))
     measured = prepare(with_rows(config, other), said.append, rows_file=other)
     assert measured.labels == seen.labels
-    assert [row.references for row in measured.held_out] == [("m done",), ("n done",)]
+    assert [row.references for row in measured.held_out] == [(f"{one} done",) for one in known]
     assert any(note.startswith("training: ") for note in seen.notes)
     assert any(note.startswith("held-out: 2 rows") for note in measured.notes)
     assert not any("training" in note or "rows.csv" in note for note in measured.notes)
@@ -368,3 +370,24 @@ def test_a_causal_model_reads_conversations_in_a_template(tmp_path):
     assert own.tokenizer.chat_template == "{% for m in messages %}{{ m.content }}{% endfor %}"
     with pytest.raises(ConfigError, match="chat_template: false leaves out the template, but the rows are conv"):
         prepare(config_of(tmp_path, data=data | {"chat_template": False}, **model))
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_targets_that_the_tokenizer_cannot_write_are_said_and_measured_as_it_writes_them(tmp_path, streaming):
+    config = config_of(tmp_path)
+    tokenizer = prepare_tokenizer(config)
+    tokenizer.backend_tokenizer.normalizer = normalizers.Replace("²", "2")
+    tokenizer.save_pretrained(tmp_path / "t5")
+    (tmp_path / "t5" / "config.json").write_text(json.dumps({"model_type": "t5"}))
+    rows = "text,label\n" + "".join(f"row {i},{'m²' if i % 4 else 'm'}\n" for i in range(40))
+    (tmp_path / "symbols.csv").write_text(rows)
+    (tmp_path / "held.csv").write_text("text,label\na,m²\nb,m\n")
+    files = {"train_file": str(tmp_path / "symbols.csv"), "validation_file": str(tmp_path / "held.csv")}
+    data = {"cache_dir": str(tmp_path / "cache"), "streaming": streaming, **files}
+    found = prepare(config_of(tmp_path, model={"path": str(tmp_path / "t5")}, data=data))
+    assert [row.references for row in found.held_out] == [("m2",), ("m",)]
+    assert (found.labels, found.sets[0].majority) == ({"m2": 30, "m": 10}, "m2")
+    notes = "\n".join(found.notes)
+    assert "30 of 40 training targets are not the same" in notes
+    assert "1 of 2 held-out targets are not the same" in notes
+    assert "'m²' becomes 'm2'" in notes

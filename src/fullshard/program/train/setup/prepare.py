@@ -33,6 +33,7 @@ from fullshard.program.data import (
     TokenizeSpec,
     Turn,
     UnusableRowsError,
+    Unwritten,
     add_plain_template,
     answers_as_rows,
     asked_note,
@@ -41,6 +42,7 @@ from fullshard.program.data import (
     choose_separator,
     corrupted,
     describe_separator,
+    find_unwritten,
     fingerprint,
     in_pairs,
     index_to,
@@ -60,6 +62,7 @@ from fullshard.program.data import (
     with_rows_of,
     with_unrelated,
     writes_date,
+    written_forms,
 )
 from fullshard.program.models import (
     add_tokens,
@@ -78,7 +81,7 @@ if TYPE_CHECKING:
 MOST_LABELS = 1000
 """Maximum number of distinct targets of a label set."""
 
-_FORMAT = 6
+_FORMAT = 7
 """Version of the cache entries; increase it when the same inputs give different entries."""
 
 EXAMPLES_NAME = "examples.json"
@@ -268,11 +271,17 @@ def set_tokens(
         texts_are_rows = not spec.text_tokens
         work.say(f"tokenizing {len(rows):,} {what if texts_are_rows else f'texts for {what}'}")
         stats = tokenize_to(entry, rows, tokenizer, spec, lambda done, total: work.progress(what, done, total))
-        kept = {"stats": stats, "notes": notes, "skipped": skipped, "desirable": desirable}
+        kept = {"stats": stats, "notes": notes, "skipped": skipped, "desirable": desirable, "unwritten": None}
+        forms: dict[str, str] = {}
+        if texts_are_rows:
+            forms = written_forms((text for row in rows for text in row.references), tokenizer, spec)
+            kept["unwritten"] = find_unwritten([row.target for row in rows], forms)
         if split == "train":
-            return kept | (_count_targets(rows) if texts_are_rows else {"labels": None, "majority": ""}) | about
-        # Rows that are cut out of joined texts are none of them.
-        texts = [(row.source, row.references, row.line) for row in rows[:: work.together]] if texts_are_rows else []
+            counted = _count_targets(rows, forms) if texts_are_rows else {"labels": None, "majority": ""}
+            return kept | counted | about
+        # Rows that are cut out of joined texts are none of them. Metrics compare with what the tokenizer can write.
+        used = rows[:: work.together] if texts_are_rows else []
+        texts = [(row.source, [forms[text] for text in row.references], row.line) for row in used]
         (entry / EXAMPLES_NAME).write_text(json.dumps(texts), encoding="utf-8")
         return kept
 
@@ -300,7 +309,7 @@ def streamed_tokens(
     if work.config.training.per_device_train_batch_tokens is None:
         key = work.key("train", "sample", content, asdict(spec))
         _, sample = work.find(key, lambda entry: sample_lengths(rows, spec), "sample of lengths")
-        return open_stream(entry, rows, sample, content=whole), kept
+        return open_stream(entry, rows, sample, content=whole), kept | _written_labels(kept, tokenizer, spec)
 
     def build(lengths: Path) -> dict[str, Any]:
         work.say(f"measuring {len(rows.starts):,} training rows in tokens, for the budget of a batch")
@@ -308,7 +317,25 @@ def streamed_tokens(
 
     key = work.key("train", "lengths", content, asdict(spec))
     exact, about = work.find(key, build, "lengths")
-    return open_stream(entry, rows, about, exact, content=whole), kept
+    return open_stream(entry, rows, about, exact, content=whole), kept | _written_labels(kept, tokenizer, spec)
+
+
+def _written_labels(kept: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, spec: TokenizeSpec) -> dict[str, Any]:
+    """Return label set and most frequent target of streamed rows as the tokenizer writes them, and which it cannot.
+
+    With too many different targets for a label set, the most frequent one alone is looked at.
+    """
+    labels: Mapping[str, int] = kept["labels"] or {}
+    forms = written_forms([kept["majority"], *labels], tokenizer, spec)
+    counts: Counter[str] = Counter()
+    for label, rows in labels.items():
+        counts[forms[label]] += rows
+    every = [label for label, rows in labels.items() for _ in range(rows)] or [kept["majority"]]
+    return {
+        "labels": dict(counts) if kept["labels"] is not None else None,
+        "majority": forms[kept["majority"]],
+        "unwritten": find_unwritten(every, forms),
+    }
 
 
 def _labels_of(rows: Sequence[Example]) -> str:
@@ -335,9 +362,9 @@ def _require_one_answer(rows: Sequence[Example], *, causal: bool) -> None:
         )
 
 
-def _count_targets(rows: Sequence[Example]) -> dict[str, Any]:
-    """Return the label set, if there is one, and the most frequent target, the first of equals."""
-    counts = Counter(row.target for row in rows)
+def _count_targets(rows: Sequence[Example], forms: Mapping[str, str]) -> dict[str, Any]:
+    """Return the label set, if there is one, and the most frequent target, the first of equals, as they are written."""
+    counts = Counter(forms[row.target] for row in rows)
     labels = dict(counts) if len(counts) <= MOST_LABELS else None
     return {"labels": labels, "majority": counts.most_common(1)[0][0]}
 
@@ -517,6 +544,7 @@ def _prepare_set(
         notes += [
             *_length_notes(f"training{of_set}", train_set, spec),
             *_weight_notes(work, train_set),
+            *_unwritten_notes(f"training{of_set}", kept),
             show_row(train_set, 0, tokenizer, causal=spec.causal),
         ]
     held_out: list[Example] = []
@@ -528,6 +556,7 @@ def _prepare_set(
         held_out = read_examples(entry / EXAMPLES_NAME)
         notes += [note for note in held_kept["notes"] if note not in reading]
         notes += _length_notes(f"held-out{of_set}", held_out_set, spec)
+        notes += _unwritten_notes(f"held-out{of_set}", held_kept)
     labels, majority = kept["labels"], kept["majority"]
     of_rows = held_out, held_out_set, labels, majority
     about = kept["conversations"], kept["system_turns"]
@@ -736,6 +765,11 @@ def _weight_notes(work: SetRows, rows: TokenizedSet) -> list[str]:
     weights = np.ones(1) if rows.weights is None else rows.weights
     low, mean, high = (f"{float(one):g}" for one in (weights.min(), weights.mean(), weights.max()))
     return [f"weights{of_set} from column {column!r}: {low} to {high}, mean {mean} (data.weight_column)"]
+
+
+def _unwritten_notes(name: str, kept: Mapping[str, Any]) -> list[str]:
+    """Return a message on targets that the tokenizer cannot write, or none."""
+    return [] if kept["unwritten"] is None else [Unwritten(**kept["unwritten"]).note(name)]
 
 
 def _length_notes(name: str, tokenized: TokenizedSet, spec: TokenizeSpec) -> list[str]:
