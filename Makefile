@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+KERNELS_STAMP := $(VENV)/.installed-triton
 DOCS_VENV := .venv-docs
 DOCS_STAMP := $(DOCS_VENV)/.installed
 export OMP_NUM_THREADS ?= 1
@@ -16,7 +17,7 @@ OLDEST := torch==2.11.0 transformers==5.17.0 accelerate==1.14.0 peft==0.21.0 bit
 NUMBERS := tests/sim/quantized/test_bits.py tests/sim/quantized/test_training.py tests/sim/optim tests/sim/engine/test_parity.py \
 	tests/unit/train/setup/test_quantization.py
 
-.PHONY: demo test test-all test-avx2 test-newest test-oldest suite check docs dist notebook bench bench-network faults mutants gpu clean
+.PHONY: demo test test-all test-avx2 test-kernels test-newest test-oldest suite check docs dist notebook bench bench-network faults mutants gpu clean
 
 demo: $(STAMP)
 	$(BIN)/fullshard train examples/banking77_tiny.yaml
@@ -31,6 +32,10 @@ test-all: $(STAMP)
 # The tests of numbers by the kernels for CPUs without AVX-512: torch, and bitsandbytes by it, choose theirs by this variable.
 test-avx2: $(STAMP)
 	ATEN_CPU_CAPABILITY=avx2 $(BIN)/pytest -q -n 2 --dist loadfile $(NUMBERS)
+
+# The kernels in Triton's interpreter, on the CPU, against eager attention.
+test-kernels: $(STAMP) $(KERNELS_STAMP)
+	PYTHONPATH=$(VENV)/triton TRITON_INTERPRET=1 $(BIN)/pytest -n 2 tests/kernels
 
 # The suite with the newest releases that the index offers, or with the oldest supported ones, each in an environment of its own; torch
 # then comes as PyPI's build, several GB. What ran: docs/reference/versions.md.
@@ -93,6 +98,11 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt torch
 	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e ".[dev]"
 	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt --no-deps --target $(VENV)/torchao --upgrade torchao
+	touch $@
+
+# triton too, for the tests of kernels alone: 700 MB on the disk, and what finds it compiles with it.
+$(KERNELS_STAMP): constraints.txt | $(STAMP)
+	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt --no-deps --target $(VENV)/triton --upgrade triton
 	touch $@
 
 # Only the generator: the extra `docs` would bring torch along.

@@ -86,6 +86,12 @@ def attention_function(name: str, module: Any) -> Callable[..., Any]:
     return private_name(sys.modules[type(module).__module__], "eager_attention_forward", "transformers")
 
 
+def t5_bucket() -> Callable[..., Any]:
+    """Return T5's function from distances to buckets of its bias. Gone: the way t5_attention cannot be used."""
+    package: Any = importlib.import_module("transformers.models.t5.modeling_t5")
+    return private_name(package.T5Attention, "_relative_position_bucket", "transformers")
+
+
 def own_loss(model: Any) -> Callable[..., Any] | None:
     """Return the loss that was set on a model in place of its type's, or None. Gone: such a loss is not noticed."""
     return getattr(model, "_loss_function", None)

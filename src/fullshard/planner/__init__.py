@@ -5,7 +5,11 @@ Files, in reading order: ``memory_tracker`` (live bytes), ``work`` (the operator
 ``timing`` (a step's time), ``plan`` (the result).
 """
 
-from fullshard.planner.fake_tensors import UnplannedStepError as UnplannedStepError, real_tensors as real_tensors
+from fullshard.planner.fake_tensors import (
+    UnplannedStepError as UnplannedStepError,
+    planning as planning,
+    real_tensors as real_tensors,
+)
 from fullshard.planner.memory_tracker import (
     MemoryTracker as MemoryTracker,
     TooMuchWorkError as TooMuchWorkError,

@@ -21,8 +21,13 @@ _REGISTERED = {"sdpa": "heads_of_shared_rows", "eager": "heads_of_shared_rows_ea
 
 
 def attention_for(plain: str) -> str:
-    """Register the attention of shared rows that is computed by ``plain``, and return its name; any rank."""
-    name = _REGISTERED[plain]
+    """Register the attention of shared rows that is computed by ``plain``, and return its name; any rank.
+
+    ``plain`` is registered, or eager. Its masks are of full rows, (B, 1, 1 or T, S), or the numbers of queries and
+    keys, (B, 1, 1, T + S) of whole numbers. A layer's ``bias_of_heads``, if it has one, takes the layer and returns
+    what ``plain`` takes for a bias, with heads first; without gradients it gets the bias of all pairs.
+    """
+    name = _REGISTERED.setdefault(plain, f"heads_of_shared_rows_{plain}")
 
     def attend(
         module: Any,
@@ -129,6 +134,8 @@ def _heads_read(heads: Split, group: int, rank: int) -> tuple[Split, int | torch
 
 
 def _check_mask(mask: torch.Tensor, queries: int, keys: int, name: str) -> None:
+    if mask.dim() == 4 and not mask.is_floating_point() and mask.shape[2:] == (1, queries + keys):
+        return
     if mask.dim() != 4 or mask.shape[2] not in (1, queries) or mask.shape[3] != keys:
         raise InvariantError(
             f"attention of shared rows takes masks of full rows, (B, 1, {queries}, {keys}); {name} got "
@@ -140,13 +147,16 @@ def own_bias(layer: Any, rows: SharedRows) -> torch.Tensor:
     """Return the relative bias of T5's ``layer`` for full rows and this rank's heads, (1, h, T, T).
 
     Its gradient is that of these heads alone. It is made of each distance's bias, so that nothing of the size T x T is
-    in memory but itself.
+    in memory but itself. A layer with ``bias_of_heads`` has another: see :func:`attention_for`.
     """
+    start, stop = even_split(0, layer.n_heads, rows.comm.size).ranges[rows.comm.rank]
+    of_heads = getattr(layer, "bias_of_heads", None)
+    if of_heads is not None and torch.is_grad_enabled():
+        return of_heads(layer)[start:stop]
     length = rows.lengths[rows.stack or ""]
     device = layer.relative_attention_bias.weight.device
     # The query at ``length - 1`` sees every distance, from 1 - length to length - 1.
     distances = layer.compute_bias(1, 2 * length - 1, device=device, past_seen_tokens=length - 1)[0, :, 0]
-    start, stop = even_split(0, layer.n_heads, rows.comm.size).ranges[rows.comm.rank]
     # In fp32 at least, in which the gradients of up to T equal distances are added.
     summed_in = torch.promote_types(distances.dtype, torch.float32)
     by_place = distances[start:stop].to(summed_in).unfold(1, length, 1).flip(1)

@@ -9,6 +9,9 @@ from fullshard.program.config.training import TrainingConfig
 
 _ATTENTION = (None, "sdpa", "eager")
 
+_WAYS = ("compile", "t5_attention")
+"""Ways that do not ask for a full row's tokens or heads."""
+
 
 def require_splittable(ranks: int, model: ModelConfig, training: TrainingConfig, ways: Sequence[str]) -> None:
     """Refuse settings with which ``ranks`` cannot share rows; any process.
@@ -26,7 +29,7 @@ def require_splittable(ranks: int, model: ModelConfig, training: TrainingConfig,
 
 def _problems(model: ModelConfig, training: TrainingConfig, ways: Sequence[str]) -> Iterator[str]:
     """Yield each setting that stands against it, with the reason."""
-    others = [way for way in ways if way != "compile"]
+    others = [way for way in ways if way not in _WAYS]
     if others:
         yield f"{', '.join(others)} (speed.ways), which replace what rows are split in"
     if training.speed == "auto":

@@ -8,7 +8,7 @@ from pydantic import model_validator
 
 from fullshard.program.config.section import SAME, ConfigSection
 
-AttentionWay = Literal["bias_sdpa", "flex", "varlen", "flash"]
+AttentionWay = Literal["t5_attention", "bias_sdpa", "flex", "varlen", "flash"]
 KernelsWay = Literal["liger"]
 BlocksWay = Literal["compile"]
 WayName = AttentionWay | KernelsWay | BlocksWay
@@ -18,8 +18,9 @@ class SpeedConfig(ConfigSection):
     """Ways to run the model's own code faster. `fullshard tune` measures them and writes its choice here."""
 
     ways: Annotated[tuple[WayName, ...], SAME] = ()
-    """[Ways](#ways) to use, at most one of each kind. Attention: bias_sdpa, flex, varlen, flash; kernels: liger;
-    blocks: compile, which is Hugging Face's training.torch_compile. Empty: the model computes as in transformers."""
+    """[Ways](#ways) to use, at most one of each kind. Attention: t5_attention, bias_sdpa, flex, varlen, flash;
+    kernels: liger; blocks: compile, which is Hugging Face's training.torch_compile. Empty: the model computes as in
+    transformers."""
 
     @model_validator(mode="after")
     def _one_of_each_kind(self) -> Self:

@@ -57,7 +57,7 @@ _BOTH_WAYS = frozenset(
 )
 """Model types that read their input in both directions unless ``is_decoder`` is set; a test looks at every type."""
 
-T5_FAMILY = frozenset({"t5", "mt5", "umt5", "longt5", "switch_transformers"})
+T5_FAMILY = frozenset({"t5", "mt5", "umt5", "longt5", "pop2piano", "switch_transformers"})
 """Model types with T5's layers."""
 
 

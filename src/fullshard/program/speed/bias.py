@@ -83,25 +83,50 @@ Prepare = Callable[[Any, Tensor | None, Tensor], Tensor]
 def share_bias(base: PreTrainedModel, attention: str, prepare: Prepare) -> None:
     """Set a registered attention, and prepare its bias once for all layers of a stack, in place.
 
-    T5's blocks hand their bias on from one to the next, so what the first one is given reaches all. The attention is
-    called with ``prepared=True``, or, where layers have a bias each (UMT5), with ``prepared=False`` and transformers'
-    bias; without gradients, and with a key-value cache, it is called as by transformers, without ``prepared``.
+    T5's blocks hand their bias on from one to the next, so what the first one is given reaches all. Where layers have a
+    bias each (UMT5), it is prepared for each. The attention is called with ``prepared=True``; without gradients, and
+    with a key-value cache, as by transformers, without it.
     """
     set_attention(base, attention)
     for layer in biased_layers(base):
         handed_on = "position_bias" in inspect.signature(type(layer).forward).parameters
         if handed_on:
             cast("Any", layer).prepare_bias = prepare  # for compiled blocks, which are given it from outside
-        layer.register_forward_pre_hook(partial(_before, prepare if handed_on else None), with_kwargs=True)
+            layer.register_forward_pre_hook(partial(_hand_on, prepare), with_kwargs=True)
+        else:
+            layer.register_forward_pre_hook(partial(_replace_bias, prepare), with_kwargs=True)
+            layer.register_forward_hook(_restore_bias, always_call=True)
 
 
-def _before(
-    prepare: Prepare | None, layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+def _is_plain(kwargs: dict[str, Any]) -> bool:
+    """Return whether a layer is to be called as by transformers."""
+    return not torch.is_grad_enabled() or kwargs.get("past_key_values") is not None
+
+
+def _replace_bias(
+    prepare: Prepare, layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    if not torch.is_grad_enabled() or kwargs.get("past_key_values") is not None:
+    """Let a layer that computes its own bias, or zeros of the size of its scores, have the prepared one instead."""
+    if _is_plain(kwargs):
         return None
-    if prepare is None:
-        return args, {**kwargs, "prepared": False}
+    (hidden,) = args
+    bias = prepare(layer, kwargs.get("attention_mask"), hidden)
+    layer.compute_bias = lambda *_, **__: bias
+    layer.has_relative_attention_bias = True
+    return args, {**kwargs, "prepared": True}
+
+
+def _restore_bias(layer: Any, _args: Any, _output: Any) -> None:
+    if "compute_bias" in vars(layer):
+        del layer.compute_bias
+        layer.has_relative_attention_bias = hasattr(layer, "relative_attention_bias")
+
+
+def _hand_on(
+    prepare: Prepare, layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    if _is_plain(kwargs):
+        return None
     (hidden,), shared = args, kwargs.get("position_bias")
     if shared is None:
         shared = prepare(layer, kwargs.get("mask"), hidden)
@@ -154,8 +179,6 @@ def _attend(
     if prepared is None:
         return ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, attention_mask, **kwargs)
     bias = kwargs["position_bias"]
-    if not prepared:
-        bias = _merged(bias if module.has_relative_attention_bias else None, attention_mask, query)
     mask, dropout = bias.to(query.dtype) if bias.dim() else None, kwargs.get("dropout", 0.0)
     output = functional.scaled_dot_product_attention(
         query, key, value, mask, dropout_p=dropout, scale=kwargs.get("scaling")

@@ -122,9 +122,6 @@ def _attend(
             raise ModelError("flex does not take a key-value cache in training, which a prefix adapter is.")
         plain = ALL_ATTENTION_FUNCTIONS["flex_attention" if blocks else "sdpa"]
         return plain(module, query, key, value, attention_mask, **kwargs)
-    if not prepared:
-        by_distance = torch.cat([bias[0, :, -1], bias[0, :, 0, 1:]], dim=-1)
-        bias = by_distance if module.has_relative_attention_bias else bias.new_zeros(())
     length = query.shape[2]
 
     def add(score: Tensor, _row: Tensor, head: Tensor, place: Tensor, other: Tensor) -> Tensor:

@@ -267,5 +267,6 @@ def lay_out(config: RunConfig, tokenizer: PreTrainedTokenizerBase, world_size: i
 
 def _laid_out(model: nn.Module, config: RunConfig, world_size: int, rank: int = 0) -> nn.Module:
     ranks = Ledger(rank, world_size, torch.device("meta")).world
-    shard_model(model, uncompiled(config), ranks, None if config.model.path is None else UnreadWeights())
+    weights = None if config.model.path is None else UnreadWeights()
+    shard_model(model, uncompiled(config, attention=False), ranks, weights)
     return model

@@ -51,6 +51,7 @@ from fullshard.program.data import (
 from fullshard.program.models import Objective, add_tokens, blocks_of, resolve_model
 from fullshard.program.models.float8 import Float8Layers
 from fullshard.program.models.hub import reads_one_sequence
+from fullshard.program.speed import WAYS
 from fullshard.program.train.around_steps import AT_ONCE, AroundSteps, HeldOutBatches, assumed
 from fullshard.program.train.run.step import StepSpec, issue_step
 from fullshard.program.train.setup.activation_offload import ActivationOffload
@@ -677,9 +678,13 @@ def planned_by_masks(config: RunConfig, *, gpu: bool) -> str | None:
     return next((name for name in config.ways if name in bounded), None)
 
 
-def uncompiled(config: RunConfig) -> RunConfig:
-    """Return the settings without ways that a plan cannot follow: those of graphs, and of kernels for GPUs only."""
+def uncompiled(config: RunConfig, *, attention: bool = True) -> RunConfig:
+    """Return the settings without ways that a plan cannot follow: those of graphs, and of kernels for GPUs only.
+
+    ``attention``: False leaves out every way of attention, for a model that only shows where its parameters lie.
+    """
     ways = tuple(name for name in config.speed.ways if name not in ("compile", "liger", *_GPU_KERNELS))
+    ways = tuple(name for name in ways if attention or WAYS[name].part != "attention")
     training = config.training.model_copy(update={"torch_compile": False})
     return config.model_copy(update={"training": training, "speed": config.speed.model_copy(update={"ways": ways})})
 
