@@ -272,9 +272,9 @@ class RunConfig(ConfigSection):
 
     @property
     def ways(self) -> tuple[str, ...]:
-        """The ways of the run: ``speed.ways``, and ``compile`` also for ``training.torch_compile``."""
+        """The ways of the run: ``speed.ways`` once chosen, and ``compile`` also for ``training.torch_compile``."""
         compiled = ("compile",) if self.training.torch_compile else ()
-        return tuple(dict.fromkeys((*self.speed.ways, *compiled)))
+        return tuple(dict.fromkeys((*(() if self.speed.ways == "auto" else self.speed.ways), *compiled)))
 
     def of_set(self, name: str | None) -> RunConfig:
         """Return the settings for new rows; of a mixture, with the columns and prefix of one of its sets.

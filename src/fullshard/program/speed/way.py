@@ -22,6 +22,7 @@ class Facts:
     dtype: torch.dtype  # that the blocks compute in
     packing: bool  # whether a sequence has several rows
     longest: int  # most tokens of a row: of source and target, for a causal model of both joined
+    assumed: bool = False  # whether the device is that of a data sheet, which has all that kernels need
 
 
 class Way(Protocol):

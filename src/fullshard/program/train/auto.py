@@ -22,6 +22,7 @@ from fullshard.program.train.setup.float8 import require_float8
 from fullshard.program.train.setup.prepare import Prepared
 from fullshard.program.train.setup.resume import checkpoints_directory
 from fullshard.program.train.setup.tuned import best_of, card_of, key_of, place_of, read_tuned, still_open
+from fullshard.program.train.setup.ways import WAYS_SETTING, ways_choice
 from fullshard.sizes import format_bytes, format_duration
 from fullshard.state.resilience import ScratchDirectory
 from fullshard.state.storage import as_place, find_checkpoints, read_index
@@ -112,6 +113,35 @@ def chosen_speed(
     choice = Choice("training.speed", _text(found), why)
     tell(str(choice))
     return (*found, f"training.speed={json.dumps(found)}"), (choice,)
+
+
+def chosen_ways(
+    load: Load, data: Prepared, comm: Comm, tell: Callable[[str], None] = lambda line: None
+) -> tuple[tuple[str, ...], tuple[Choice, ...]]:
+    """Return the override that ``speed.ways: auto`` stands for and the choice; both empty if ways are set.
+
+    Every rank calls it, with its precision chosen. A resumed run keeps the ways of its start. ``tell`` receives a line
+    for the user.
+
+    Raises:
+        UserError: The model cannot be built, or the settings do not match it; on every rank.
+    """
+    config = load(())
+    if config.speed.ways != "auto":
+        return (), ()
+    devices, begun = Devices.of_ranks(comm), has_begun(config, comm)
+
+    def choose() -> Choice:
+        before = recorded(config, WAYS_SETTING, before=[], begun=begun) if comm.rank == 0 else None
+        if isinstance(before, list):
+            return Choice(WAYS_SETTING, f"[{', '.join(before)}]", KEPT)
+        return ways_choice(config, data, comm.size, devices, comm.device)[1][0]
+
+    found = comm.all_gather_object(together(comm, choose))
+    choice = next((one for one in found if one.why == KEPT), found[0])
+    if devices.gpu:
+        tell(str(choice))
+    return (choice.override,), (choice,)
 
 
 def simulated_settings(

@@ -48,6 +48,7 @@ from fullshard.program.train.setup.steps import (
     schedule_notes,
     training_batches,
 )
+from fullshard.program.train.setup.ways import ways_choice
 from fullshard.sizes import format_bytes
 from fullshard.state.saving.full import check_saving
 from fullshard.state.storage import file_system
@@ -185,7 +186,7 @@ def _dry_run(
     if precision.value == "bf16" and devices.gpu and not devices.bf16:
         raise ConfigError(f"training.precision is bf16, but {precision_of(devices)[1]}. Set it to fp16 or fp32.")
     require_float8(config, devices)
-    asked = with_precision(config, devices, precision.value)
+    asked, ways = ways_choice(with_precision(config, devices, precision.value), data, world_size, devices)
     config = for_devices(asked, devices)
     plan = make_plan(config, data.train_set, world_size, causal=data.causal)
     batches = training_batches(config, collate_spec(data.tokenizer, causal=data.causal), plan, data.train_set)
@@ -230,7 +231,7 @@ def _dry_run(
             *advice(config, data, plan, world_size),
             *untried,
         ),
-        chosen=choices(asked, devices, model, before=[precision, *by_plan()]),
+        chosen=choices(asked, devices, model, before=[precision, *ways, *by_plan()]),
     )
 
 

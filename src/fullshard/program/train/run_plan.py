@@ -56,7 +56,14 @@ from fullshard.program.train.around_steps import AT_ONCE, AroundSteps, HeldOutBa
 from fullshard.program.train.run.step import StepSpec, issue_step
 from fullshard.program.train.setup.activation_offload import ActivationOffload
 from fullshard.program.train.setup.choices import choices
-from fullshard.program.train.setup.devices import Choice, Devices, for_devices, may_accumulate_unsharded, with_unsharded
+from fullshard.program.train.setup.devices import (
+    Choice,
+    Devices,
+    for_devices,
+    may_accumulate_unsharded,
+    with_precision,
+    with_unsharded,
+)
 from fullshard.program.train.setup.model import (
     UnreadWeights,
     outline_model,
@@ -70,6 +77,7 @@ from fullshard.program.train.setup.prepare import Prepared, collate_spec, model_
 from fullshard.program.train.setup.quantization import describe_quantization
 from fullshard.program.train.setup.sequence import readers
 from fullshard.program.train.setup.steps import learning_rate_schedule, make_plan, training_batches
+from fullshard.program.train.setup.ways import ways_choice
 from fullshard.sizes import format_bytes, format_duration
 
 _STEPS = 4
@@ -312,7 +320,9 @@ def plan_prepared(  # noqa: PLR0913 (each caller needs another part)
         UserError: Model or settings cannot be used.
     """
     devices = Devices.of_sheet(device)
-    asked, config = config, for_devices(config, devices)
+    given = isinstance(data, RowsOfLength)
+    asked, before = ways_choice(with_precision(config, devices), data, world_size, devices, counted=not given)
+    config = for_devices(asked, devices)
     training = config.training
     times, unsharded = training.gradient_accumulation_steps, training.accumulate == "unsharded"
     # Full gradients are there from the second micro-batch on, and the last one reduces them.
@@ -325,10 +335,9 @@ def plan_prepared(  # noqa: PLR0913 (each caller needs another part)
     ranks = candidates(partial(_sharded, config, data), world_size) if roughly is None else [roughly]
     if roughly is None:  # of ranks that share rows the first have most tokens and heads
         ranks = sorted({one for rank in ranks for one in (rank, rank - rank % config.sharding.sequence_parallel)})
-    given = isinstance(data, RowsOfLength)
     timed = 0 if device is None else STEPS
     first = STEPS - 1 if roughly is None else STEPS - 2
-    told = _Told(progress, len(ranks) * (first + len(largest)) + timed, partial(choices, asked, devices))
+    told = _Told(progress, len(ranks) * (first + len(largest)) + timed, partial(choices, asked, devices, before=before))
     each = ranks_each or config.nproc or (world_size if device is None else device.devices_each)
     around = AroundSteps(config, data, held_out, several=world_size > each)
     build = partial(_build, config, data, largest, around, told, first=first)
@@ -683,7 +692,8 @@ def uncompiled(config: RunConfig, *, attention: bool = True) -> RunConfig:
 
     ``attention``: False leaves out every way of attention, for a model that only shows where its parameters lie.
     """
-    ways = tuple(name for name in config.speed.ways if name not in ("compile", "liger", *_GPU_KERNELS))
+    named = () if config.speed.ways == "auto" else config.speed.ways
+    ways = tuple(name for name in named if name not in ("compile", "liger", *_GPU_KERNELS))
     ways = tuple(name for name in ways if attention or WAYS[name].part != "attention")
     training = config.training.model_copy(update={"torch_compile": False})
     return config.model_copy(update={"training": training, "speed": config.speed.model_copy(update={"ways": ways})})

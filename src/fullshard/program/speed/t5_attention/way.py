@@ -58,7 +58,7 @@ class T5Attention:
             return f"its kernel computes in {dtypes}, and this run in {str(facts.dtype).removeprefix('torch.')}"
         if not all(_has_t5_buckets(layer) for layer in layers if layer.has_relative_attention_bias):
             return f"layers of {base.config.model_type} do not divide distances into buckets as T5's do"
-        return None if planning() else unavailable(facts.device)
+        return None if facts.assumed or planning() else unavailable(facts.device)
 
     def apply(self, model: PreTrainedModel, facts: Facts) -> None:
         """See :meth:`Way.apply`."""

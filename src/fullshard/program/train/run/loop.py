@@ -36,7 +36,7 @@ from fullshard.program.train.run.record import Planned, Record, describe_start, 
 from fullshard.program.train.run.step import IssuedStep, StepSpec, issue_step, traced_step
 from fullshard.program.train.setup.devices import Choice, Devices, precision_choice, with_precision
 from fullshard.program.train.setup.model import preference_of
-from fullshard.program.train.setup.prepare import Prepared
+from fullshard.program.train.setup.prepare import Prepared, prepare
 from fullshard.program.train.setup.resume import (
     StartingPoint,
     checkpoints_directory,
@@ -47,6 +47,7 @@ from fullshard.program.train.setup.resume import (
 )
 from fullshard.program.train.setup.sequence import Readers
 from fullshard.program.train.setup.steps import learning_rate
+from fullshard.program.train.setup.ways import ways_choice
 from fullshard.state.saving import Checkpoints, save
 from fullshard.state.storage import publish_model
 
@@ -93,6 +94,10 @@ def train(
     devices = Devices.of_ranks(comm)
     chosen = chosen or [precision_choice(config, devices)]
     config = with_precision(config, devices)
+    if config.speed.ways == "auto":
+        ready = prepared = prepared or together(comm, lambda: prepare(config))
+        config, ways = together(comm, lambda: ways_choice(config, ready, comm.size, devices, comm.device))
+        chosen = (*chosen, *ways)
     if comm.device.type == "cuda":
         torch.set_float32_matmul_precision("high" if config.training.tf32 else "highest")
     parts: Assembly | None = None
