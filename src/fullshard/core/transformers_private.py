@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import importlib
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -18,6 +19,10 @@ from fullshard.errors import private_name
 
 TRAINER_METHODS = ("create_accelerator_and_postprocess", "_wrap_model", "save_model", "create_model_card")
 """Methods of ``Trainer`` that are replaced. Without one, ``fullshard.compat.transformers`` cannot be imported."""
+
+one_at_a_time = threading.Lock()
+"""Held while a model is built or loaded: transformers patches its classes and torch's initializers in the meantime, and
+two threads would leave them patched."""
 
 _SKIPS = "_ignore_bidirectional_mask_sdpa"
 _FINDS = "find_packed_sequence_indices"
@@ -75,6 +80,20 @@ def attention_function(name: str, module: Any) -> Callable[..., Any]:
     if name != "eager":
         return sys.modules["transformers"].AttentionInterface()[name]
     return private_name(sys.modules[type(module).__module__], "eager_attention_forward", "transformers")
+
+
+@contextmanager
+def without_bar() -> Iterator[None]:
+    """Disable transformers' progress bars inside the context: they would disturb the program's output. All public."""
+    hub: Any = importlib.import_module("huggingface_hub.utils")
+    logging: Any = importlib.import_module("transformers.utils.logging")
+    hub_draws = not hub.are_progress_bars_disabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if hub_draws:
+            logging.enable_progress_bar()
 
 
 def own_loss(model: Any) -> Callable[..., Any] | None:

@@ -205,8 +205,8 @@ class FirstValues:
         initialize: Called on every rank with each module of a unit that is partly on the meta device, outer modules
             first. It must allocate and fill what the module itself owns (``module.to_empty(device=…,
             recurse=False)``, then the values); what has memory keeps its values. The random state is the same on every
-            rank, and restored afterwards. None: ``reset_parameters()`` of a module, ``_reset_parameters()`` of ``nn.MultiheadAttention``, or
-            ``_init_weights`` of a Hugging Face model.
+            rank, and restored afterwards. None: ``reset_parameters()`` of a module, ``_reset_parameters()`` of
+            ``nn.MultiheadAttention``, or ``_init_weights`` of a Hugging Face model.
         from_rank0: Whether every rank takes rank 0's values of sharded parameters and all buffers. Other ranks may
             hold other values or be on the meta device, where only memory is allocated for them.
         from_rank0_if_different: Whether ranks that hold different values take rank 0's, in the units and buffers that
