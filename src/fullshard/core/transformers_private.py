@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import importlib
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -18,6 +19,10 @@ from fullshard.errors import private_name
 
 TRAINER_METHODS = ("create_accelerator_and_postprocess", "_wrap_model", "save_model", "create_model_card")
 """Methods of ``Trainer`` that are replaced. Without one, ``fullshard.compat.transformers`` cannot be imported."""
+
+one_at_a_time = threading.Lock()
+"""Held while a model is built or loaded: transformers patches its classes and torch's initializers in the meantime, and
+two threads would leave them patched."""
 
 _SKIPS = "_ignore_bidirectional_mask_sdpa"
 _FINDS = "find_packed_sequence_indices"
@@ -90,6 +95,20 @@ def t5_bucket() -> Callable[..., Any]:
     """Return T5's function from distances to buckets of its bias. Gone: the way t5_attention cannot be used."""
     package: Any = importlib.import_module("transformers.models.t5.modeling_t5")
     return private_name(package.T5Attention, "_relative_position_bucket", "transformers")
+
+
+@contextmanager
+def without_bar() -> Iterator[None]:
+    """Disable transformers' progress bars inside the context: they would disturb the program's output. All public."""
+    hub: Any = importlib.import_module("huggingface_hub.utils")
+    logging: Any = importlib.import_module("transformers.utils.logging")
+    hub_draws = not hub.are_progress_bars_disabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if hub_draws:
+            logging.enable_progress_bar()
 
 
 def own_loss(model: Any) -> Callable[..., Any] | None:

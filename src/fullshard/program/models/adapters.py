@@ -22,8 +22,8 @@ from fullshard.core.engine import WantedTensor, WeightReader, WeightSource, want
 from fullshard.core.engine.setup.weights import quantize_of
 from fullshard.core.policy import Quantize
 from fullshard.core.quantized import chosen_layers, format_of, keep_quiet, rounded
+from fullshard.core.transformers_private import one_at_a_time
 from fullshard.errors import InvariantError, ModelError
-from fullshard.program.models.build import ONE_AT_A_TIME
 from fullshard.state.storage.weight_files import WeightFiles
 
 if TYPE_CHECKING:
@@ -226,7 +226,7 @@ def _ignore_position_warning() -> None:
 @contextmanager
 def _peft_context() -> Iterator[None]:
     """Run peft one thread at a time inside the context, without warnings that users cannot act on."""
-    with ONE_AT_A_TIME, warnings.catch_warnings():
+    with one_at_a_time, warnings.catch_warnings():
         # peft sets the first automatically and warns about it; the second is peft's own use of a deprecated name.
         warnings.filterwarnings("ignore", message="fan_in_fan_out is set to")
         warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated")

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import difflib
 import inspect
-import threading
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
-from huggingface_hub.utils import are_progress_bars_disabled
 from safetensors import SafetensorError
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import (
@@ -31,9 +28,8 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.utils import logging
 
-from fullshard.core.transformers_private import attentions, class_of
+from fullshard.core.transformers_private import attentions, class_of, one_at_a_time, without_bar
 from fullshard.errors import ModelError
 from fullshard.file_names import stays_inside
 
@@ -50,10 +46,6 @@ SENTENCEPIECE_HINT = (
     " (The directory has no tokenizer.json. A SentencePiece file is read with: pip install sentencepiece protobuf.)"
 )
 SHOWN_NAMES = 5
-
-ONE_AT_A_TIME = threading.Lock()
-"""Held while a model is loaded: transformers patches methods of its classes in the meantime, and two threads would
-leave them patched."""
 
 _SPECIAL_IDS = ("pad_token_id", "eos_token_id", "bos_token_id", "decoder_start_token_id", "forced_eos_token_id")
 
@@ -169,7 +161,7 @@ def build_model(
     auto_class = _auto_class(hf_config, model_class)
     _require_vocabulary(hf_config, tokenizer)
     _require_attention(hf_config, auto_class, attention)
-    with ONE_AT_A_TIME, torch.random.fork_rng(devices=[]):
+    with one_at_a_time, torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         try:
             model = auto_class.from_config(hf_config, attn_implementation=attention)
@@ -204,7 +196,7 @@ def load_model(
     _require_attention(hf_config, auto_class, attention)
     try:
         # Mismatched shapes are ignored here and reported below with their names, like missing weights.
-        with ONE_AT_A_TIME, _without_bar():
+        with one_at_a_time, without_bar():
             model, info = auto_class.from_pretrained(
                 directory,
                 config=hf_config,
@@ -229,7 +221,7 @@ def add_rows(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, seed: i
     """
     if lacks_rows(model.config, tokenizer):
         has_values = not model.get_input_embeddings().weight.is_meta
-        with ONE_AT_A_TIME, torch.random.fork_rng(devices=[]):
+        with one_at_a_time, torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             # By itself it would tie by the configuration: an output layer whose own weights were loaded would be lost.
             model.tie_weights = partial(type(model).tie_weights, model, recompute_mapping=False)
@@ -258,7 +250,7 @@ def build_skeleton(
     directory, hf_config, auto_class = _read_config(path, tokenizer, model_class, grows=grows)
     _require_attention(hf_config, auto_class, attention)
     try:
-        with ONE_AT_A_TIME, torch.device("meta"):
+        with one_at_a_time, torch.device("meta"):
             model = auto_class.from_config(hf_config, dtype=torch.float32, attn_implementation=attention)
         if model.can_generate():
             model.generation_config = _generation_config(directory)
@@ -296,18 +288,6 @@ def _read_config(
     if not grows:
         _require_vocabulary(hf_config, tokenizer)
     return directory, hf_config, auto_class
-
-
-@contextmanager
-def _without_bar() -> Iterator[None]:
-    """Disable transformers' progress bars inside the context: they would disturb the program's output."""
-    hub_draws = not are_progress_bars_disabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if hub_draws:
-            logging.enable_progress_bar()
 
 
 def _generation_config(directory: Path) -> GenerationConfig:

@@ -27,6 +27,7 @@ from fullshard.state.saving.lora import (
     merged_tensors,
 )
 from fullshard.state.saving.pieces import AVERAGE, MODEL
+from fullshard.state.saving.read_back import read_back
 from fullshard.state.storage import (
     ADAPTER_NAME,
     CHECKPOINTS_NAME,
@@ -252,8 +253,8 @@ def export(
 
     Raises:
         ConfigError: The options do not fit the checkpoint, or ``directory`` is not empty.
-        CheckpointError: The checkpoint is damaged, its base model is not there or has changed, or ``directory`` cannot
-            be written; it does not appear then.
+        CheckpointError: The checkpoint is damaged, its base model is not there or has changed, ``directory`` cannot be
+            written, or ``from_pretrained`` would not give its model; it does not appear then.
     """
     dtype = dtype_name(options.dtype)
     max_file_bytes = parse_size(options.max_shard_size)
@@ -284,6 +285,7 @@ def export(
                     writer.write_run(spec.name, start, run)
                     done += run.numel() * spec.dtype.itemsize
                     progress(done, total)
+        read_back(temporary, base_values=_read_json(assets / CONFIG_NAME))
         files = tuple(sorted(str(file.relative_to(temporary)) for file in temporary.rglob("*") if file.is_file()))
     notes = ("the trained weights are their moving average, which the checkpoint has",) if source.averaged else ()
     if options.lora != "adapter" and CONFIG_NAME not in files:

@@ -28,8 +28,10 @@ from fullshard.core.engine import RUNS_BYTES, Run, SavedTensor, full_runs, mesh_
 from fullshard.core.policy import dtype_name
 from fullshard.core.quantized import QuantizedLinear
 from fullshard.errors import CheckpointError
+from fullshard.state.saving.earlier_names import add_earlier_names
 from fullshard.state.saving.lora import TIED_NAME, adapter_names
 from fullshard.state.saving.pieces import plan_save
+from fullshard.state.saving.read_back import read_back
 from fullshard.state.storage import (
     ADAPTER_NAME,
     SafetensorsWriter,
@@ -235,8 +237,9 @@ def save(
     Raises:
         ShardingError: The model is not sharded.
         ConfigError: ``dtype`` is not a floating dtype, or ``max_shard_size`` not a size.
-        CheckpointError: Rank 0 could not write, or there is more than one adapter; on every rank, with the same text.
-            The directory's previous content is unchanged.
+        CheckpointError: Rank 0 could not write, there is more than one adapter, or ``from_pretrained`` would not give
+            this model: the files of a Hugging Face model are read back, without values. On every rank, with the same
+            text. The directory's previous content is unchanged.
     """
     mesh = mesh_of(model)
     content = _content(model, dtype, parse_size(max_shard_size))
@@ -300,24 +303,23 @@ def _tell_other_readers(path: Path, model: Any) -> None:
     values = json.loads(path.read_text(encoding="utf-8"))
     if _has_own_head(model) and not values.get("scale_decoder_outputs"):
         values["tie_word_embeddings"] = False
-    rope = values.get("rope_parameters")
-    if isinstance(rope, dict) and "rope_theta" in rope:
-        values["rope_theta"] = rope["rope_theta"]
-        if rope.get("rope_type", "default") != "default":
-            values["rope_scaling"] = {key: value for key, value in rope.items() if key != "rope_theta"}
+    add_earlier_names(model.config, values)
     path.write_text(json.dumps(values, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def _has_own_head(model: Any) -> bool:
-    """Return whether the output layer has weights of its own, and not those of the table of embeddings."""
+    """Return whether the output layer has weights of its own, that no other layer has too."""
     base = model.get_base_model() if hasattr(model, "peft_config") else model
     if not hasattr(base, "get_output_embeddings") or base.get_output_embeddings() is None:
         return False
-    wanted = {id(base.get_input_embeddings()), id(base.get_output_embeddings())}
-    paths = [f"{plain_name(path)}." for path, module in model.named_modules() if id(module) in wanted]
-    return not any(
-        all(any(name.startswith(path) for name in one.names) for path in paths) for one in saved_tensors(model)
+    head = base.get_output_embeddings()
+    if head is base.get_input_embeddings():
+        return False
+    paths = tuple(
+        f"{plain_name(path)}." for path, module in model.named_modules(remove_duplicate=False) if module is head
     )
+    own = [[name.startswith(paths) for name in one.names] for one in saved_tensors(model)]
+    return not any(any(inside) and not all(inside) for inside in own)
 
 
 def check_saving(model: Any, tokenizer: Any) -> None:
@@ -464,6 +466,7 @@ def _open_directory(
                 return done
 
             yield write
+        read_back(temporary, model)
 
 
 def _stream(

@@ -27,10 +27,10 @@ class KeepLoaded:
 
     def __init__(self, model: nn.Module) -> None:
         """Find the parameters and buffers of ``model`` that have memory."""
+        owners: list[dict[str, Any]] = [d for m in model.modules() for d in (m._parameters, m._buffers)]
         self._held = [
             (slots, key, tensor, _alias(tensor))
-            for module in model.modules()
-            for slots in (module._parameters, module._buffers)
+            for slots in owners
             for key, tensor in slots.items()
             if tensor is not None and not tensor.is_meta
         ]
@@ -75,8 +75,11 @@ class _OfOperators(dispatch_mode):
             return written[0]  # it would do nothing else; a copy of a table may take gigabytes
         copies = {id(tensor): tensor.clone() for tensor in kept}
         originals = {id(copies[id(tensor)]): tensor for tensor in kept}
-        args, kwargs = tree_map(lambda value: copies.get(id(value), value), (args, kwargs))
-        return tree_map(lambda value: originals.get(id(value), value), func(*args, **kwargs))
+        made = func(
+            *tree_map(lambda value: copies.get(id(value), value), args),
+            **tree_map(lambda value: copies.get(id(value), value), kwargs),
+        )
+        return tree_map(lambda value: originals.get(id(value), value), made)
 
 
 class _OfRawMemory(TorchFunctionMode):
