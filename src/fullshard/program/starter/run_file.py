@@ -240,7 +240,7 @@ def _columns(look: Look, choice: Choice) -> list[str]:
             return [f"  # {look.turns} and {look.rejected}: two conversations that begin alike; the first is preferred"]
         return [f"  # {look.turns}: each row is a conversation; train_on: last trains on its last answer only"]
     if choice.text is not None:
-        return [f"  text_column: {_quoted(choice.text)}  # plain text, joined and cut into rows"]
+        return [f"  text_column: {_quoted(choice.text)}  # plain text, joined and cut into rows{unused}"]
     unused = unused.replace("\n", " ")
     if len(choice.sources) == 1:
         lines = [f"  source_column: {_quoted(choice.sources[0])}{unused}", f"  target_column: {_quoted(choice.target)}"]
