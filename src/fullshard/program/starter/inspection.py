@@ -99,8 +99,10 @@ class Look:
     @property
     def text(self) -> str | None:
         """The column of plain text: the only one, or beside facts about it; None: there are others."""
-        if len(self.columns) < 2 or self.prefers:
+        if len(self.columns) < 2:
             return self.columns[0].name if self.columns else None
+        if self.prefers:
+            return None
         longest = max(self.columns, key=lambda one: one.mean)
         others = [one for one in self.columns if one is not longest]
         sure = any(not _may_be_label(one) for one in others)
