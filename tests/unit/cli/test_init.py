@@ -539,3 +539,36 @@ def test_pairs_of_other_shapes_are_recognised(kind, tmp_path, done):
     sides = [read_split(source_spec(config.data, "orpo"), side).examples for side in ("train", "validation")]
     found = {row.source for side in sides for row in side}
     assert found == {f"do\n\nq {i}" if kind == "alpaca" else f"Human: q {i} Assistant:" for i in range(10)}
+
+
+@pytest.mark.parametrize(
+    ("facts", "text"),
+    [
+        ({"url": "https://a.org/{}", "timestamp": "2019"}, "text"),
+        ({"path": "a/{}.py", "repo_name": "r{}", "license": "mit{}"}, "text"),
+        ({"id": "{}", "meta": {"pile_set_name": "web{}"}}, "text"),
+        ({"language": "en"}, "text"),  # of one language, which cannot be learned
+        ({"id": "{}", "language": "en{}"}, None),
+        ({"language": "en{}"}, None),
+        ({"url": "https://a.org/{}", "label": "good{}"}, None),
+        ({"file_summary": "about {}"}, None),
+    ],
+)
+def test_a_long_text_beside_facts_about_it_is_plain_text(facts, text, tmp_path, done):
+    def filled(value, i):
+        return {key: filled(one, i) for key, one in value.items()} if isinstance(value, dict) else value.format(i)
+
+    rows = [{"text": f"{WORDS[LABELS[i % 3]]} and so on, row {i}", **filled(facts, i % 2)} for i in range(40)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n")
+    said = done("init", "rows.jsonl", "--yes")
+    data = load_run("run.yaml").data
+    assert data.text_column == text
+    assert ("not used: " in said) is (text is not None)
+
+
+def test_a_json_list_of_texts_is_plain_text_and_a_txt_file_is_told_so(tmp_path, done, refused):
+    (tmp_path / "texts.json").write_text(json.dumps([f"row {i} of text" for i in range(40)]))
+    done("init", "texts.json", "--yes")
+    assert load_run("run.yaml").data.text_column == "text"
+    (tmp_path / "book.md").write_text("# A book\n")
+    assert "plain text (data.text_column)" in refused(3, "init", "book.md", "--yes", "--out", "b.yaml")

@@ -125,7 +125,9 @@ def _choose(starter: Any, look: Any, machine: Any, *, asks: bool) -> Any:
         target = found.target if found is not None and look.turns is None else ""
         return starter.Choice((), target, _ask_model(starter, machine, model) if asks else _told(model), found)
     if look.text is not None:
-        print(f"plain text: {look.text}, the only column")
+        others = [one.name for one in look.columns if one.name != look.text]
+        about = f"not used: {', '.join(others)}; for rows with a target set data.source_column and data.target_column"
+        print(f"plain text: {look.text}" + (f" ({about})" if others else ", the only column"))
         return starter.Choice((look.text,), "", _ask_model(starter, machine, model) if asks else _told(model))
     usual = look.by_name or ((look.likely_source,), look.likely_target)
     names, against = [one.name for one in look.columns], look.speaking_against

@@ -23,7 +23,6 @@ _OF_PAIRS = (
     "label_column",
     "missing_values",
     "max_target_length",
-    "streaming",
 )
 """Options that plain text has no use for."""
 
@@ -256,9 +255,13 @@ class DataConfig(ConfigSection):
         idle = [name for name in self.given(*_OF_PAIRS) if getattr(self, name) not in ("", False)]
         if idle:
             raise ValueError(
-                f"text_column is for plain text, and {' and '.join(idle)} for rows with a source and a target (or, "
-                "streaming, for rows that are not cut out of joined texts). Leave out one or the other; for texts with "
-                "targets, write source_column instead of text_column"
+                f"text_column is for plain text, and {' and '.join(idle)} for rows with a source and a target. Leave "
+                "out one or the other; for texts with targets, write source_column instead of text_column"
+            )
+        if self.streaming:
+            raise ValueError(
+                "streaming reads each row when a step needs it, and the rows of text_column are cut out of all texts "
+                "joined. Leave streaming out: the texts are tokenized once, and their ids are read from data.cache_dir"
             )
 
     def _fitting_streaming(self) -> None:

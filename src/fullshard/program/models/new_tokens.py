@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from tokenizers import AddedToken
@@ -33,7 +33,8 @@ def add_tokens(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[str]) -> Pre
         raise ModelError(
             f"model.new_tokens: the tokenizer has {', '.join(map(repr, known))} already. Remove what is no new token."
         )
-    tokenizer.add_tokens([_as_written(tokenizer, one) for one in tokens])
+    found: list[Any] = [_as_written(tokenizer, one) for one in tokens]
+    tokenizer.add_tokens(found)
     return tokenizer
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -42,6 +43,31 @@ FEW = 50
 
 _LONG = 20
 """A column whose texts have at least this many characters on average is running text."""
+
+
+_FACTS = frozenset(
+    (
+        *(
+            "url",
+            "uri",
+            "link",
+            "timestamp",
+            "date",
+            "time",
+            "datetime",
+            "created",
+            "added",
+            "modified",
+            "uuid",
+            "hash",
+        ),
+        *("sha", "path", "file", "filename", "repo", "repository", "meta", "metadata", "dump", "crawl", "stars"),
+        *("bytes", "size", "length", "tokens", "count"),
+    )
+)
+_LABELS_OR_FACTS = frozenset(["language", "lang", "license", "licence", "source", "domain", "subset", "id"])
+_FURTHER = frozenset(["name", "score", "set", "ext", "extension", "at", "prob", "type"])
+"""Words in names of columns that are facts about a text, those that may be its label, and words beside them."""
 
 
 @dataclass(frozen=True)
@@ -88,8 +114,16 @@ class Look:
 
     @property
     def text(self) -> str | None:
-        """The only column, of plain text; None: the rows have more, or are conversations."""
-        return self.columns[0].name if len(self.columns) == 1 else None
+        """The column of plain text: the only one, or beside facts about it; None: there are others."""
+        if len(self.columns) < 2:
+            return self.columns[0].name if self.columns else None
+        if self.prefers:
+            return None
+        longest = max(self.columns, key=lambda one: one.mean)
+        others = [one for one in self.columns if one is not longest]
+        sure = any(not _may_be_label(one) for one in others)
+        is_plain = all(_is_fact(one.name) and (sure or one.distinct < 2) for one in others)
+        return longest.name if is_plain and not _is_fact(longest.name) else None
 
     @cached_property
     def by_name(self) -> tuple[tuple[str, ...], str] | None:
@@ -140,6 +174,22 @@ class Look:
         labels = [one for one in rest if one.distinct <= FEW]
         words = [one for one in labels if not one.is_number]
         return source.name, (known or words or labels or rest)[-1].name
+
+
+def _words(name: str) -> set[str]:
+    return set(re.split(r"[^a-z0-9]+", re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower())) - {""}
+
+
+def _is_fact(name: str) -> bool:
+    """Return whether a column's name says that it is a fact about a text, such as url or repo_name."""
+    words = _words(name)
+    known = words & (_FACTS | _LABELS_OR_FACTS)
+    return bool(known) and (words <= _FACTS | _LABELS_OR_FACTS | _FURTHER or bool(words & {"meta", "metadata"}))
+
+
+def _may_be_label(one: Column) -> bool:
+    """Return whether a fact may be what a text is to be told by, such as its language."""
+    return not _words(one.name) & (_FACTS - _LABELS_OR_FACTS)
 
 
 def look_at(path: Path, given: str | None = None, label: str | None = None) -> Look:

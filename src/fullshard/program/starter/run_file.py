@@ -263,7 +263,7 @@ def _columns(look: Look, choice: Choice) -> list[str]:
             told = f"  # {look.turns} and {found.rejected} are turns of conversations; the prompt is {found.prompt}"
         return [told, *_preferred(choice)]
     if choice.text is not None:
-        return [f"  text_column: {_quoted(choice.text)}  # plain text, joined and cut into rows"]
+        return [f"  text_column: {_quoted(choice.text)}  # plain text, joined and cut into rows{unused}"]
     unused = unused.replace("\n", " ")
     if len(choice.sources) == 1:
         lines = [f"  source_column: {_quoted(choice.sources[0])}{unused}", f"  target_column: {_quoted(choice.target)}"]

@@ -155,12 +155,16 @@ def as_json(cell: object) -> object:
 
 
 def nested_names(reader: RowReader, columns: Sequence[str]) -> list[str]:
-    """Return the columns, those of objects replaced by the names inside of them, from the first 100 rows."""
+    """Return the columns, those of objects alone replaced by the names inside of them, from the first 100 rows."""
     found: dict[str, dict[str, None]] = {name: {} for name in columns}
     for row in islice(reader.rows(columns), _LOOKED_AT):
         for name in found:
-            found[name].update(dict.fromkeys(_names(row.cells.get(name), name)))
-    return [inner for name, names in found.items() for inner in names or (name,)]
+            cell = row.cells.get(name)
+            # A column of texts, of which some are JSON, is named itself too.
+            found[name].update(
+                dict.fromkeys(_names(cell, name) if cell in (None, "") else [*_names(cell, name)] or [name])
+            )
+    return [inner for name, names in found.items() for inner in ([name] if name in names else names or (name,))]
 
 
 @contextmanager

@@ -47,7 +47,7 @@ class JsonLinesFile(TextRows):
 
 
 class JsonFile(TextRows):
-    """A JSON file: a list of objects, an object with one such list, or an object of columns."""
+    """A JSON file: a list of objects, an object with one such list, an object of columns, or a list of texts."""
 
     def columns(self) -> list[str]:
         """Return the keys of all objects, in order of appearance."""
@@ -78,8 +78,8 @@ class JsonFile(TextRows):
         items = _items_of(value)
         if items is None:
             raise DataError(
-                f"{self._path} is neither a list of objects, nor an object with one such list, nor an object of "
-                f"columns of equal length; it is a JSON {type(value).__name__}. Convert it to JSON Lines."
+                f"{self._path} is neither a list of objects or texts, nor an object with one such list, nor an object "
+                f"of columns of equal length; it is a JSON {type(value).__name__}. Convert it to JSON Lines."
             )
         if not items:
             raise DataError(f"{self._path} has no rows: at least one is needed.")
@@ -114,7 +114,8 @@ def _json_row(line: int, raw: str) -> Row:
 def _items_of(value: Any) -> list[Any] | None:
     """Return the rows of a JSON value; None if it is not a table."""
     if isinstance(value, list):
-        return value
+        is_text = all(isinstance(item, str) and not isinstance(item, Number) for item in value)
+        return [{"text": item} for item in value] if is_text else value
     if not isinstance(value, dict) or not value:
         return None
     lists = [item for item in value.values() if isinstance(item, list) and any(isinstance(row, dict) for row in item)]
