@@ -8,7 +8,7 @@ else:
     from triton.runtime import interpreter
 
     patched = set()
-    """Modules whose names Triton has replaced during this launch; at each call, it takes all of the time."""
+    """Modules whose names Triton has replaced in this launch. It does so for each call, which is most of the time."""
 
     def launch(self, *args, **kwargs):
         patched.clear()

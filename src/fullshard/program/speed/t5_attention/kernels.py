@@ -6,8 +6,8 @@ log-sum-exp are powers of two, because a GPU has an instruction for these.
 
 from __future__ import annotations
 
-import triton
-import triton.language as tl
+import triton  # pyright: ignore[reportMissingImports]
+import triton.language as tl  # pyright: ignore[reportMissingImports]
 
 # A kernel has thirty arguments, and a line for each would hide what it does.
 # fmt: off
