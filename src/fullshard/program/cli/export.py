@@ -5,12 +5,15 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 from fullshard.program.cli.common import ByteProgress, add_base, add_json, load_program, path_or_url
 from fullshard.program.launch.messages import say
 from fullshard.sizes import format_bytes
 
 PROGRAM = "fullshard.state.saving.export"
+MERGE = "fullshard.program.launch.programs.merge"
 
 SUMMARY = "write a checkpoint's model for from_pretrained"
 
@@ -26,6 +29,7 @@ written, as the run publishes it. DIR must be new or empty; it appears only once
 
 EPILOG = """\
 A run's best/ directory, and its output_dir once it has finished, already contain the best model in this form.
+--merge also takes an adapter without checkpoints: a finished run, best/, or what peft saved. Its base is loaded then.
 
 examples:
   fullshard export runs/mine -o exported
@@ -80,6 +84,9 @@ def run(options: argparse.Namespace) -> None:
     """Export; one process."""
     program = load_program(PROGRAM)
     how = program.ExportOptions(options.dtype, options.max_shard_size, options.lora, options.base)
+    if options.lora == "merge" and options.checkpoint is None and _is_adapter_alone(options.path):
+        _merge(options, program, how)
+        return
     checkpoint = program.choose_checkpoint(options.path, options.checkpoint)
     with ByteProgress("exporting") as progress:
         report = program.export(checkpoint, options.output, how, progress)
@@ -91,3 +98,32 @@ def run(options: argparse.Namespace) -> None:
     else:
         size = f"{report.tensors:,} tensors, {format_bytes(report.nbytes)}"
         print(f"{report.directory} written: {size}, of {program.describe_choice(checkpoint)}, from {report.checkpoint}")
+
+
+def _is_adapter_alone(path: Any) -> bool:
+    """Return whether a directory has an adapter, and no checkpoint that has its base too."""
+    place = Path(path)
+    return (place / "adapter_config.json").is_file() and not any((place / "checkpoints").glob("step-*"))
+
+
+def _merge(options: argparse.Namespace, program: ModuleType, how: Any) -> None:
+    """Merge the adapter that lies in a directory into its base."""
+    near = options.output.absolute().parent
+    near.mkdir(parents=True, exist_ok=True)
+    adapter = load_program(MERGE)
+    with (
+        adapter.checkpoint_of_adapter(Path(options.path), options.base, near) as checkpoint,
+        ByteProgress("exporting") as progress,
+    ):
+        report = program.export(checkpoint, options.output, how, progress)
+    for note in report.notes:
+        say(note)
+    if options.json:
+        print(
+            json.dumps(
+                {**report.as_dict(), "checkpoint": None, "step": None, "choice": f"the adapter in {options.path}"}
+            )
+        )
+    else:
+        size = f"{report.tensors:,} tensors, {format_bytes(report.nbytes)}"
+        print(f"{report.directory} written: {size}, of the adapter in {options.path}, merged into its base")

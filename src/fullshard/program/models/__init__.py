@@ -2,16 +2,19 @@
 
 from fullshard.program.models.adapters import (
     COPY as COPY,
+    SPLIT_BASE as SPLIT_BASE,
     Adapted as Adapted,
     AdapterSpec as AdapterSpec,
     AdapterWeights as AdapterWeights,
     add_adapter as add_adapter,
     base_of as base_of,
     import_peft as import_peft,
+    init_of as init_of,
     load_adapter as load_adapter,
     magnitude_layers as magnitude_layers,
     saved_adapter as saved_adapter,
     trains_rows as trains_rows,
+    without_adapter as without_adapter,
 )
 from fullshard.program.models.blocks import (
     blocks_of as blocks_of,

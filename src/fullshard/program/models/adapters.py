@@ -198,6 +198,28 @@ def magnitude_layers(model: nn.Module) -> dict[str, tuple[Any, str]]:
     return found
 
 
+@contextmanager
+def without_adapter(model: Any) -> Iterator[None]:
+    """Compute with the base model alone inside the context; ``model`` is peft's, and may be sharded.
+
+    peft's own ``disable_adapter`` changes which parameters are trained, which a sharded model refuses.
+    """
+    config = model.peft_config[model.active_adapter]
+    if config.is_prompt_learning:
+        with model.disable_adapter():
+            yield
+        return
+    layers = [module for module in model.modules() if hasattr(module, "_disable_adapters")]
+    before = [layer._disable_adapters for layer in layers]
+    try:
+        for layer in layers:
+            layer._disable_adapters = True
+        yield
+    finally:
+        for layer, value in zip(layers, before, strict=True):
+            layer._disable_adapters = value
+
+
 def load_adapter(model: PreTrainedModel, directory: Path) -> tuple[Any, Mapping[str, Tensor]]:
     """Load the adapter that peft saved in a directory, around the base model on the CPU or the meta device; any rank.
 
@@ -431,6 +453,15 @@ def _saved_config(peft: Any, directory: Path, model: PreTrainedModel) -> Any:
         raise ModelError(f"The adapter in {directory} is for {config.task_type}, and {type(model).__name__} is {task}.")
     config.task_type = task
     return config
+
+
+SPLIT_BASE = ("pissa", "olora")
+"""Values of ``init_lora_weights`` that take the adapter's values out of the base's weights."""
+
+
+def init_of(options: Mapping[str, Any]) -> str:
+    """Return ``init_lora_weights`` of an adapter's options in lower case; ``none`` if it is not given."""
+    return str(options.get("init_lora_weights")).lower()
 
 
 def _require_supported(options: Mapping[str, Any]) -> None:

@@ -17,7 +17,7 @@ from fullshard.planner import Hardware, hardware, names
 from fullshard.program.config import RunConfig
 from fullshard.program.train.fit import Load, Tried, search
 from fullshard.program.train.reporting.sinks import RUN_NAME
-from fullshard.program.train.setup.devices import Choice, Devices, precision_choice
+from fullshard.program.train.setup.devices import KEPT, Choice, Devices, precision_choice
 from fullshard.program.train.setup.float8 import require_float8
 from fullshard.program.train.setup.prepare import Prepared
 from fullshard.program.train.setup.resume import checkpoints_directory
@@ -26,9 +26,6 @@ from fullshard.program.train.setup.ways import WAYS_SETTING, ways_choice
 from fullshard.sizes import format_bytes, format_duration
 from fullshard.state.resilience import ScratchDirectory
 from fullshard.state.storage import as_place, find_checkpoints, read_index
-
-KEPT = "as at this run's start"
-"""Why a run that continues takes a choice."""
 
 _CPU = Hardware(
     name="CPU rank",

@@ -28,7 +28,7 @@ from fullshard.planner import TooMuchWorkError, work_limit
 from fullshard.planner.plan import LABELS, PHASE_LABELS
 from fullshard.program.config import RunConfig, option_of
 from fullshard.program.models import base_of
-from fullshard.program.train.auto import KEPT, gpu_sheet, has_begun, recorded
+from fullshard.program.train.auto import gpu_sheet, has_begun, recorded
 from fullshard.program.train.dry_run import lay_out
 from fullshard.program.train.fit import Load, Need, blocks_choice, fewest_blocks, find_remedies
 from fullshard.program.train.run.record import Planned
@@ -42,7 +42,7 @@ from fullshard.program.train.run_plan import (
     planned_by_masks,
     uncompiled,
 )
-from fullshard.program.train.setup.devices import Choice, may_accumulate_unsharded
+from fullshard.program.train.setup.devices import KEPT, Choice, may_accumulate_unsharded
 from fullshard.program.train.setup.optimizers import expected_state_bytes
 from fullshard.program.train.setup.prepare import Prepared
 from fullshard.program.train.setup.quantization import require_kernels

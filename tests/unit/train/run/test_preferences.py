@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from transformers import AutoTokenizer, T5ForConditionalGeneration
 
 from fullshard.core.testing import run_ranks
-from fullshard.errors import DataError, ModelError, RunStopped
+from fullshard.errors import ConfigError, DataError, ModelError, RunStopped
 from fullshard.program.config import RunConfig
 from fullshard.program.models import AdapterSpec, add_adapter, rates_of_dropout
 from fullshard.program.report.files import read_run
@@ -132,6 +132,33 @@ def test_an_adapter_is_trained_against_the_model_without_it(tmp_path, kind, quan
     assert saved.keys() == ours.keys()
     for name, weight in ours.items():
         assert torch.allclose(saved[name], weight, atol=1e-5), name
+
+
+@pytest.mark.parametrize(("kind", "objective"), [("llama", "dpo"), ("t5", "ipo"), ("t5", "kto")])
+def test_an_adapter_that_changes_the_model_at_its_start_is_no_part_of_the_reference(tmp_path, kind, objective):
+    adapter = {"type": "lora", "r": 4, "lora_alpha": 8, "lora_dropout": 0.0, "options": {"init_lora_weights": False}}
+    model = {"path": saved_start(tmp_path, kind), "adapter": adapter}
+    config = RunConfig.model_validate(pair_settings(tmp_path, kind, training__objective=objective, model=model))
+    memory = run(partitioned(config, 6, 1))
+    losses, _ = train_by_hand(config, plain := _started_adapter(config), lambda call: _without(plain, call))
+    assert [one.loss for one in memory.steps] == pytest.approx(losses, abs=1e-5)
+
+
+@pytest.mark.parametrize("init", ["pissa", "olora"])
+def test_an_adapter_taken_out_of_the_base_leaves_the_reference_the_base(tmp_path, init):
+    adapter = {"type": "lora", "r": 4, "lora_alpha": 8, "lora_dropout": 0.0, "options": {"init_lora_weights": init}}
+    model = {"path": saved_start(tmp_path, "llama"), "adapter": adapter}
+    config = RunConfig.model_validate(pair_settings(tmp_path, "llama", model=model))
+    memory = run(partitioned(config, 6, 1))
+    assert memory.steps[0].loss == pytest.approx(0.693147, abs=1e-5)
+
+
+def test_an_adapter_that_only_approximates_the_base_has_no_reference(tmp_path):
+    adapter = {"type": "lora", "r": 4, "options": {"init_lora_weights": "loftq"}}
+    model = {"path": saved_start(tmp_path, "llama"), "adapter": adapter}
+    config = RunConfig.model_validate(pair_settings(tmp_path, "llama", model=model))
+    with pytest.raises(ConfigError, match=r"init_lora_weights: loftq.*objective: dpo"):
+        run(config)
 
 
 def test_dropout_is_off_but_for_what_the_run_file_sets_as_in_trl(tmp_path):

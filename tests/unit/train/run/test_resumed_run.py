@@ -7,7 +7,7 @@ import pytest
 from safetensors.torch import load_file
 
 from fullshard.errors import CheckpointError, ConfigError
-from fullshard.program.train.run import loop, step
+from fullshard.program.train.run import assemble, loop, step
 from fullshard.state.saving import Checkpoints
 from fullshard.state.storage import as_place, find_checkpoints, find_completions, rank_by_metric
 from fullshard.state.storage.contents import verify
@@ -364,3 +364,18 @@ def test_a_run_with_its_checkpoints_in_a_store_goes_on_to_the_bit(tmp_path, unin
         (tmp_path / "b").mkdir()
         again = run(tmp_path / "b", resume=str(first), **OFTEN)
         assert f"step-{again.begun[0].resumed_step:08d}" == first.name.partition(".")[0]
+
+
+@pytest.mark.parametrize(
+    ("at_start", "later"), [(1 << 10, 1 << 40), pytest.param(1 << 40, 1 << 10, marks=pytest.mark.slow)]
+)
+def test_what_a_run_chose_by_its_memory_is_kept_with_another_memory(tmp_path, monkeypatch, at_start, later):
+    monkeypatch.setattr(assemble, "smallest_memory", lambda comm: at_start)
+    reference = tmp_path / "never stopped"
+    reference.mkdir()
+    run(reference, **OFTEN)
+    run_until_stopped(tmp_path, before(3), **OFTEN)
+    monkeypatch.setattr(assemble, "smallest_memory", lambda comm: later)
+    chosen = run(tmp_path, **OFTEN).begun[0].chosen["training.fused_cross_entropy"]
+    assert chosen.startswith("true" if at_start < later else "false")
+    assert_same(tmp_path, reference)

@@ -1,26 +1,89 @@
-"""A checksum of all bits of a tensor, computed on its device."""
+"""Checksums of all bits of tensors, computed on their devices at the speed of memory."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
-_CHUNK = 1 << 22  # elements: the weights and products take 32 MiB each
+_ROW = 1 << 16
+"""Words of 8 bytes whose products with the weights are added up first."""
+_ROWS = {"cpu": 4}
+_ROWS_ELSEWHERE = 64
+"""Rows at once: a core keeps 2 MiB in its cache, a GPU needs 32 MiB for its bandwidth."""
+
 _FACTOR = 0x1E3779B97F4A7C15
 
 
 @torch.no_grad()
-def checksum(tensor: torch.Tensor) -> torch.Tensor:
-    """Return an int64 scalar that depends on each bit of ``tensor`` and on its place; a change is missed once in 2^32.
+def checksums(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """Return a 64-bit checksum of each tensor, which depends on each bit and on its place.
 
-    Memory: that of 4 million elements, also for a large contiguous tensor.
+    One element that differs always changes it, several differing ones all but once in 2^32. The device is waited for
+    once. Memory beside the tensors: 4 MiB, on a GPU 96 MiB; a tensor that is not contiguous is copied.
+
+    Args:
+        tensors: Of any dtypes and shapes, on the CPU or on one GPU each; on the meta device their checksum is 0.
     """
-    bits = tensor.detach().reshape(-1)
-    bits = bits.view(_INTEGERS.get(bits.element_size(), torch.int64))
-    total = torch.zeros((), dtype=torch.int64, device=bits.device)
-    for start in range(0, len(bits), _CHUNK):
-        part = bits[start : start + _CHUNK]
-        # Weights that look random: with plain places, changes of several elements could cancel.
-        weights = torch.arange(start + 1, start + 1 + len(part), device=bits.device) * _FACTOR
-        total += ((weights ^ (weights >> 29)) * part).sum()
-    return total
+    found, of_device = [0] * len(tensors), dict[torch.device, list[int]]()
+    for place, tensor in enumerate(tensors):
+        if not tensor.is_meta and tensor.numel():
+            of_device.setdefault(tensor.device, []).append(place)
+    for device, places in of_device.items():
+        on_device = _Checksums(device)
+        # In a plan, whose tensors have no values, numpy reads zeros where tolist() is refused.
+        sums = torch.stack([on_device.of(tensors[place]) for place in places]).cpu().numpy().tolist()
+        for place, value in zip(places, sums, strict=True):
+            found[place] = value
+    return found
+
+
+class _Checksums:
+    """Checksums on one device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._on_cpu = device.type == "cpu"
+        self._weights = _weights(_ROW, device)
+        rows = _ROWS.get(device.type, _ROWS_ELSEWHERE)
+        self._mixed = torch.empty(rows * _ROW, dtype=torch.int64, device=device)
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the checksum of a tensor, a scalar on its device."""
+        bits = tensor.detach().contiguous().view(-1).view(torch.uint8)
+        sums = torch.cat([self._row_sums(part) for part in bits.split(8 * self._mixed.numel())])
+        if len(sums) > _ROW:
+            return self.of(sums)
+        return (_mix(sums, torch.empty_like(sums)) * self._weights[: len(sums)]).sum()
+
+    def _row_sums(self, part: torch.Tensor) -> torch.Tensor:
+        if part.storage_offset() % 8 or len(part) % 8:
+            padded = part.new_zeros(-(-len(part) // 8) * 8)
+            padded[: len(part)] = part
+            part = padded
+        words = part.view(torch.int64)
+        mixed, rows = _mix(words, self._mixed[: len(words)]), len(words) // _ROW
+        whole = self._products(mixed[: rows * _ROW].view(rows, _ROW))
+        return torch.cat([whole, self._products(mixed[rows * _ROW :].view(1, -1))]) if len(words) % _ROW else whole
+
+    def _products(self, rows: torch.Tensor) -> torch.Tensor:
+        weights = self._weights[: rows.shape[1]]
+        # A GPU has no matrix product of integers; a core's makes no second copy.
+        return torch.mv(rows, weights) if self._on_cpu else (rows * weights).sum(1)
+
+
+def _mix(words: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """Write ``words`` so that their upper half is in the lower one too; no two words become the same.
+
+    In a product modulo 2^64 only the lower bits of its weight count for an upper bit: two signs could cancel.
+    """
+    torch.bitwise_right_shift(words, 32, out=out)
+    return out.bitwise_xor_(words)
+
+
+def _weights(count: int, device: torch.device) -> torch.Tensor:
+    """Return numbers that look random, because with plain places several changes could cancel, and are odd.
+
+    The product of an odd number and a difference is never zero modulo 2^64.
+    """
+    places = torch.arange(1, count + 1, device=device) * _FACTOR
+    return (places ^ (places >> 29)) | 1

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from fullshard.core.comm import Work, settle, together
-from fullshard.core.engine.extension.checksum import checksum
+from fullshard.core.engine.extension.checksum import checksums
 from fullshard.core.engine.extension.extension import Extension
 from fullshard.core.engine.step.lane import BufferTracker, Lane, LaneState, ReusableBuffer
 from fullshard.core.engine.step.param import ShardedParam
@@ -201,7 +201,7 @@ class ExtensionLane(Lane):
     full: GatheredTensors = field(init=False)
     out: torch.Tensor | None = None
     metadata: Any = None
-    shown: torch.Tensor | None = None
+    shown: list[int] | None = None
 
     def _make_full(self) -> GatheredTensors:
         self.out = self.shown = None
@@ -228,9 +228,9 @@ class ExtensionLane(Lane):
         """See :meth:`Lane.expect_writes`."""
         self.shown = self._checksum()
 
-    def _checksum(self) -> torch.Tensor | None:
+    def _checksum(self) -> list[int] | None:
         parts = None if self.full.result is None else _plain_parts(self.full.result)
-        return None if not parts else torch.stack([checksum(part) for part in parts])
+        return checksums(parts) if parts else None
 
     def write_back(self) -> None:
         """Refuse changes of the full parameter, of which the shard is not a part.
@@ -240,7 +240,7 @@ class ExtensionLane(Lane):
         """
         shown, self.shown = self.shown, None
         # Writes through .data leave the version as it is.
-        rewritten = shown is not None and not torch.equal(shown, self._checksum())  # type: ignore[arg-type]
+        rewritten = shown is not None and shown != self._checksum()
         if rewritten or self.full.tensor._version != self.full.version:
             raise ShardingError(
                 f"{self.extension.name} was changed inside unsharded(model). It is a {self.extension.kind.__name__}, "

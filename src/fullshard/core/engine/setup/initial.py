@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
+import sys
+import time
 import warnings
 import weakref
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from hashlib import blake2b
 
 import torch
 from torch import nn
 
 from fullshard.core.comm import Comm, Mesh, group_behind, together
+from fullshard.core.engine.extension.checksum import checksums
 from fullshard.core.engine.setup.loaded import KeepLoaded
 from fullshard.core.engine.setup.wrap import ParamSpec, UnitSpec
 from fullshard.core.engine.step.unit import plain_type
 from fullshard.core.shards import rows_of
 from fullshard.core.transformers_private import initializer
 from fullshard.errors import MismatchError, WrapError
+from fullshard.sizes import format_bytes
 
-_SAMPLES = 4096
+_SAID_AFTER_S = 2.0
 
 _WARNED: weakref.WeakSet[object] = weakref.WeakSet()
 """Groups whose rank 0 has warned that ranks held different values."""
@@ -43,16 +48,6 @@ class Differing:
         return bool(self.units or self.buffers)
 
 
-def _sample_checksum(param: torch.Tensor) -> int:
-    """Return a checksum of up to 4096 evenly spread elements; 0 on the meta device."""
-    if param.is_meta:
-        return 0
-    flat = param.detach().reshape(-1)
-    stride = max(1, flat.numel() // _SAMPLES)
-    sample = flat[::stride][:_SAMPLES].to("cpu", copy=True).contiguous()
-    return zlib.crc32(sample.view(torch.uint8).numpy().tobytes())
-
-
 def _describe(unit: UnitSpec) -> str:
     """Describe everything about a unit that ranks must agree on, except values."""
     params = ", ".join(
@@ -68,8 +63,8 @@ def check_same_model(
 ) -> frozenset[int]:
     """Compare the model, its units, what is said ``about`` it and the values of parameters; every rank calls it once.
 
-    Values are compared by a checksum of up to 4096 elements of each parameter: with different seeds, or weights loaded
-    on one rank only, the model would be assembled from several. Values to be overwritten are not compared.
+    Values are compared by a checksum of all bits: with different seeds, or weights loaded on one rank only, the model
+    would be assembled from several. Values to be overwritten are not compared.
 
     Returns:
         The positions of the units in which values differ.
@@ -79,7 +74,7 @@ def check_same_model(
     """
     described = [*about, *map(_describe, units)]
     compared = units if compare_values else ()
-    values = [zlib.crc32(repr(_checksums(unit)).encode()) for unit in compared]
+    values = _unit_checksums(mesh, compared)
     everyone = mesh.all_gather_object(([zlib.crc32(text.encode()) for text in described], values))
     structures = [structure for structure, _ in everyone]
     if any(structure != structures[0] for structure in structures):
@@ -99,7 +94,24 @@ def check_same_model(
 
 
 def _checksums(unit: UnitSpec) -> list[int]:
-    return [_sample_checksum(spec.param) for spec in unit.params]
+    return checksums([spec.param for spec in unit.params])
+
+
+def _unit_checksums(mesh: Mesh, units: Sequence[UnitSpec]) -> list[bytes]:
+    """Return a digest of the values of each unit; rank 0 says it if that took long."""
+    params, started = [spec.param for unit in units for spec in unit.params], time.monotonic()
+    sums = iter(checksums(params))
+    digests = [blake2b(repr([next(sums) for _ in unit.params]).encode(), digest_size=8).digest() for unit in units]
+    seconds = time.monotonic() - started
+    if seconds > _SAID_AFTER_S and mesh.rank == 0:
+        size = sum(param.numel() * param.itemsize for param in params if not param.is_meta)
+        print(
+            f"fullshard: compared all {format_bytes(size)} of the model with other ranks' in {seconds:.1f} s. "
+            "fully_shard(…, weights=…) and FirstValues(from_rank0=True) have nothing to compare.",
+            file=sys.stderr,
+            flush=True,
+        )
+    return digests
 
 
 def refuse_different_values(mesh: Mesh, units: Sequence[UnitSpec], differing: frozenset[int]) -> None:
@@ -136,9 +148,10 @@ def refuse_different_copies(
         MismatchError: On every rank, with the first parameter that differs.
     """
     copies = [s for unit in units for s in unit.params if s.parallel is None or s.parallel.block is None]
-    mine = {spec.names[0]: _sample_checksum(spec.param) for spec in copies if mesh.rank == 0}
+    held = {spec.names[0]: spec.param for spec in copies if mesh.rank == 0}
     sharded = ((name, p) for name, p in model.named_parameters() if hasattr(p, "shard_meta"))
-    mine |= {name: _sample_checksum(rows_of(p)) for name, p in sharded if vars(p)["shard_meta"].block is None}
+    held |= {name: rows_of(p) for name, p in sharded if vars(p)["shard_meta"].block is None}
+    mine = dict(zip(held, checksums(list(held.values())), strict=True))
     by_block = blocks.all_gather_object(mine)
 
     def check() -> None:
@@ -162,7 +175,8 @@ def different_values(
     Rank 0 warns once for each group of ranks. Buffers that are not the same in name, shape and dtype on every rank are
     not compared: modules that are left out of sharding may differ between ranks.
     """
-    mine = {name: (tuple(b.shape), b.dtype, _sample_checksum(b)) for name, b in buffers.items()}
+    sums = checksums(list(buffers.values()))
+    mine = {name: (tuple(b.shape), b.dtype, of_b) for (name, b), of_b in zip(buffers.items(), sums, strict=True)}
     everyone = mesh.all_gather_object(mine)
     common = [name for name in everyone[0] if all(_same_kind(name, theirs, everyone[0]) for theirs in everyone)]
     found = Differing(differing, frozenset(n for n in common if len({theirs[n] for theirs in everyone}) > 1))

@@ -10,6 +10,7 @@ import json
 import os
 import tempfile
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from hashlib import blake2b
 from importlib.metadata import version
@@ -25,7 +26,7 @@ from fullshard.core.comm import Comm, together
 from fullshard.errors import CheckpointError, DataError, ModelError
 from fullshard.program.config import RUN_NAME, RunConfig
 from fullshard.program.data import CollateSpec, EpochPlan, TokenizedSet
-from fullshard.program.models import resolve_adapter, resolve_model
+from fullshard.program.models import SPLIT_BASE, init_of, resolve_adapter, resolve_model, without_adapter
 from fullshard.program.train.evaluation.evaluate import evaluation_mode, logps_of_rows
 from fullshard.program.train.setup.devices import Devices, smallest_memory, usable
 from fullshard.program.train.setup.model import prepare_model, shard_model
@@ -72,13 +73,26 @@ def with_reference(
     if found is None:
         # As small as both, so that it needs no more memory than the planned step or the planned evaluation.
         size = min(config.training.per_device_train_batch_size, config.training.per_device_eval_batch_size)
-        found = _computed(model, sets, comm, collate, size, progress)
+        with _reference(model, config):
+            found = _computed(model, sets, comm, collate, size, progress)
         values = found
         together(comm, lambda: None if file is None else _write(file, values))
     train, held_out = np.split(found, [len(data.train_set)])
     data = replace(data, train_set=replace(data.train_set, reference=train))
     note = f"reference: {num_rows:,} log-probabilities under the model at the start, {what}"
     return _with_held_out(data, held_out), note
+
+
+def _reference(model: PreTrainedModel, config: RunConfig) -> AbstractContextManager[None]:
+    """Return a context in which ``model``, with the values of the start, is the reference.
+
+    That is the model without a new adapter. With one whose values are factors of the base's weights, what is left of
+    these is no model: both together are the base. A trained adapter is part of the reference, as in TRL.
+    """
+    adapter = config.model.adapter
+    if adapter is None or adapter.path is not None or init_of(adapter.options) in SPLIT_BASE:
+        return nullcontext()
+    return without_adapter(model)
 
 
 def _with_held_out(data: Prepared, reference: NDArray[np.float64]) -> Prepared:
@@ -121,7 +135,8 @@ def with_held_out_reference(config: RunConfig, data: Prepared, comm: Comm) -> Pr
     ready = together(comm, lambda: prepare_model(config, data.tokenizer, memory_bytes=memory))
     shard_model(ready.model, config, comm, weights=ready.weights)
     collate, size = collate_spec(data.tokenizer, causal=data.causal), config.training.per_device_eval_batch_size
-    found = _computed(ready.model, [data.held_out_set], comm, collate, size, lambda done, total: None)
+    with _reference(ready.model, config):
+        found = _computed(ready.model, [data.held_out_set], comm, collate, size, lambda done, total: None)
     del ready
     gc.collect()  # its hooks make cycles, and its shards would stay beside those of the trained model
     return _with_held_out(data, found)
@@ -182,7 +197,8 @@ def _file(config: RunConfig, data: Prepared) -> Path:
     sets = [one for one in (data.train_set, data.held_out_set) if one is not None]
     rows = [[len(one), one.source_ids.checksum(), one.target_ids.checksum()] for one in sets]
     versions = [version(name) for name in ("torch", "transformers", "tokenizers")]
-    parts = json.dumps([1, kept, contents, rows, versions], default=str, sort_keys=True)
+    versions += [] if adapter is None else [version("peft")]
+    parts = json.dumps([2, kept, contents, rows, versions], default=str, sort_keys=True)
     name = f"reference-{blake2b(parts.encode(), digest_size=16).hexdigest()}.npy"
     return (config.data.cache_dir or default_directory()) / name
 

@@ -36,6 +36,7 @@ from fullshard.program.train.reporting.reports import CheckpointReport, Evaluati
 from fullshard.program.train.reporting.sinks import Sink
 from fullshard.program.train.run.assemble import Assembly
 from fullshard.program.train.run.record import Record
+from fullshard.program.train.setup.devices import recorded_choices
 from fullshard.program.train.setup.resume import EVALUATION_NAME, StartingPoint
 from fullshard.state.saving import Checkpoints, Restored, SaveReport, save
 from fullshard.state.saving.full import write_assets
@@ -360,6 +361,7 @@ class RunCheckpoints:
             "group_rows": self._start.group,
             "max_new_tokens": _longest_text(parts.config.as_flat()),
             "rules": asdict(self._start.rules),
+            "chosen": recorded_choices(parts.chosen),
             "division": asdict(self._start.began),
             "total_steps": parts.schedule.total_steps,
             "scaler": None if parts.scaler is None else parts.scaler.state_dict(),

@@ -34,7 +34,7 @@ from fullshard.program.train.run.checkpoints import BestModel, PromptedTokenizer
 from fullshard.program.train.run.profile import StepProfiler
 from fullshard.program.train.run.record import Planned, Record, describe_start, explain, is_out_of_memory, summarise
 from fullshard.program.train.run.step import IssuedStep, StepSpec, issue_step, traced_step
-from fullshard.program.train.setup.devices import Choice, Devices, precision_choice, with_precision
+from fullshard.program.train.setup.devices import Choice, Devices, kept_choices, precision_choice, with_precision
 from fullshard.program.train.setup.model import preference_of
 from fullshard.program.train.setup.prepare import Prepared, prepare
 from fullshard.program.train.setup.resume import (
@@ -116,14 +116,15 @@ def train(
         with Checkpoints(directory, **own) as checkpoints:
             start = _starting_point(config, comm, checkpoints)
             try:
+                settings, kept = kept_choices(start.partition.settings(config), start.chosen)
                 parts = assemble(
-                    start.partition.settings(config),
+                    settings,
                     comm,
                     prepared,
                     group=start.group,
                     rules=start.rules,
                     filled=start.snapshot is not None,
-                    chosen=chosen,
+                    chosen=(*chosen, *kept),
                     progress=referring,
                 )
                 start = with_checkpoint(start, parts, checkpoints)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,6 +76,29 @@ class Choice:
 
     def __str__(self) -> str:
         return f"{self.setting}: {self.value} ({self.why})"
+
+
+KEPT = "as at this run's start"
+"""Why a run that continues takes a choice."""
+
+_CHOSEN_AGAIN = ("sharding.frozen", "sharding.tables")
+"""Settings that say where rows lie, which follows from the number of ranks; the values of weights do not."""
+
+
+def recorded_choices(chosen: Sequence[Choice]) -> dict[str, str]:
+    """Return what a checkpoint records of a run's choices."""
+    return {one.setting: one.value for one in chosen if one.setting not in _CHOSEN_AGAIN}
+
+
+def kept_choices(config: RunConfig, recorded: Mapping[str, str]) -> tuple[RunConfig, tuple[Choice, ...]]:
+    """Return the settings with what a run chose at its start wherever they say ``auto``, and these choices."""
+    flat, kept = config.as_flat(), []
+    for setting, value in recorded.items():
+        section, _, name = setting.partition(".")
+        if flat.get(setting) == "auto":
+            config = _changed(config, section, **{name: {"true": True, "false": False}.get(value, value)})
+            kept.append(Choice(setting, value, KEPT))
+    return config, tuple(kept)
 
 
 def smallest_memory(comm: Comm) -> int:

@@ -33,6 +33,7 @@ from fullshard.program.config import RunConfig, require_base
 from fullshard.program.data import IGNORED_LABEL, Batch
 from fullshard.program.models import (
     PLAIN,
+    SPLIT_BASE,
     AdapterSpec,
     AdapterWeights,
     GrownWeights,
@@ -52,6 +53,7 @@ from fullshard.program.models import (
     enable_activation_checkpointing,
     fuse_head,
     fused_head_of,
+    init_of,
     is_causal,
     lacks_rows,
     load_model,
@@ -377,12 +379,31 @@ def _spec_of(config: RunConfig, tokenizer: PreTrainedTokenizerBase | None = None
     return AdapterSpec(type=saved_adapter(directory)[0], base=base, path=directory)
 
 
+def _require_reference(config: RunConfig) -> None:
+    """Refuse a new adapter under which the base is not the model that a reference is of.
+
+    Raises:
+        ConfigError: Its values are of peft's that change the base's weights, and do not add up to them again.
+    """
+    adapter, objective = config.model.adapter, config.training.objective
+    if adapter is None or adapter.path is not None or not config.training.preference_has_reference:
+        return
+    init = init_of(adapter.options)
+    if init not in ("none", "true", "false", "gaussian", "orthogonal", *SPLIT_BASE):
+        raise ConfigError(
+            f"init_lora_weights: {init} changes the base model's weights, and base and adapter together only "
+            f"approximate them: the reference of training.objective: {objective} would be another model. Leave "
+            f"init_lora_weights out, or set it to {' or '.join(SPLIT_BASE)}."
+        )
+
+
 def _check_adapter(config: RunConfig, kind: str, *, causal: bool) -> None:
     """Refuse combinations for which peft computes a wrong result.
 
     Raises:
         ConfigError: The adapter is incompatible with another setting.
     """
+    _require_reference(config)
     training = config.training
     if kind in ("prompt", "prefix") and training.packing:
         raise ConfigError(

@@ -91,6 +91,7 @@ def read_values(path: Place) -> tuple[int, Mapping[str, Any]]:
         "record": not isinstance(values.get("record"), Mapping),
         "group_rows": type(rows) is not int or rows < 1,
         "rules": "rules" in values and not _are_rules(values["rules"]),
+        "chosen": not _are_choices(values.get("chosen", {})),
         "scaler": not isinstance(scaler, Mapping | None) or not all(isfinite(value) for value in numbers),
     }
     wrong = [name for name, is_wrong in problems.items() if is_wrong]
@@ -119,6 +120,10 @@ def _added_values(path: Place) -> Mapping[str, Any]:
         return {"record": read_json(path / EVALUATION_NAME)["record"]}
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise CheckpointError(f"{path / EVALUATION_NAME} cannot be read: {error}. {instead_of(path)}") from error
+
+
+def _are_choices(value: object) -> bool:
+    return isinstance(value, Mapping) and all(isinstance(part, str) for pair in value.items() for part in pair)
 
 
 def _are_rules(value: object) -> bool:
@@ -165,6 +170,11 @@ class StartingPoint:
     def group(self) -> int:
         """Rows, or micro-batches, that are sorted by length together, as at the run's start."""
         return self.began.group if self.values is None else self.values["group_rows"]
+
+    @property
+    def chosen(self) -> Mapping[str, str]:
+        """What the run chose by itself at its start, by setting; empty of earlier versions, which did not record it."""
+        return {} if self.values is None else self.values.get("chosen", {})
 
     @property
     def rules(self) -> Rules:
