@@ -117,7 +117,7 @@ class Look:
         """The column of plain text: the only one, or beside facts about it; None: there are others."""
         if len(self.columns) < 2:
             return self.columns[0].name if self.columns else None
-        if self.prefers:
+        if self.preferences is not None or self.equals is not None:
             return None
         longest = max(self.columns, key=lambda one: one.mean)
         others = [one for one in self.columns if one is not longest]
