@@ -104,7 +104,7 @@ def test_a_lora_adapter_names_its_base(tmp_path, monkeypatch):
     assert "Licence of the base model: cc-by-nc-4.0." in card.text
     assert card.data.license is None, "that of the adapter is not known"
     assert "A lora adapter for the local model little-t5, whose own parameters were not trained." in card.text
-    assert re.search(r"\| base model \| little-t5: \d files, [\d,]+ bytes, hash [0-9a-f]{16} \|", card.text)
+    assert re.search(r"\| base model \| little-t5: \d files, [\d,]+ bytes, sha256 [0-9a-f]{16} \|", card.text)
     assert run_its_code(card, out, monkeypatch) == summary.predictions[0].prediction
 
 

@@ -126,7 +126,7 @@ def test_with_another_quantisation_or_base_it_does_not_go_on(base, tmp_path):
     with pytest.raises(ConfigError, match=r"model\.quantization\.double_quant: False; in the checkpoint True"):
         run(tmp_path, resume=str(checkpoint), **options(moved, double_quant=False))
     write_t5(moved, ["another model"])
-    with pytest.raises(ConfigError, match=r"model\.path: .*hash"):
+    with pytest.raises(ConfigError, match=r"model\.path: .*sha256"):
         run(tmp_path, **options(moved))
 
 
