@@ -9,7 +9,7 @@ from itertools import islice
 from fullshard.errors import DataError
 from fullshard.program.data.examples import Example, SourceSpec
 from fullshard.program.data.reading.cells import cell_of, cell_text, column_of, columns_read
-from fullshard.program.data.reading.columns import Recipe, choose
+from fullshard.program.data.reading.columns import Recipe, choose, did_you_mean
 from fullshard.program.data.reading.conversations import (
     LOOKED_AT,
     ConversationRecipe,
@@ -221,7 +221,8 @@ def choose_preferences(spec: SourceSpec, columns: Sequence[str], where: str) -> 
         problem = f"{chosen!r} is both of them" if chosen is not None and chosen == rejected else problem
         raise DataError(
             f"{where}: preferences need a prompt, a chosen and a rejected completion, in columns named prompt, chosen "
-            f"and rejected or as the settings name them: {problem}. Its columns: {listed}."
+            f"and rejected or as the settings name them: {problem}.{did_you_mean(rejected or '', columns)} Its "
+            f"columns: {listed}."
         )
     assert rejected is not None, "it was asked for"
     if list(columns).count(rejected) > 1:
