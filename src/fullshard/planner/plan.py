@@ -346,7 +346,7 @@ def planned(found: Simulation, rank: int, world_size: int, device: Hardware | No
         sent_bytes={kind: sent for kind, (_, sent) in found.sent.items()},
         collectives={kind: count for kind, (count, _) in found.sent.items()},
         device=device,
-        timing=time_step(found.work, device) if timed and device is not None else None,
+        timing=time_step(found.work, device, found.times) if timed and device is not None else None,
         host=found.host,
         unplanned=found.unplanned,
     )

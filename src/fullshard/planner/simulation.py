@@ -236,6 +236,9 @@ class PlannedStep:
     host: Mapping[str, Callable[[], int]] = field(default_factory=dict)  # bytes that it keeps in host memory, by kind
     # the assumed value of an unknown number that is read outside of the model's forward; None: reading one is an error
     assumed: Callable[[], float] | None = None
+    # True: one more step follows for its work alone, of a usual size; False: the last step is also the one timed
+    usual: bool = False
+    times: float = 1  # how often that step has the micro-batches that are simulated
 
 
 @dataclass(frozen=True)
@@ -248,10 +251,11 @@ class Simulation:
     account: dict[str, int]  # peaks of the engine's own buffers since the model was sharded
     sent: dict[str, tuple[int, int]]  # collectives of a step and the bytes they send, by kind
     elements: int  # elements of parameters that this rank holds, without padding
-    work: Work  # of the last step; empty if not requested
+    work: Work  # of the timed step; empty if not requested
     timeline: MemoryTimeline | None = None  # of the step with the highest moment; None: not asked for
     host: Mapping[str, int] = field(default_factory=dict)  # further bytes in host memory, by kind
     unplanned: tuple[str, ...] = ()  # phases after the steps that were too much work
+    times: float = 1  # how often the timed step has the work's micro-batches
 
 
 def simulate(
@@ -272,7 +276,7 @@ def simulate(
         size: Number of ranks.
         reduces_behind: See :class:`fullshard.comm.Device`: 0 as on the CPU, 1 as on CUDA.
         draws: Whether to note the memory timeline of the fullest step too, which takes longer.
-        timed: Whether to record the work of the last step, for its time; takes a third of that step's planning.
+        timed: Whether to record the work of a step, for its time; takes a third of that step's planning.
         has_host: True if host memory is separate from the device's, as with a GPU: offloaded shards are counted apart,
             and no memory is kept for large quantised weights.
 
@@ -301,18 +305,25 @@ def simulate(
             set_apart(made.model, mode, watch.phase)
             before -= tracker.host_live  # lanes go to the host one after the other
         work = Work(watch.phase)
-        for step in range(made.steps):
+
+        def take_step(*, noted: bool) -> None:
             ledger.clear()
             watch.begin_step()
-            if timed and step == made.steps - 1:
+            if noted:
                 mode.on_operator, ledger.note = work.compute, work.issue
                 for workspace in workspaces:
                     workspace.most_parts = None
             made.step()
             watch.end_step()
-        mode.on_operator, ledger.note = mode.ignore, ledger.ignore
+            mode.on_operator, ledger.note = mode.ignore, ledger.ignore
+
+        for step in range(made.steps):
+            take_step(noted=timed and not made.usual and step == made.steps - 1)
         peaks = {"before_first_step": before, **{phase: tracker.peaks.get(phase, 0) for phase in PHASES[1:]}}
         account, sent = {**watch.tracker.peak, "total": watch.tracker.peak_total}, ledger.sent()
+        if timed and made.usual:
+            tracker.restart(watch.phase, lambda: None)  # the parts stay those of the largest batches
+            take_step(noted=True)
         host, left = _after_steps(made, tracker, peaks)
     return Simulation(
         peaks=peaks,
@@ -325,6 +336,7 @@ def simulate(
         timeline=watch.timeline,
         host=host,
         unplanned=tuple(left),
+        times=made.times,
     )
 
 

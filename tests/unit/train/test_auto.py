@@ -56,8 +56,9 @@ def test_with_room_the_fewest_bytes_are_sent_and_the_choice_is_recorded(run_file
     config, said = settings(run_file, 1 << 40, monkeypatch)
     assert config.sharding.strategy == "no_shard"
     assert config.sharding.auto == ("sharding.strategy=no_shard",)
-    assert len(said) == 1
-    assert "auto chose sharding.strategy=no_shard, of" in said[0]
+    assert said[0].startswith("candidate 1 of at most ")
+    assert not any(" a step" in line for line in said)  # of a CPU they are no more than a guess
+    assert "auto chose sharding.strategy=no_shard, of" in said[-1]
 
 
 @pytest.mark.slow

@@ -14,6 +14,7 @@ from fullshard.program.train import fit, run_plan
 from fullshard.program.train.fit import MOST_PLANS, Need, fewest_blocks, find_remedies, plan_chosen
 from fullshard.program.train.run_plan import RunPlan, plan_prepared
 from fullshard.program.train.setup import activation_offload
+from fullshard.program.train.setup.devices import Choice
 from fullshard.program.train.setup.prepare import prepare
 from support.planned import plan_run, write_run
 
@@ -28,7 +29,7 @@ def device(memory_bytes):
     return replace(hardware("h100"), memory_bytes=memory_bytes, outside_bytes=0, workspace_bytes=0)
 
 
-def of_formula(config, _data, world_size, gpu, *, roughly=None):
+def of_formula(config, _data, world_size, gpu, *, roughly=None, around=True):
     """A plan of 10 bytes a row, a byte less with each recomputed block, which takes time; the exact one needs a byte
     more."""
     settings, strategy = config.training, config.sharding.strategy
@@ -39,8 +40,8 @@ def of_formula(config, _data, world_size, gpu, *, roughly=None):
     size = KEPT[strategy] + rows * (10 - recomputed) + (roughly is None)
     seconds = SECONDS[strategy] + recomputed / 12 + settings.gradient_accumulation_steps / 100
     none = {"account": {}, "sent_bytes": {}, "collectives": {}}
-    parts = {"shards": KEPT[strategy], "optimizer_state": 0}
-    timing = Timing(seconds, seconds, 0.0, 0.0, 0.0, 0)
+    parts = {"shards": KEPT[strategy], "optimizer_state": 0, "activations_and_temporaries": rows * (10 - recomputed)}
+    timing = Timing(seconds, seconds - SECONDS[strategy], 0.0, SECONDS[strategy], 0.0, 0)
     peaks = {"backward": size}
     return RunPlan(
         world_size, 0, 1, size, parts, {}, peaks, **none, device=gpu, timing=timing, steps=1, step_tokens=1,
@@ -86,7 +87,7 @@ def test_a_slower_setting_of_a_rank_is_tried_where_rows_had_to_become_fewer(sear
     seconds = [tried.step_s for tried in found if not tried.why]
     assert seconds == sorted(seconds)
     assert found[0].overrides == ("training.per_device_train_batch_size=2", f"{STEPS}=4")
-    assert any(tried.overrides[:1] == ("training.gradient_checkpointing=true",) for tried in found if not tried.why)
+    assert any(tried.overrides == ("training.gradient_checkpointing=true",) for tried in found if tried.plan)
 
 
 @pytest.mark.parametrize("asked", [(), ("training.gradient_checkpointing=auto",)])
@@ -113,6 +114,40 @@ def test_the_exact_plan_decides(search, monkeypatch):
     assert best.overrides == ()
     fallen = next(tried for tried in others if tried.overrides == ("sharding.strategy=shard_grad_op",))
     assert fallen.why == "2 B too large"
+
+
+def test_no_settings_are_planned_twice_and_the_run_files_own_come_first(run_file, monkeypatch):
+    """With auto known to be true, true is the same; without shards, so is how frozen weights are kept."""
+    planned, told = [], []
+
+    def noted(config, *run, **how):
+        if how.get("roughly") is not None:
+            planned.append((config.sharding.strategy, config.sharding.frozen, config.training.fused_cross_entropy))
+        plain = config.model_copy(
+            update={"training": config.training.model_copy(update={"fused_cross_entropy": "auto"})}
+        )
+        chosen = (Choice("training.fused_cross_entropy", "true", ""),)
+        return replace(of_formula(plain, *run, **how), chosen=chosen)
+
+    monkeypatch.setattr(run_plan, "plan_prepared", noted)
+    monkeypatch.setattr(fit, "measured_step", lambda *_: None)
+    load = partial(load_run, run_file)
+    config = load(["model.adapter.r=4", "training.gradient_checkpointing=false"])
+    fit.search(lambda more: load(["model.adapter.r=4", "training.gradient_checkpointing=false", *more]), 2,
+               device(1000), SimpleNamespace(), fit.Telling(told.append))  # fmt: skip
+    assert config.sharding.frozen == "shard"
+    assert planned[0] == ("full_shard", "shard", "auto")
+    assert len(planned) == len(set(planned)) == 5
+    assert sum(strategy == "no_shard" for strategy, *_ in planned) == 1
+    assert not any(fused is True for *_, fused in planned)
+    assert told[0].startswith("candidate 1 of at most 10: planning as it is")
+    assert told[1].endswith("the best so far")
+
+
+def test_settings_that_compute_as_long_as_the_best_takes_are_left_out(search, monkeypatch):
+    """The strategies wait for nothing, so that another one cannot be faster than the first that fits."""
+    monkeypatch.setattr(f"{__name__}.SECONDS", dict.fromkeys(SECONDS, 0.0))
+    assert [tried.overrides for tried in search(1000)] == [()]
 
 
 def test_nothing_fits(search):

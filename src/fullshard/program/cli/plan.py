@@ -121,6 +121,8 @@ def run(options: argparse.Namespace) -> int:
     if options.price is not None and options.length is not None and config.training.max_steps is None:
         raise ConfigError("--price needs the number of steps, which --length does not know: set training.max_steps.")
     sizes = options.world or [choose_nproc(config.nproc)]
+    what = "searching for settings that fit" if options.fit else "planning"
+    say(f"{what}, {', '.join(map(str, sizes))} rank{'s' if sizes != [1] else ''}; importing torch takes some seconds")
     device = _device(options)
     if config.training.precision == "fp8":
         load_program(FLOAT8).require_float8(config, load_program(DEVICES).Devices.of_sheet(device))
@@ -129,7 +131,6 @@ def run(options: argparse.Namespace) -> int:
     if options.fit:
         return _search(options, sizes, device, _given_rows(options, config, sizes))
     _tell_of_auto(config, limit)
-    say(f"planning {', '.join(map(str, sizes))} rank{'s' if sizes != [1] else ''}: three steps without memory")
     drawn = DRAWN_WORLDS if options.html is not None else ()
     data = _given_rows(options, config, [*sizes, *drawn]) or load_program(DATA).prepare(config)
     plans, chosen = [], []
@@ -251,11 +252,8 @@ def _search(options: argparse.Namespace, sizes: list[int], device: Any, data: An
     def load(more: Any) -> Any:
         return load_run(options.config, [*options.overrides, *more], reads_data=options.length is None)
 
-    def tell(tried: Any) -> None:
-        found = tried.why or f"{format_duration(tried.step_s)}{_measured(tried)}"
-        say(f"{' '.join(tried.overrides) or 'as it is'}: {found}")
-
-    found = load_program(SEARCH).search(load, sizes[0], device, tell, data)
+    program = load_program(SEARCH)
+    found = program.search(load, sizes[0], device, data, program.Telling(say))
     best = found[0]
     if options.json:
         print(json.dumps([tried.as_dict() for tried in found]))

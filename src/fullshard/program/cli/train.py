@@ -6,21 +6,25 @@ import argparse
 from functools import partial
 from pathlib import Path
 
+from fullshard.directory_lock import CHECKPOINTS_NAME, require_untaken
 from fullshard.errors import ConfigError
 from fullshard.program.cli.accelerate import add_config_file, file_overrides, require_one_machine
 from fullshard.program.cli.common import (
     add_run_arguments,
     amount,
     join_other_launcher,
+    load_program,
     rank_flags,
     start_ranks,
     whole_number,
 )
-from fullshard.program.config import load_run, require_output_dir
+from fullshard.program.config import RunConfig, load_run, require_output_dir
+from fullshard.program.config.data import source_spec
 from fullshard.program.launch import Failure, Notice, choose_nproc
 from fullshard.program.launch.streams import guard_streams
 
 PROGRAM = "fullshard.program.launch.programs.train"
+FIRST_LOOK = "fullshard.program.data.reading.early"
 
 SUMMARY = "fine-tune a model as set in a run file"
 
@@ -95,6 +99,22 @@ def run(options: argparse.Namespace) -> Failure | None:
     require_one_machine(options)
     config = load_run(options.config, overrides)
     require_output_dir(config)
+    _look_first(config)
     notice = Notice(file, options.grace)
     nproc = choose_nproc(config.nproc)
     return start_ranks(PROGRAM, arguments, nproc, saves=True, max_restarts=options.max_restarts, notice=notice)
+
+
+def _look_first(config: RunConfig) -> None:
+    """Refuse at once what ranks would refuse after their imports: another run in the directory, columns, empty files.
+
+    Raises:
+        CheckpointError: Another run writes to the directory.
+        DataError: A file has no rows, or not the columns.
+    """
+    require_untaken(Path(config.training.checkpoints_to or config.output_dir / CHECKPOINTS_NAME))
+    look = load_program(FIRST_LOOK)
+    for part in config.data.parts.values():
+        spec = source_spec(part, config.training.objective)
+        for split in ("train", "validation") if config.training.eval_strategy != "no" else ("train",):
+            look.require_rows(spec, split)

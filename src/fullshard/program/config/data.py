@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, NonNegativeInt, PositiveInt, ValidationError, model_validator
 
 from fullshard.program.config.section import ASKED, EVALUATION, SAME, ConfigSection, Fraction, Option
+from fullshard.program.data.examples import SourceSpec
 
 _OF_PAIRS = (
     "source_column",
@@ -69,7 +71,7 @@ class DataConfig(ConfigSection):
         Path | None, Option("evaluation", names="file", own_machine=True, also=("test_file",))
     ] = None
     """Held-out rows for evaluation, in the same format."""
-    dataset_name: Annotated[str | None, Option("same", names="dataset")] = None
+    dataset_name: Annotated[str | None, Option("same", names="dataset", also=("dataset", "dataset_id"))] = None
     """A directory written by datasets' save_to_disk, or the id of a dataset on the Hub."""
     dataset_config_name: Annotated[str | None, SAME] = None
     """Configuration of the dataset on the Hub."""
@@ -100,7 +102,7 @@ class DataConfig(ConfigSection):
     """Double quotes in CSV and TSV files. csv: they enclose cells that hold delimiters, line breaks or doubled quotes;
     none: they are characters of the text, and each line is a row; auto: found by whether they pair up cell by cell, and
     reported if they do not."""
-    text_column: Annotated[str | None, ASKED] = None
+    text_column: Annotated[str | None, Option("same", travels=True, also=("dataset_text_field", "text_field"))] = None
     """Column of plain text to train on, instead of source and target. The texts are joined, each with the end token
     after it, and cut into rows. A causal model learns every token of a row, an encoder-decoder with sentinel tokens
     (T5's family) the spans that are left out of it."""
@@ -298,3 +300,10 @@ class DataConfig(ConfigSection):
         if self.validation_file is not None or self.validation_fraction or self.format == "wikihow":
             return True
         return self.dataset_name is not None and self.validation_split is not None
+
+
+def source_spec(data: DataConfig, objective: str = "sft") -> SourceSpec:
+    """Return where the rows of one set come from, for ``training.objective``; any process, alone."""
+    names = {each.name for each in fields(SourceSpec)} - {"preferences"}
+    kinds: dict[str, Literal["pairs", "labels"] | None] = {"sft": None, "kto": "labels"}
+    return SourceSpec(**{name: getattr(data, name) for name in names}, preferences=kinds.get(objective, "pairs"))

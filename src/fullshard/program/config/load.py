@@ -192,7 +192,9 @@ def _apply(values: dict[str, Any], override: str) -> tuple[str, str]:
     name, equals, text = override.partition("=")
     keys = name.strip().split(".")
     if not equals or not all(keys):
-        raise ConfigError(f"An override has the form section.key=value, such as training.seed=3; got {override!r}.")
+        raise ConfigError(
+            f"An override has the form section.key=value, such as training.max_steps=3; got {override!r}."
+        )
     try:
         value = yaml.load(text, Loader=_Loader)
     except yaml.YAMLError as error:
@@ -276,7 +278,9 @@ def _explain(details: Any, typed: Mapping[str, str]) -> str:
     message = message.removeprefix("Input should be ")
     problem = f"{key}: expected {message}; got {details['input']!r}"
     if kind == "literal_error":
-        near = _nearest_leaf(str(details["input"]), re.findall(r"'([^']*)'", details["ctx"]["expected"]))
+        choices, given = re.findall(r"'([^']*)'", details["ctx"]["expected"]), str(details["input"])
+        other = _VALUES.get(given.lower())
+        near = other if other in choices else _nearest_choice(given, choices)
         return problem if near is None else f"{problem}; did you mean {near}?"
     if kind not in _TEXT_WANTED or key not in typed:
         return problem
@@ -287,23 +291,48 @@ def _explain_unknown(key: str, value: Any) -> str:
     """Describe an unknown key, with its name here or the most similar key."""
     if (answer := _other_name(key, value)) is not None:
         return f"{key}: {answer}"
-    section, _, name = key.rpartition(".")
+    section = key.rpartition(".")[0]
     known = [other for other, _ in fields_of(RunConfig)]
     if of_set := re.match(r"data\.sets\.[^.]+", section):
         known = [other.replace("data.sets.*", of_set.group()) for other in known if "*" in other]
     known = [other for other in known if "*" not in other]
-    siblings = [other for other in known if other.rpartition(".")[0] == section]
-    nearest = _nearest_leaf(name, siblings) or _nearest_leaf(name, known)
+    nearest = _nearest_key(key, known)
     if nearest is None:
+        siblings = [other for other in known if other.rpartition(".")[0] == section]
         return f"{key}: unknown key; {section or 'the run file'} has {', '.join(siblings)}"
     return f"{key}: unknown key; did you mean {nearest}?"
 
 
-def _nearest_leaf(name: str, known: Iterable[str]) -> str | None:
-    """Return the dotted key, or choice, whose last part is most similar to a name; None if none is similar."""
-    by_leaf = {other.rpartition(".")[2]: other for other in known}
-    close = difflib.get_close_matches(name.lower(), by_leaf, n=1)
-    return by_leaf[close[0]] if close else None
+_ALIKE, _ALIKE_ELSEWHERE = 0.6, 0.75
+"""How similar a name must be to one of the same section, and of another, from 0 to 1."""
+
+
+def _nearest_key(key: str, known: Sequence[str]) -> str | None:
+    """Return the key of any section whose name, or name in other programs, is most similar; None if none is.
+
+    The same name in another section is nearer than a similar one in the same.
+    """
+    section, _, name = key.lower().rpartition(".")
+    asked = {name, f"{section.rpartition('.')[2]}_{name}"}  # model.name is model_name in other programs
+    best, nearest = 0.0, None
+    for other in known:
+        where, _, leaf = other.rpartition(".")
+        option = options().get(re.sub(r"^data\.sets\.[^.]+", "data.sets.*", other))
+        names = (leaf.lower(), *(() if option is None else option.also))
+        alike = max(difflib.SequenceMatcher(None, one, there).ratio() for one in asked for there in names)
+        beside = where.lower() == section
+        if section.startswith(f"{other.lower()}.") or section == other.lower():
+            continue  # the key is in that section
+        if alike >= (_ALIKE if beside else _ALIKE_ELSEWHERE) and (rank := alike + 0.01 * beside) > best:
+            best, nearest = rank, other
+    return nearest
+
+
+def _nearest_choice(value: str, known: Iterable[str]) -> str | None:
+    """Return the choice that is most similar to a value; None if none is."""
+    by_case = {other.lower(): other for other in known}
+    close = difflib.get_close_matches(value.lower(), by_case, n=1)
+    return by_case[close[0]] if close else None
 
 
 _REPLACED: Mapping[str, str] = {
@@ -370,8 +399,62 @@ def _other_name(key: str, value: Any) -> str | None:
     if name in _REPLACED:
         return f"is not an option here; {_REPLACED[name]}"
     here = next((other for other, option in options().items() if name in option.also and other != key), None)
-    shown = "" if isinstance(value, Mapping) else f": {value}"
-    return None if here is None else f"is called {here} here; write {here}{shown}"
+    if here is None:
+        return None
+    if isinstance(value, Mapping):
+        return f"is called {here} here; write {here}"
+    values = list(_values_here(here, value))
+    refused = [_refusal(here, tried) for tried in values]
+    fitting = next((tried for tried, why in zip(values, refused, strict=True) if why is None), None)
+    if fitting is None:
+        return f"is called {here} here, and that does not take it: {refused[0]}"
+    return f"is called {here} here; write {here}: {_as_yaml(fitting)}"
+
+
+_VALUES: Mapping[str, str] = {
+    "bfloat16": "bf16",
+    "eval_loss": "perplexity",
+    "float16": "fp16",
+    "float32": "fp32",
+    "loss": "perplexity",
+    "true": "auto",  # of resume_from_checkpoint
+}
+"""Values of other programs' options, with those that mean the same here."""
+
+
+def _values_here(key: str, value: Any) -> Iterator[Any]:
+    """Yield what another program's value may be here: itself, without the prefix of metrics, or its name here."""
+    text = str(value)
+    yield value
+    if isinstance(value, str):
+        yield text.removeprefix("eval_")
+    if text.lower() in _VALUES:
+        yield _VALUES[text.lower()]
+    if (choice := _nearest_choice(text.removeprefix("eval_"), _choices(key))) is not None:
+        yield choice
+
+
+def _choices(key: str) -> list[str]:
+    field = next(field for other, field in fields_of(RunConfig) if other == key)
+    return [choice for choice in get_args(field.annotation) if isinstance(choice, str)]
+
+
+def _refusal(key: str, value: Any) -> str | None:
+    """Return why an option does not take a value, by itself; None if it does."""
+    parts, section = key.split("."), RunConfig
+    for part in parts[:-1]:
+        section = section_in(section.model_fields[part]) or section
+    try:
+        section.model_validate({parts[-1]: value})
+    except ValidationError as error:
+        found = next((one for one in error.errors() if one["loc"][:1] == (parts[-1],)), None)
+        return None if found is None else _explain(found, {}).partition(": ")[2]
+    return None
+
+
+def _as_yaml(value: Any) -> str:
+    """Return a plain value as a run file has it."""
+    return yaml.safe_dump(value, default_flow_style=True).removesuffix("...\n").strip()
 
 
 def _optimizer_name(value: Any) -> str:

@@ -33,7 +33,7 @@ class AdapterConfig(ConfigSection):
     other option can be given; the optimizer starts afresh. null: a new adapter."""
     type: Annotated[Literal["lora", "dora", "ia3", "prompt", "prefix"], STATE] = "lora"
     """lora, dora and ia3 change weights; prompt and prefix prepend trained vectors to the text."""
-    r: Annotated[PositiveInt, Option("state", also=("lora_r",))] = 8
+    r: Annotated[PositiveInt, Option("state", also=("lora_r", "rank", "lora_rank"))] = 8
     """Rank of lora and dora."""
     lora_alpha: Annotated[PositiveFloat, STATE] = 16.0
     """lora and dora are scaled by lora_alpha / r."""

@@ -61,7 +61,12 @@ class ShardingConfig(ConfigSection):
     """Keep shards, gradients and optimizer state in host memory."""
     frozen: Annotated[
         Literal["shard", "replicate", "auto"],
-        Option("free", searched=Searched("all", ("replicate", "shard"), needs="model.adapter")),
+        Option(
+            "free",
+            searched=Searched(
+                "all", ("replicate", "shard"), needs="model.adapter", idle=("sharding.strategy", "no_shard")
+            ),
+        ),
     ] = "shard"
     """How frozen parameters are kept, such as the model under an adapter. shard: sharded; replicate: on every rank,
     without communication; auto: replicated if they take at most a quarter of a rank's memory."""

@@ -51,6 +51,7 @@ class Searched:
     # rank: it does not change what a rank keeps between steps
     values: tuple[Any, ...]  # values to try, the fastest first
     needs: str | None = None  # dotted key of an option without which it has no effect
+    idle: tuple[str, Any] | None = None  # dotted key and value of an option with which it has none
 
 
 @dataclass(frozen=True)

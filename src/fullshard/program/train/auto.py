@@ -15,7 +15,7 @@ from fullshard.core.comm import Comm, free_memory, together
 from fullshard.errors import ConfigError, MemoryLimitError, UserError
 from fullshard.planner import Hardware, hardware, names
 from fullshard.program.config import RunConfig
-from fullshard.program.train.fit import Load, Tried, search
+from fullshard.program.train.fit import Load, Telling, Tried, search
 from fullshard.program.train.reporting.sinks import RUN_NAME
 from fullshard.program.train.setup.devices import KEPT, Choice, Devices, precision_choice
 from fullshard.program.train.setup.float8 import require_float8
@@ -73,7 +73,7 @@ def chosen_settings(
             tell(f"sharding: auto keeps the choice of this run's start: {_text(before)}")
             return before
         device = _device(comm.device, min(shares, default=None))
-        return _best(search(load, comm.size, device, data=data), device, tell)
+        return _best(search(load, comm.size, device, data, Telling(tell, timed=device.name != _CPU.name)), device, tell)
 
     found = comm.all_gather_object(together(comm, choose))[0]
     return _with_record(found)
@@ -155,7 +155,9 @@ def simulated_settings(
     if device is None:
         free = min(free_memory(torch.device("cpu")).values(), default=None)
         device = _device(torch.device("cpu"), None if free is None else free // world_size)
-    return _with_record(_best(search(load, world_size, device, data=data), device, tell))
+    return _with_record(
+        _best(search(load, world_size, device, data, Telling(tell, timed=device.name != _CPU.name)), device, tell)
+    )
 
 
 def _with_record(found: tuple[str, ...]) -> tuple[str, ...]:

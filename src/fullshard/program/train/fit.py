@@ -33,7 +33,7 @@ from fullshard.program.train.setup.devices import (
 )
 from fullshard.program.train.setup.prepare import Prepared, prepare
 from fullshard.program.train.setup.tuned import measured_step, on_machines
-from fullshard.sizes import format_bytes
+from fullshard.sizes import format_bytes, format_duration
 
 MOST_PLANS = 12
 """Plans of a search: both ends, three along a line, and halvings of what is then left of up to 128 blocks."""
@@ -175,51 +175,94 @@ class Tried:
         return {**own, "plan": self.plan and self.plan.as_dict()}
 
 
+class Watch:
+    """Is told of a search; this one ignores it."""
+
+    def begins(self, place: str, overrides: Sequence[str]) -> None:
+        """Hear that a setting is planned; ``place`` says how far the search is, such as ``2 of at most 12``."""
+
+    def ends(self, tried: Tried, best: Tried | None) -> None:
+        """Hear what was found, and the fastest so far that fits."""
+
+
+class Telling(Watch):
+    """Tells a search by lines for the user."""
+
+    def __init__(self, tell: Callable[[str], None], *, timed: bool = True) -> None:
+        """``tell`` receives each line; ``timed``: with the seconds of a step."""
+        self._tell, self._timed = tell, timed
+
+    def begins(self, place: str, overrides: Sequence[str]) -> None:
+        """See :meth:`Watch.begins`."""
+        self._tell(f"candidate {place}: planning {_named(overrides)}")
+
+    def ends(self, tried: Tried, best: Tried | None) -> None:
+        """See :meth:`Watch.ends`."""
+        took = f"{format_duration(tried.step_s)} a step" if self._timed or tried.measured_s is not None else "fits"
+        found = tried.why or f"{took}{' (measured)' * (tried.measured_s is not None)}"
+        if best is tried:
+            found += ", the best so far"
+        elif best is not None:
+            found += f"; the best so far: {_named(best.overrides)}"
+        self._tell(f"{_named(tried.overrides)}: {found}")
+
+
+def _named(overrides: Sequence[str]) -> str:
+    return " ".join(overrides) or "as it is"
+
+
 def search(
-    load: Load,
-    world_size: int,
-    device: Hardware,
-    tell: Callable[[Tried], None] = lambda tried: None,
-    data: Prepared | None = None,
+    load: Load, world_size: int, device: Hardware, data: Prepared | None = None, watch: Watch | None = None
 ) -> list[Tried]:
     """Return the settings that were tried: those that fit first, the fastest first; one process.
 
     Open are, unless the run file or an override sets them, the options that are ``searched``; and micro-batches of
     fewer rows and more of them, so that a step has the same rows. Of blocks to recompute, all are tried, and then the
-    fewest with which it fits. Slower settings of a strategy are left out once a faster one fits. Settings are compared
-    by plans of one rank with at most two micro-batches a step, whose gradients accumulate sharded; the fastest is then
-    planned exactly, also with ``training.accumulate`` as a run would choose it. Where nothing fits, all of them are
-    tried once more with the options of scope ``last`` (``sharding.cpu_offload``), on a device that has a host: the
-    copies between the two are not timed.
+    fewest with which it fits. Settings of the least memory come first; others are left out if what they compute, as
+    was planned for the first, takes as long as the fastest that fits. Settings are compared by the steps of one rank
+    with at most two micro-batches, whose gradients accumulate sharded; the fastest is then planned exactly, with
+    evaluations, saving and resuming, also with ``training.accumulate`` as a run would choose it. Where nothing fits,
+    all of them are tried once more with the options of scope ``last`` (``sharding.cpu_offload``), on a device that has
+    a host: the copies between the two are not timed.
 
-    ``tell`` is called with each setting that was tried. Without ``data``, the run's own is read.
+    Without ``data``, the run's own is read.
 
     Raises:
         UserError: Data, tokenizer, model or settings cannot be used.
     """
     config = load(())
-    made = Search(load, data or prepare(config), world_size, device, tell)
-    for offload in _product(config, "last") if device.has_host else ({},):
-        for shared in _product(config, "all"):
-            for own in _product(config, "rank"):
-                last = made.fit_rows({**offload, **shared, **own})
-                if not last.why and own.get(BLOCKS) is True:
-                    made.fewer_blocks(last)
-                if last.plan is not None and _keeps_too_much(last.plan, device):
-                    break  # settings of a rank do not change that
-                if not last.why and not any(one.startswith(ROWS) for one in last.overrides):
-                    break  # it fits with the original micro-batches: smaller ones are slower
+    made = Search(load, data or prepare(config), world_size, device, watch or Watch())
+    for offload in _product(config, "last") if device.has_host else [{}]:
+        *faster, least = _product(config, "all")
+        owns = _product(config, "rank")
+        made.most += (len(faster) + 1) * len(owns)
+        made.try_rank(offload | least, owns)
+        for shared in faster:
+            # What needs more where nothing fits: once, as a model of one unit may be an exception.
+            made.try_rank(offload | shared, owns if made.fits else owns[-1:], like=offload | least)
         if made.fits:
             break
     return made.ordered()
 
 
-def _product(config: RunConfig, scope: str) -> Iterator[dict[str, Any]]:
-    """Yield all combinations of the open settings of a scope, fastest first."""
-    varied = {name: one.searched for name, one in options().items() if one.searched and one.searched.scope == scope}
-    free = {name: searched.values for name, searched in varied.items() if _is_open(config, name, searched)}
-    for chosen in product(*free.values()):
-        yield dict(zip(free, chosen, strict=True))
+def _product(config: RunConfig, scope: str) -> list[dict[str, Any]]:
+    """Return all combinations of the open settings of a scope, fastest first; what has no effect is left out."""
+    known = {name: one.searched for name, one in options().items() if one.searched}
+    free = {
+        name: searched.values
+        for name, searched in known.items()
+        if searched.scope == scope and _is_open(config, name, searched)
+    }
+    given, found = config.as_flat(), list[dict[str, Any]]()
+    for values in product(*free.values()):
+        chosen = dict(zip(free, values, strict=True))
+        for name in free:
+            idle = known[name].idle
+            if idle is not None and ({**given, **chosen}[idle[0]]) == idle[1]:
+                del chosen[name]
+        if chosen not in found:
+            found.append(chosen)
+    return found
 
 
 def _is_open(config: RunConfig, setting: str, searched: Searched) -> bool:
@@ -230,44 +273,78 @@ def _is_open(config: RunConfig, setting: str, searched: Searched) -> bool:
     return name not in settings.model_fields_set or getattr(settings, name) == "auto"
 
 
+WORTH = 0.98
+"""Share of the fastest step so far that another setting must be able to reach: predictions are no better."""
+
+
 class Search:
     """Plans settings, and remembers what was tried."""
 
-    def __init__(
-        self, load: Load, data: Prepared, world_size: int, device: Hardware, tell: Callable[[Tried], None]
-    ) -> None:
+    def __init__(self, load: Load, data: Prepared, world_size: int, device: Hardware, watch: Watch) -> None:
         self._load, self._data, self._world_size, self._device = load, data, world_size, device
-        self._tell = tell
-        self._fullest: int | None = None
+        self._watch = watch
+        self.most = self._begun = 0  # combinations to try at most, without their micro-batches, and those begun
+        self._found: dict[frozenset[tuple[str, str]], Tried] = {}
         self._tried: list[Tried] = []
 
     @property
     def fits(self) -> bool:
         """True if something that was tried fits."""
-        return any(not tried.why for tried in self._tried)
+        return self._best() is not None
+
+    def try_rank(
+        self, shared: dict[str, Any], owns: Sequence[dict[str, Any]], like: dict[str, Any] | None = None
+    ) -> None:
+        """Try settings of a rank with ``shared`` ones, until one fits without smaller micro-batches.
+
+        ``like`` are other shared ones that were tried before and compute the same: what they show to be slower than the
+        best is left out.
+        """
+        for number, own in enumerate(owns, 1):
+            self._begun += 1
+            if like is not None and self._is_slower(like | own):
+                self._begun += len(owns) - number
+                break  # settings of a rank come fastest first
+            last = self.fit_rows(shared | own)
+            if number == 1 and last.why and not self._may_be_best(last):
+                self._begun += len(owns) - number
+                break
+            if not last.why and own.get(BLOCKS) is True:
+                self.fewer_blocks(last)
+            kept = last.plan is not None and _keeps_too_much(last.plan, self._device)
+            original = not any(one.startswith(ROWS) for one in last.overrides)
+            # Settings of a rank do not change what it keeps, and smaller micro-batches are slower.
+            if kept or (not last.why and original):
+                self._begun += len(owns) - number
+                break
 
     def fit_rows(self, values: dict[str, Any]) -> Tried:
-        """Try the largest micro-batches, then a row, then the most rows that should fit by these two, until one does.
+        """Try the largest micro-batches, then the most rows that should fit, until no larger ones do.
+
+        How many should is read off a line, first that of the activations, then through the last two.
 
         Returns:
-            The last setting that was tried.
+            The last setting that was tried, or the one that fits.
         """
-        largest = self._try(values)
-        sizes = micro_batches(self._load(()))
-        if not largest.why or largest.plan is None or not sizes or _keeps_too_much(largest.plan, self._device):
-            return largest
-        row = self._try({**values, **sizes[-1]})
-        if row.why or row.plan is None:
-            return row
-        rows = self._load(()).training.per_device_train_batch_size
-        each = (largest.plan.needed_bytes - row.plan.needed_bytes) / (rows - 1)
-        most = 1 + (self._device.memory_bytes - row.plan.needed_bytes) / max(each, 1)
-        for size in sizes[:-1]:
-            if size[ROWS] <= most:
-                tried = self._try({**values, **size})
-                if not tried.why:
-                    return tried
-        return row
+        tried, rows = self._try(values), self._load(()).training.per_device_train_batch_size
+        if not tried.why or tried.plan is None or _keeps_too_much(tried.plan, self._device):
+            return tried
+        each = tried.plan.parts.get("activations_and_temporaries", 0) / rows
+        # Smaller micro-batches are slower than these.
+        sizes = micro_batches(self._load(())) if self._may_be_best(tried) else []
+        fitting = None
+        while sizes and tried.plan is not None:
+            before, most = tried.plan, rows + (self._device.memory_bytes - tried.plan.needed_bytes) / max(each, 1)
+            size = next((one for one in sizes if one[ROWS] <= most), None if fitting else sizes[-1])
+            if size is None:
+                break
+            tried = self._try({**values, **size})
+            fitting = fitting if tried.why else tried
+            if tried.plan is not None:
+                each = (before.needed_bytes - tried.plan.needed_bytes) / (rows - size[ROWS])
+            rows = size[ROWS]
+            sizes = [one for one in sizes if (one[ROWS] < rows if tried.why else one[ROWS] > rows)]
+        return fitting or tried
 
     def fewer_blocks(self, fitting: Tried) -> None:
         """Try the fewest recomputed blocks, otherwise with the settings of one that recomputes all of them and fits."""
@@ -277,7 +354,9 @@ class Search:
 
         def missing(number: int) -> float:
             if number not in tried:
-                tried[number] = self._plan((*others, override_of(number, blocks)), self._fullest)
+                overrides = (*others, override_of(number, blocks))
+                self._watch.begins(self._place, overrides)
+                tried[number] = self._plan(overrides, 0)
             plan = tried[number].plan
             return math.inf if plan is None else plan.needed_bytes - self._device.memory_bytes
 
@@ -294,38 +373,72 @@ class Search:
 
         found = sorted(self._tried, key=key)
         for place, tried in enumerate(found):
-            if not tried.why:
-                found[place] = self._plan(tried.overrides, None, self._device.memory_bytes)
-            if not found[place].why or tried.why:
+            if tried.why:
+                break
+            self._watch.begins("the next" if place else "the fastest, in full", tried.overrides)
+            found[place] = self._plan(tried.overrides, None, self._device.memory_bytes)
+            if not found[place].why:
                 break
         return sorted(found, key=key)
 
+    def _best(self) -> Tried | None:
+        fitting = [tried for tried in self._tried if not tried.why]
+        return min(fitting, key=lambda tried: tried.step_s, default=None)
+
+    def _may_be_best(self, tried: Tried) -> bool:
+        """Return whether a setting that does not fit would be faster than the best that does."""
+        best, timing = self._best(), None if tried.plan is None else tried.plan.timing
+        if best is None or timing is None or best.measured_s is not None:
+            return True
+        return timing.step_s < WORTH * best.step_s
+
+    def _is_slower(self, values: dict[str, Any]) -> bool:
+        """Return whether what settings compute takes so long that, without any wait, they are not faster than the best.
+
+        Settings that were not planned yet are, with their largest micro-batches: that needs less than several plans.
+        """
+        best = self._best()
+        if best is None or best.measured_s is not None:
+            return False
+        plan = self._try(values).plan
+        return plan is not None and plan.timing is not None and plan.timing.compute_s >= WORTH * best.step_s
+
     def _try(self, values: dict[str, Any]) -> Tried:
-        config = self._load(())
-        given = config.as_flat()
-        changed = {name: value for name, value in values.items() if given[name] != value}
-        tried = self._plan(tuple(f"{name}={str(value).lower()}" for name, value in changed.items()), self._fullest)
-        if self._fullest is None and tried.plan is not None:
-            self._fullest = tried.plan.rank  # of the first, which is planned exactly: rarely different for others
+        typed = {name: str(value).lower() for name, value in values.items()}
+        if (found := self._found.get(frozenset(typed.items()))) is not None:
+            return found
+        given = self._load(()).as_flat()
+        overrides = tuple(f"{name}={typed[name]}" for name, value in values.items() if given[name] != value)
+        self._watch.begins(self._place, overrides)
+        tried = self._plan(overrides, 0)
+        # What is chosen where a setting is auto is known by both names.
+        chosen = {} if tried.plan is None else {one.setting: one.value for one in tried.plan.chosen}
+        for names in (typed, {name: chosen.get(name, value) for name, value in typed.items()}):
+            self._found[frozenset(names.items())] = tried
         return self._note(tried)
 
+    @property
+    def _place(self) -> str:
+        return f"{self._begun} of at most {self.most}"
+
     def _note(self, tried: Tried) -> Tried:
-        self._tell(tried)
         self._tried.append(tried)
+        self._watch.ends(tried, self._best())
         return tried
 
     def _plan(self, overrides: tuple[str, ...], roughly: int | None, memory_bytes: int | None = None) -> Tried:
         run = self._data, self._world_size, self._device
         try:
             config = self._load(overrides)
-            plan = plan_in(memory_bytes, config, *run, roughly=roughly)
+            plan = plan_in(memory_bytes, config, *run, roughly=roughly, around=roughly is None)
         except ConfigError as error:
             return Tried(overrides, None, str(error))
         missing = plan.needed_bytes - self._device.memory_bytes
         settled = with_precision(config, Devices.of_sheet(self._device))
         card = on_machines(self._device.name, math.ceil(self._world_size / self._device.devices_each))
         measured = measured_step(settled, self._data, self._world_size, card)
-        return Tried(overrides, plan, "" if missing <= 0 else f"{format_bytes(missing)} too large", measured)
+        least = "" if roughly is None else "at least "  # as planned without what is around the steps
+        return Tried(overrides, plan, "" if missing <= 0 else f"{least}{format_bytes(missing)} too large", measured)
 
 
 def _off(some: Sequence[Tried]) -> float:

@@ -31,7 +31,6 @@ from fullshard.planner import (
     real_tensors,
     simulate_on,
     spend,
-    time_step,
 )
 from fullshard.program.config import RunConfig
 from fullshard.program.data import (
@@ -293,6 +292,7 @@ def plan_prepared(  # noqa: PLR0913 (each caller needs another part)
     device: Hardware | None = None,
     *,
     roughly: int | None = None,
+    around: bool = True,
     listed: bool = False,
     ranks_each: int | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
@@ -307,8 +307,8 @@ def plan_prepared(  # noqa: PLR0913 (each caller needs another part)
             of :func:`prepare_length`.
         world_size: Number of ranks.
         device: The GPU of each, whose data sheet adds the time; None: CPU ranks.
-        roughly: Plan this rank only, with at most two micro-batches a step and a step less, and time only what fits;
-            None: exactly.
+        roughly: Plan this rank only, with at most two micro-batches a step and a step less; None: exactly.
+        around: Whether to plan evaluations, saving and resuming too, which take as long as the steps.
         listed: See :func:`largest_steps`.
         ranks_each: Ranks of each machine; None: ``nproc`` of the run file, else those of a machine with such GPUs, else
             all.
@@ -331,27 +331,28 @@ def plan_prepared(  # noqa: PLR0913 (each caller needs another part)
     largest = [
         one[:most] if one[0] is one[-1] else one for one in largest_steps(config, data, world_size, listed=listed)
     ]
-    held_out = _largest_held_out(config, data, world_size)
+    epoch = make_plan(config, data.train_set, world_size, causal=data.causal)
+
+    def usual() -> list[Batch]:
+        with real_tensors():
+            return largest_steps(config, data, world_size)[-1] if given else middle_step(config, data, epoch)
+
+    simulated = _Simulated(largest, STEPS - 1 if roughly is None else STEPS - 2)
+    if device is not None:
+        count = len(usual())
+        simulated = replace(simulated, usual=lambda: usual()[:most], times=max(count / most, 1))
     ranks = candidates(partial(_sharded, config, data), world_size) if roughly is None else [roughly]
     if roughly is None:  # of ranks that share rows the first have most tokens and heads
         ranks = sorted({one for rank in ranks for one in (rank, rank - rank % config.sharding.sequence_parallel)})
-    timed = 0 if device is None else STEPS
-    first = STEPS - 1 if roughly is None else STEPS - 2
-    told = _Told(progress, len(ranks) * (first + len(largest)) + timed, partial(choices, asked, devices, before=before))
+    told = _Told(progress, len(ranks) * len(simulated), partial(choices, asked, devices, before=before))
     each = ranks_each or config.nproc or (world_size if device is None else device.devices_each)
-    around = AroundSteps(config, data, held_out, several=world_size > each)
-    build = partial(_build, config, data, largest, around, told, first=first)
-    found = highest(build, ranks, world_size, device, timed=False)
+    held_out = _largest_held_out(config, data, world_size) if around else None
+    phases = AroundSteps(config, data, held_out, several=world_size > each) if around else None
+    found = highest(partial(_build, config, data, simulated, phases, told), ranks, world_size, device)
     values = {one.name: getattr(found, one.name) for one in fields(Plan)}
     at_once = {name: size for name, size in found.phase_peaks.items() if name.endswith(AT_ONCE)}
     values["phase_peaks"] = {name: size for name, size in found.phase_peaks.items() if name not in at_once}
     values["unplanned"] = tuple(name for name in found.unplanned if not name.endswith(AT_ONCE))
-    epoch = make_plan(config, data.train_set, world_size, causal=data.causal)
-    if device is not None and (roughly is None or found.fits()):
-        batches = largest_steps(config, data, world_size)[-1] if given else middle_step(config, data, epoch)
-        build = partial(_build, config, data, [batches[:most]], None, told)
-        simulation = simulate_on(build, found.rank, world_size, device)
-        values["timing"] = time_step(simulation.work, device, times=max(len(batches) / most, 1))
     tokens = len(data.train_set) * (data.train_set.source_stats.mean + data.train_set.target_stats.mean)
     plan = RunPlan(
         **values,
@@ -403,7 +404,7 @@ def try_step(config: RunConfig, data: Prepared, world_size: int) -> None:
     each = data.train_set.together
     first = shortest // each * each
     batch = collate([RowRef(row) for row in range(first, first + each)], data.train_set, spec)
-    build = partial(_build, config, data, [[batch]], None, _Told(lambda done, total: None, 0), first=0)
+    build = partial(_build, config, data, _Simulated([[batch]], 0), None, _Told(lambda done, total: None, 0))
     simulate_on(build, 0, world_size, None, timed=False)
 
 
@@ -412,7 +413,7 @@ def draw_plan(config: RunConfig, data: Prepared, plan: RunPlan) -> MemoryTimelin
     told = _Told(lambda done, total: None, 0)
     config = for_devices(config, Devices.of_sheet(plan.device))
     config = with_unsharded(config) if plan.accumulate == "unsharded" else config
-    build = partial(_build, config, data, largest_steps(config, data, plan.world_size), None, told)
+    build = partial(_build, config, data, _Simulated(largest_steps(config, data, plan.world_size)), None, told)
     timeline = simulate_on(build, plan.rank, plan.world_size, plan.device, draws=True).timeline
     assert timeline is not None, "it was asked for"
     return timeline
@@ -470,17 +471,31 @@ def _sharded(config: RunConfig, data: Prepared, comm: Comm) -> Any:
     return model.train()
 
 
+@dataclass(frozen=True)
+class _Simulated:
+    """The steps of a simulation."""
+
+    turns: Sequence[list[Batch]]  # a step with micro-batches of each, the largest of the run
+    first: int = STEPS - 1  # steps before them: the optimizer's state exists from the second step on
+    usual: Callable[[], list[Batch]] | None = None  # makes the micro-batches of a last step, which is timed
+    times: float = 1  # how often that step has them
+
+    def __len__(self) -> int:
+        return self.first + len(self.turns) + (self.usual is not None)
+
+    def batches(self) -> Iterator[list[Batch]]:
+        """Yield the micro-batches of each step."""
+        # Of equal ones a single one makes the optimizer's state as well.
+        begun = self.turns[0][:1] if self.turns[0][0] is self.turns[0][-1] else self.turns[0]
+        yield from (*[begun] * self.first, *self.turns)
+        if self.usual is not None:  # made here, as it would count as memory
+            yield self.usual()
+
+
 def _build(
-    config: RunConfig,
-    data: Prepared,
-    turns: list[list[Batch]],
-    around: AroundSteps | None,
-    told: _Told,
-    comm: Comm,
-    *,
-    first: int = STEPS - 1,
+    config: RunConfig, data: Prepared, simulated: _Simulated, around: AroundSteps | None, told: _Told, comm: Comm
 ) -> PlannedStep:
-    """Return the run's step, and what is ``around`` it: ``first`` steps, then one with micro-batches of each turn."""
+    """Return the run's steps, and what is ``around`` them."""
     model = _sharded(config, data, comm)
     told.model(model)
     if config.training.activation_offload and (host := host_of_gpu()) is not None:
@@ -489,7 +504,7 @@ def _build(
     average = moving_average(model, config)
     scaler = ShardedGradScaler(comm.device.type) if config.training.precision == "fp16" else None
     spec = step_spec(model, config, data)
-    each = chain(turns[:1] * first, turns)  # the optimizer's state exists from the second step on
+    each = simulated.batches()
 
     def step() -> None:
         # Late: otherwise it reads the loss and the norm, which a plan does not know.
@@ -502,10 +517,12 @@ def _build(
         model,
         optimizer,
         step,
-        steps=first + len(turns),
+        steps=simulated.first + len(simulated.turns),
         after={} if around is None else around.phases(model, optimizer, comm, average),
         host={} if around is None else around.host(model, optimizer, comm, average),
         assumed=assumed if around is None else around.assumed,
+        usual=simulated.usual is not None,
+        times=simulated.times,
     )
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from fullshard.directory_lock import CHECKPOINTS_NAME as CHECKPOINTS_NAME
 from fullshard.errors import CheckpointError, StoreError
 from fullshard.file_names import stays_inside
 from fullshard.state.storage import rules
@@ -44,9 +45,6 @@ from fullshard.state.storage.weight_files import (
     WEIGHTS_INDEX_NAME,
     WeightFiles,
 )
-
-CHECKPOINTS_NAME = "checkpoints"
-"""Name of the directory of checkpoints inside a run's directory."""
 
 FINISHED_NAME = "finished.json"
 """File in the directory of the checkpoints that marks a finished run."""

@@ -15,11 +15,10 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
+from fullshard.directory_lock import LOCK_NAME, taken
 from fullshard.errors import CheckpointError
 from fullshard.state.storage.atomic import commit, delete, fsync, recover, sibling, write_text
 from fullshard.state.storage.object_path import Listed
-
-LOCK_NAME = "lock"
 
 _log = logging.getLogger("fullshard")
 
@@ -135,13 +134,7 @@ class DirectoryLock:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            holder = "unknown, its lock file was deleted"
-            with contextlib.suppress(OSError):
-                holder = (self.directory / LOCK_NAME).read_text(errors="replace")[:4096].strip() or "unknown"
-            raise CheckpointError(
-                f"Another run is writing to {self.directory} (process {holder}); two runs would delete each other's "
-                "checkpoints. Wait until it finishes, stop it, or choose another directory."
-            ) from error
+            raise taken(self.directory) from error
 
 
 def _is_at(descriptor: int, path: Path) -> bool:

@@ -7,6 +7,7 @@ import re
 import string
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
 
 from fullshard.errors import ConfigError, DataError
 from fullshard.program.data.examples import Example, InputRow, SourceSpec
@@ -316,9 +317,16 @@ def _require(wanted: Iterable[str], columns: Sequence[str], where: str) -> None:
         column = column_of(name, columns)
         count = columns.count(column or name)
         if column is None:
-            raise DataError(f"{where} has no column {name!r}. {_its(columns)}")
+            raise DataError(f"{where} has no column {name!r}.{did_you_mean(name, columns)} {_its(columns)}")
         if count > 1:
             raise DataError(f"{where} has {count} columns named {column!r}: rename all but one.")
+
+
+def did_you_mean(name: str, columns: Sequence[str]) -> str:
+    """Return a question with the column whose name is most similar, whatever its case and blanks; empty without one."""
+    by_case = {other.strip().casefold(): other for other in columns}
+    near = get_close_matches(name.strip().casefold(), by_case, n=1, cutoff=0.75)
+    return f" Did you mean {by_case[near[0]]!r}?" if near else ""
 
 
 def _choose_by_name(spec: SourceSpec, columns: Sequence[str], where: str) -> tuple[tuple[str, ...], str, str]:

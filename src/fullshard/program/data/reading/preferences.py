@@ -10,7 +10,7 @@ from typing import Any
 from fullshard.errors import DataError
 from fullshard.program.data.examples import Example, InputRow, SourceSpec
 from fullshard.program.data.reading.cells import as_json, cell_of, cell_text, column_of, columns_read
-from fullshard.program.data.reading.columns import PROMPTS, Recipe, choose, prompt_of
+from fullshard.program.data.reading.columns import PROMPTS, Recipe, choose, did_you_mean, prompt_of
 from fullshard.program.data.reading.conversations import (
     COLUMNS,
     LOOKED_AT,
@@ -365,5 +365,6 @@ def _no_preferences(
         )
     return DataError(
         f"{where}: preferences need a prompt, a chosen and a rejected completion, in columns named prompt, chosen and "
-        f"rejected or as the settings name them: {problem}. Its columns: {', '.join(map(repr, columns))}."
+        f"rejected or as the settings name them: {problem}.{did_you_mean(rejected or '', columns)} Its columns: "
+        f"{', '.join(map(repr, columns))}."
     )

@@ -25,6 +25,7 @@ from fullshard.program.data.reading.columns import (
     choose,
     choose_sources,
     choose_text,
+    did_you_mean,
     parse_template,
     prompt_of,
 )
@@ -126,7 +127,7 @@ class OpenedRows:
         if weights is not None and known.count(column_of(weights, known) or weights) != 1:
             raise DataError(
                 f"{reader.where} has {known.count(weights)} columns {weights!r} (data.weight_column); one is "
-                f"needed. Its columns: {', '.join(map(repr, known))}."
+                f"needed.{did_you_mean(weights, known)} Its columns: {', '.join(map(repr, known))}."
             )
         used = [*self.wanted, *([] if spec.weight_column is None else [spec.weight_column])]
         asked = judging(reader, [name for name in known if name not in used])
@@ -193,7 +194,7 @@ def open_rows(spec: SourceSpec, split: Split, columns: list[str] | None = None) 
         DataError: See :func:`read_split`. If no row could be read, it lists the rows' problems.
         ConfigError: The template is malformed.
     """
-    reader = _open(spec, split)
+    reader = open_split(spec, split)
     columns = reader.columns() if columns is None else columns
     bad, total = BadRows(reader.where), 0
     for row in () if columns else reader.rows(()):
@@ -296,7 +297,7 @@ def _read_sources(spec: SourceSpec, *, from_text: bool, asks_turns: bool) -> Inp
 
     ``from_text``: whether JSON text may be a conversation. ``asks_turns``: whether the model was trained on them.
     """
-    reader = _open(spec, "validation")
+    reader = open_split(spec, "validation")
     columns = reader.columns()
     unread = [] if columns else [row for row in reader.rows(()) if row.problem is not None]
     if unread:
@@ -365,7 +366,7 @@ def fingerprint(spec: SourceSpec, split: Split) -> str:
         return digest.hexdigest()
     path = _file(spec, split)
     if spec.format not in ("wikihow", "phrasebank"):
-        reader = _open(spec, split)
+        reader = open_split(spec, split)
         # What quotes are, not the option: runs of versions without it still resume if their rows are the same.
         options += [["quoting", "none"]] if isinstance(reader, CsvFile) and reader.quoting == "none" else []
         options += _mark_of_turns(reader, spec)
@@ -477,8 +478,12 @@ def format_of(path: Path, spec: SourceSpec) -> str:
     return kind_of(path, named, spec.encoding, [name for name in columns if name is not None])
 
 
-def _open(spec: SourceSpec, split: Split) -> RowReader:
-    """Open the rows of a split."""
+def open_split(spec: SourceSpec, split: Split) -> RowReader:
+    """Open the rows of a split, of any format but WikiHow's.
+
+    Raises:
+        DataError: See :func:`format_of`.
+    """
     if _of_dataset(spec, split):
         return _open_dataset(spec, split)
     return open_file(_file(spec, split), spec)

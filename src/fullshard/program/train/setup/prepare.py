@@ -7,18 +7,19 @@ import os
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from datetime import date
 from hashlib import blake2b
 from importlib.metadata import version
 from itertools import chain, compress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from fullshard.errors import ConfigError, DataError
-from fullshard.program.config import DataConfig, RunConfig
+from fullshard.program.config import RunConfig
+from fullshard.program.config.data import source_spec as source_spec
 from fullshard.program.data import (
     SAMPLED_ROWS,
     CollateSpec,
@@ -102,13 +103,6 @@ def sets_of(
         SetRows(config.model_copy(update={"data": part}), say, progress, name, rows_file, rows_encoding)
         for name, part in config.data.parts.items()
     ]
-
-
-def source_spec(data: DataConfig, objective: str = "sft") -> SourceSpec:
-    """Return where the rows of one set come from, for ``training.objective``; any process, alone."""
-    names = {each.name for each in fields(SourceSpec)} - {"preferences"}
-    kinds: dict[str, Literal["pairs", "labels"] | None] = {"sft": None, "kto": "labels"}
-    return SourceSpec(**{name: getattr(data, name) for name in names}, preferences=kinds.get(objective, "pairs"))
 
 
 @dataclass

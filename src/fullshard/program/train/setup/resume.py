@@ -10,6 +10,7 @@ from math import ceil, isfinite
 from pathlib import Path
 from typing import Any, Literal
 
+from fullshard.directory_lock import CHECKPOINTS_NAME as CHECKPOINTS_NAME
 from fullshard.errors import CheckpointError, ConfigError, DataError
 from fullshard.program.config import RUN_NAME, RunConfig, option_of, options
 from fullshard.program.config.section import EVALUATION, STATE, Option
@@ -131,8 +132,6 @@ def _are_rules(value: object) -> bool:
     decay, steps = ("names", "dimensions"), ("max_steps", "smaller")
     return value in [{"weight_decay": one, "steps": other} for one in decay for other in steps]
 
-
-CHECKPOINTS_NAME = "checkpoints"
 
 GLOBAL_BATCH = "global batch (ranks x training.per_device_train_batch_size x training.gradient_accumulation_steps)"
 
