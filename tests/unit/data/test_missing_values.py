@@ -35,7 +35,7 @@ def test_every_text_that_pandas_reads_as_missing_is_unusable(tmp_path):
 def test_answers_and_completions_are_targets_too(tmp_path, row, kind):
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps(row) + "\n")
-    with pytest.raises(DataError, match="data.missing_values"):
+    with pytest.raises(DataError, match=r"data\.missing_values"):
         read_split(SourceSpec(train_file=path, preferences=kind), "train")
     assert read_split(SourceSpec(train_file=path, preferences=kind, missing_values="text"), "train").examples
 
