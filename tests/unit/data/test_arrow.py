@@ -34,7 +34,7 @@ def test_parquet_rows_are_numbered_and_keep_their_text(tmp_path):
     parquet.write_table(pa.table({"text": ["a\nb", None, "c"], "label": [1, 2, 30], "other": [0.5, 1.0, 2.0]}), path)
     table = read_split(SourceSpec(train_file=path, max_bad_rows=1), "train")
     assert table.examples == [Example("a\nb", ("1",), 1), Example("c", ("30",), 3)]
-    assert f"{path}:2: column 'text' is missing" in table.notes[1]
+    assert f"{path}:2: column 'text' is missing" in table.notes[2]
     assert "has no column 'x'" in refusal(train_file=path, source_column="x", target_column="label")
 
 

@@ -7,7 +7,11 @@ from math import floor
 
 import pytest
 
+from fullshard.program.config import RunConfig
+from fullshard.program.config.recorded import SUMMARY_NAME, read_run
 from fullshard.program.data import SourceSpec, read_split, training_texts
+from fullshard.program.train.setup.resume import deciding_settings
+from support.tiny_run import settings
 
 SIZES = {"a": 380, "b": 401, "c": 133, "d": 60, "e": 21, "f": 5, "once": 1}
 
@@ -71,3 +75,21 @@ def test_rows_without_classes_are_held_out_as_before(tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps({"text": f"t {i}", "label": f"l {i}"}) + "\n" for i in range(300)))
     assert held_out(path) == held_out(path, held_out_by="source")
+
+
+def test_runs_of_earlier_versions_keep_their_rows(tmp_path):
+    """They held rows out by the source alone: they are refused on resuming by classes, and evaluated as they were."""
+    path, out = written(tmp_path / "rows.jsonl", {"a": 20, "b": 20}), tmp_path / "out"
+    data = {"data__train_file": path, "data__validation_file": None, "data__validation_fraction": 0.1}
+    config = RunConfig.model_validate(
+        settings(tmp_path, **data, data__source_column="text", data__target_column="label")
+    )
+    now = deciding_settings(config, 1)["data.validation_fraction"]
+    assert now == "0.1 (data.held_out_by: classes)"
+    by_source = config.model_copy(update={"data": config.data.model_copy(update={"held_out_by": "source"})})
+    assert deciding_settings(by_source, 1)["data.validation_fraction"] == 0.1  # as in their checkpoints
+    plain = config.model_dump(mode="json", by_alias=True)
+    del plain["data"]["held_out_by"]
+    out.mkdir(exist_ok=True)
+    (out / SUMMARY_NAME).write_text(json.dumps({"config": plain}))
+    assert read_run(out).data.held_out_by == "source"

@@ -9,7 +9,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, NonNegativeInt, PositiveInt, ValidationError, model_validator
 
-from fullshard.program.config.section import ASKED, EVALUATION, SAME, ConfigSection, Fraction, Option
+from fullshard.program.config.section import ASKED, EVALUATION, FREE, SAME, ConfigSection, Fraction, Option
 from fullshard.program.data.examples import SourceSpec
 
 _OF_PAIRS = (
@@ -83,8 +83,8 @@ class DataConfig(ConfigSection):
     """Approximate share of the training rows to hold out, for data without held-out rows. A hash of a row's source
     decides: the rows are the same in every run, in whatever order the table has them, and rows with the same source
     stay together. For a conversation, the turns before the first answer are hashed. The run prints the actual share."""
-    held_out_by: Annotated[Literal["classes", "source"], Option("free", before="source")] = "classes"
-    """How validation_fraction chooses rows. classes: of few distinct targets, each targets' rows are held out in the
+    held_out_by: Annotated[Literal["classes", "source"], FREE] = "classes"
+    """How validation_fraction chooses rows. classes: of few distinct targets, each one's rows are held out in the
     same share, those with the smallest hashes; of kto's labels likewise. Of other rows, and with source: by the hash
     alone, so that a row keeps its side when rows are added; with a few hundred rows the share may be off by half."""
     format: Annotated[Literal["auto", "csv", "tsv", "jsonl", "json", "parquet", "wikihow", "phrasebank"], ASKED] = (

@@ -359,7 +359,7 @@ def deciding_settings(config: RunConfig, world_size: int) -> dict[str, Any]:
             # Earlier versions took the first rows: their runs must not go on with others.
             settings[key] = value and f"{value} drawn by hash"
         elif option_of(key).holds_out and config.data.held_out_by != "source":
-            # Earlier versions, and other runs, hold out other rows: these must not go on with trained ones.
+            # Runs of earlier versions hold out other rows, by the source alone, and must not train on them now.
             settings[key] = value and f"{value} (data.held_out_by: {config.data.held_out_by})"
     settings |= {key: _content(key, path) for key, path in _named_places(config).items()}
     specs = [source_spec(part) for part in config.data.parts.values()]
