@@ -226,7 +226,7 @@ def test_plain_lines_are_few_and_complete():
     lines = console_output(terminal=False).splitlines()
     steps = [line for line in lines if line.startswith("step ")]
     assert [line.split()[1] for line in steps] == [f"{n}/50" for n in [1, *range(2, 51, 2)]]
-    assert steps[-1] == "step 50/50  loss 0.0200  800 tokens/s  300.0 MiB  0 s left"
+    assert steps[-1] == "step 50/50  loss 0.0200  800 tokens/s  300.0 MiB process  0 s left"
     assert "1,234,567 parameters, sharded over 2 ranks on cpu; AdamW" in lines
     assert "the unit table" in lines
     assert "5 sources were cut [x]" in lines
@@ -269,7 +269,7 @@ def test_what_a_gpus_allocator_reserves_stands_beside_what_tensors_take():
     sink.finish(summary(memory=(RankMemory(0, MIB, MIB, MIB, MIB, MIB, 90 * MIB, reserved=113 * MIB),)))
     sink.close()
     text = stream.getvalue()
-    assert "90.0 MiB of 112.0 MiB" in text
+    assert "90.0 MiB of 112.0 MiB reserved" in text
     assert "reserved" in text
     assert "113.0 MiB" in text
     assert "reserved_bytes" not in step(1).as_dict()

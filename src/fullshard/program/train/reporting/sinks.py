@@ -373,7 +373,8 @@ class ConsoleSink(Sink):
         seconds_a_step = elapsed / (report.step - self._resumed_step)
         left = max(0.0, min(seconds_a_step * (self._total_steps - report.step), self._time_limit_s - elapsed))
         memory = format_bytes(max((report.memory_bytes, *report.memory_bytes_per_rank)))
-        memory += f" of {format_bytes(report.reserved_bytes)}" if report.reserved_bytes else ""
+        # On the CPU it is the whole process's, with its libraries; on CUDA tensors, of what the allocator has reserved.
+        memory += f" of {format_bytes(report.reserved_bytes)} reserved" if report.reserved_bytes else " process"
         return (
             f"step {report.step}/{self._total_steps}  loss {report.loss:.4f}  "
             f"{report.tokens_per_second:,.0f} tokens/s  {memory}  {_duration(left)} left"
