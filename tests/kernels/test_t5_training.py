@@ -162,8 +162,11 @@ def test_compiled_blocks_attend_alike(kind, monkeypatch):
 @pytest.mark.parametrize("packed", [False, True])
 def test_ranks_that_share_rows_have_the_gradients_of_full_rows(packed):
     plain, rows = build(), batch(packed=packed)
-    inputs = {**model_inputs(plain, rows, causal=False), "labels": rows.labels_BT}
-    wanted = plain(**inputs)
+
+    def inputs(model):
+        return {**model_inputs(model, rows, causal=False), "labels": rows.labels_BT}
+
+    wanted = plain(**inputs(plain))
     wanted.loss.backward()
     models = [build(), build()]
 
@@ -171,10 +174,10 @@ def test_ranks_that_share_rows_have_the_gradients_of_full_rows(packed):
         model = sequence_parallel(models[comm.rank], comm)
         apply_ways(model, ["t5_attention"], FACTS)
         model = fully_shard(model, comm)
-        loss = model(**inputs).loss
+        loss = model(**inputs(model)).loss
         loss.backward()
         with torch.no_grad():
-            torch.testing.assert_close(model(**inputs).loss, loss.detach())
+            torch.testing.assert_close(model(**inputs(model)).loss, loss.detach())
         return loss.detach(), {name: p.grad.full_tensor() for name, p in model.named_parameters() if p.grad is not None}
 
     loss, gradients = run_ranks(2, work)[0]
