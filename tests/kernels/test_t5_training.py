@@ -23,7 +23,7 @@ FACTS = Facts(torch.device("cpu"), torch.float32, packing=True, longest=LONGEST)
 SMALL = T5 | {"num_heads": 2, "num_layers": 1, "num_decoder_layers": 1}
 WIDE = SMALL | {"d_model": 64, "d_kv": 32, "d_ff": 128}
 KINDS = {
-    "t5": SMALL | {"num_layers": 2, "num_decoder_layers": 2},
+    "t5": SMALL | {"num_layers": 2},
     "mt5": SMALL | {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False},
     "umt5": SMALL | {"feed_forward_proj": "gated-gelu", "num_layers": 2},
     "longt5": SMALL | {"local_radius": 5, "encoder_attention_type": "local"},
@@ -77,8 +77,7 @@ def dropped_by_philox(monkeypatch):
 
 
 @pytest.mark.parity
-@pytest.mark.parametrize("rate", [0.0, 0.1])
-@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize(("packed", "rate"), [(False, 0.0), (True, 0.0), (True, 0.1)])
 def test_ten_steps_are_those_of_the_eager_model(packed, rate, monkeypatch):
     way, plain = pair(**WIDE)
     if rate:
@@ -124,8 +123,7 @@ def test_nothing_of_all_pairs_of_a_query_and_a_key_is_made():
         assert not [shape for shape in seen if {*shape[-2:]} <= {29, 23} and len(shape) > 2]
 
 
-@pytest.mark.parametrize("packed", [False, True])
-def test_recomputed_blocks_drop_the_same_weights(packed):
+def test_recomputed_blocks_drop_the_same_weights():
     results = []
     for recompute in (False, True):
         way, _ = pair()
@@ -133,7 +131,7 @@ def test_recomputed_blocks_drop_the_same_weights(packed):
         if recompute:
             enable_activation_checkpointing(way)
         torch.manual_seed(3)
-        loss, gradients = loss_and_gradients(way, batch(packed=packed), causal=False)
+        loss, gradients = loss_and_gradients(way, batch(packed=True), causal=False)
         results.append([loss, *gradients.values()])
     assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
 
