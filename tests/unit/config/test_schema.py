@@ -139,7 +139,7 @@ def test_a_set_has_what_it_leaves_out_from_the_mixture_and_replaces_what_it_says
         ("data", {"separator": "->"}, "and separator for rows"),
         ("data", {"chat_template": True}, "and chat_template for rows"),
         ("data", {"max_target_length": 8}, "and max_target_length for rows"),
-        ("data", {"streaming": True}, "streaming, for rows that are not cut out of joined texts"),
+        ("data", {"streaming": True}, "the rows of text_column are cut out of all texts joined"),
         ("data", {"format": "wikihow"}, "format: wikihow has fixed columns; leave out text_column"),
         ("training", {"packing": True}, "training.packing joins rows that are shorter"),
         ("evaluation", {"metric": "rougeL"}, "evaluation.metric: rougeL of generated texts"),

@@ -12,7 +12,6 @@ from transformers import AutoConfig, AutoModelForSeq2SeqLM
 from transformers.models.t5.modeling_t5 import T5Attention
 
 from fullshard.errors import ModelError
-from fullshard.program.config import RunConfig
 from fullshard.program.speed import WAYS, Facts, apply_ways
 from support.packed_models import T5, build
 
@@ -57,11 +56,3 @@ def test_layers_whose_buckets_are_not_t5s_are_refused():
     model = t5()
     first_layer(model).__class__ = Other
     assert "do not divide distances into buckets as T5's do" in WAY.misfit(model, FACTS)
-
-
-def test_only_ways_that_read_no_full_row_go_with_shared_rows():
-    given = {"data": {"train": "rows.csv", "source_column": "a", "target_column": "b"}, "model": {"path": "model"}}
-    given |= {"sharding": {"sequence_parallel": 2}, "output_dir": "runs/x"}
-    RunConfig.model_validate(given | {"speed": {"ways": ["t5_attention", "compile"]}})
-    with pytest.raises(ValueError, match="bias_sdpa"):
-        RunConfig.model_validate(given | {"speed": {"ways": ["bias_sdpa"]}})

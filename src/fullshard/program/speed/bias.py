@@ -94,6 +94,8 @@ def share_bias(base: PreTrainedModel, attention: str, prepare: Prepare) -> None:
             cast("Any", layer).prepare_bias = prepare  # for compiled blocks, which are given it from outside
             layer.register_forward_pre_hook(partial(_hand_on, prepare), with_kwargs=True)
         else:
+            cast("Any", layer).compute_bias = partial(_computed_bias, layer)
+            cast("Any", layer).prepared_bias = None
             layer.register_forward_pre_hook(partial(_replace_bias, prepare), with_kwargs=True)
             layer.register_forward_hook(_restore_bias, always_call=True)
 
@@ -110,16 +112,21 @@ def _replace_bias(
     if _is_plain(kwargs):
         return None
     (hidden,) = args
-    bias = prepare(layer, kwargs.get("attention_mask"), hidden)
-    layer.compute_bias = lambda *_, **__: bias
+    layer.prepared_bias = prepare(layer, kwargs.get("attention_mask"), hidden)
     layer.has_relative_attention_bias = True
     return args, {**kwargs, "prepared": True}
 
 
 def _restore_bias(layer: Any, _args: Any, _output: Any) -> None:
-    if "compute_bias" in vars(layer):
-        del layer.compute_bias
-        layer.has_relative_attention_bias = hasattr(layer, "relative_attention_bias")
+    layer.prepared_bias = None
+    layer.has_relative_attention_bias = hasattr(layer, "relative_attention_bias")
+
+
+def _computed_bias(layer: Any, *lengths: Any, **more: Any) -> Tensor:
+    """Return the prepared bias while there is one, else what the layer computes."""
+    if layer.prepared_bias is not None:
+        return layer.prepared_bias
+    return type(layer).compute_bias(layer, *lengths, **more)
 
 
 def _hand_on(

@@ -173,6 +173,10 @@ def test_what_rows_cannot_be_split_with_is_refused_by_name(tmp_path, changes, na
         config_of(tmp_path, **changes)
 
 
+def test_ways_that_ask_for_no_full_row_are_accepted(tmp_path):
+    assert config_of(tmp_path, speed={"ways": ["t5_attention", "compile"]}).sharding.sequence_parallel == 2
+
+
 @pytest.mark.parametrize(
     ("model", "named"),
     [

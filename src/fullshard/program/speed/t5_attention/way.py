@@ -40,7 +40,7 @@ class T5Attention:
     """Compute T5's attention in training by one kernel, without a tensor of all pairs of a query and a key."""
 
     name = "t5_attention"
-    purpose = "T5's attention by a kernel of fullshard's that has bias, masks and dropout in it, on GPUs"
+    purpose = "T5's attention by fullshard's kernel, with bias, masks and dropout in it, on GPUs"
     part: Part = "attention"
     exact = False
 
