@@ -115,6 +115,7 @@ def _storages(tensor: torch.Tensor) -> frozenset[int]:
     """Return the identities of a tensor's memory, or of that of its parts."""
     if is_traceable_wrapper(tensor):
         names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
-        return frozenset(chain.from_iterable(_storages(getattr(tensor, name)) for name in names))
+        parts = (getattr(tensor, name) for name in names)  # a DTensor's mesh is among them
+        return frozenset(chain.from_iterable(_storages(one) for one in parts if isinstance(one, torch.Tensor)))
     with plain_functions():
         return frozenset({tensor.untyped_storage()._cdata})
