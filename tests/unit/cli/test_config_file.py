@@ -69,7 +69,7 @@ def test_a_dry_run_prints_what_was_chosen_and_why(tmp_path, on, precision, table
     assert ("without effect" in found["training.tf32"]) is (not on)
     assert found["training.fused_cross_entropy"].startswith("false (logits of up to 7.5 KiB, within 5 % of ")
     assert found["sharding.tables"].startswith(f"{tables} (")
-    assert found.get("model.attn_implementation", "").startswith("eager (") is bool(on)
+    assert found["speed.ways"].startswith("[t5_attention] (") is bool(on)
 
 
 @pytest.mark.parametrize(

@@ -22,8 +22,9 @@ def test_another_delimiter_is_found_and_named_with_lines_as_ever(tmp_path, delim
     )
     cell = 'a "b";\r\n; c"'.replace(";", delimiter)
     assert pairs(tmp_path, text) == [(cell, "x", 3), ("1,5 Euro, netto", f"y{delimiter} z", 6)]
-    assert table(tmp_path, text).notes == (
-        f"{tmp_path / 'rows.csv'}: cells are separated by {named}, as its header and first rows show (data.delimiter).",
+    separated = f"cells are separated by {named}, as its header and first rows show (data.delimiter)."
+    assert table(tmp_path, text).notes == tuple(
+        f"{tmp_path / 'rows.csv'}: {note}" for note in (separated, "not used: 'id'.")
     )
 
 

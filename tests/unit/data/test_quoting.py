@@ -151,7 +151,7 @@ def test_the_fingerprint_changes_with_the_rows_alone(lone, tmp_path, monkeypatch
     spec = SourceSpec(train_file=lone)
     assert fingerprint(spec, "train") == fingerprint(replace(spec, quoting="none"), "train")
     assert fingerprint(spec, "train") != fingerprint(replace(spec, quoting="csv"), "train")
-    monkeypatch.setattr(split_module, "_open", lambda *given: None)
+    monkeypatch.setattr(split_module, "open_split", lambda *given: None)
     monkeypatch.setattr(split_module, "_mark_of_turns", lambda *given: [])
     assert fingerprint(spec, "train") == fingerprint(replace(spec, quoting="csv"), "train")
 

@@ -232,4 +232,5 @@ def test_a_run_that_would_continue_keeps_its_precision(tmp_path, monkeypatch):
     monkeypatch.setattr(dry_run_module, "precision_before", lambda config: "fp32")
     values, found = chosen(tmp_path, 1, A10G)
     assert values["training.precision"] == "fp32"
-    assert "as at this run's start; a new run takes bf16" in found.chosen[0].why
+    (why,) = [choice.why for choice in found.chosen if choice.setting == "training.precision"]
+    assert "as at this run's start; a new run takes bf16" in why

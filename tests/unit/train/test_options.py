@@ -41,7 +41,8 @@ def config_of(tmp_path, monkeypatch):
 
     def make(precision="fp32", **changes):
         changes = changes | {"precision": precision}
-        return Run.model_validate(settings(tmp_path, **SMALL, **{f"training__{key}": v for key, v in changes.items()}))
+        training = {f"training__{key}": value for key, value in changes.items()}
+        return Run.model_validate(settings(tmp_path, **SMALL, **training, speed__ways=[]))  # as chosen before
 
     return make
 

@@ -76,7 +76,7 @@ from fullshard.program.train.setup.prepare import Prepared, collate_spec, model_
 from fullshard.program.train.setup.quantization import describe_quantization
 from fullshard.program.train.setup.sequence import readers
 from fullshard.program.train.setup.steps import learning_rate_schedule, make_plan, training_batches
-from fullshard.program.train.setup.ways import ways_choice
+from fullshard.program.train.setup.ways import ways_choice, with_ways
 from fullshard.sizes import format_bytes, format_duration
 
 _STEPS = 4
@@ -321,8 +321,8 @@ def plan_prepared(  # noqa: PLR0913 (each caller needs another part)
     """
     devices = Devices.of_sheet(device)
     given = isinstance(data, RowsOfLength)
-    asked, before = ways_choice(with_precision(config, devices), data, world_size, devices, counted=not given)
-    config = for_devices(asked, devices)
+    settled, before = ways_choice(with_precision(config, devices), data, world_size, devices, counted=not given)
+    asked, config = with_ways(config, settled.speed.ways), for_devices(settled, devices)
     training = config.training
     times, unsharded = training.gradient_accumulation_steps, training.accumulate == "unsharded"
     # Full gradients are there from the second micro-batch on, and the last one reduces them.

@@ -413,8 +413,21 @@ def _runs(model: nn.Module, content: _Content) -> Iterator[list[Run]]:
     return full_runs(model, _STREAM_BYTES, ahead=_WAITING, names=frozenset(content.specs))
 
 
+def model_bytes(model: nn.Module) -> int:
+    """Return the bytes of tensors that :func:`save` writes of a sharded model; any rank, no communication."""
+    return _described(model, None, parse_size("50GB")).total_bytes
+
+
 def _content(model: Any, dtype: torch.dtype | str | None, max_file_bytes: int) -> _Content:
     """Return what a save writes; every rank calls it, because scales of quantised weights are gathered on rank 0."""
+    content = _described(model, dtype, max_file_bytes)
+    if not content.adapter:
+        content.dequantised.collect(model, _STREAM_BYTES)
+    return content
+
+
+def _described(model: Any, dtype: torch.dtype | str | None, max_file_bytes: int) -> _Content:
+    """Return what a save writes, without the scales of quantised weights; no communication."""
     name = dtype_name(dtype)
     wanted: torch.dtype | None = None if name is None else getattr(torch, name)
 
@@ -431,8 +444,6 @@ def _content(model: Any, dtype: torch.dtype | str | None, max_file_bytes: int) -
         return [TensorSpec(stored, tensor.shape, cast or tensor.dtype) for stored in names[name]]
 
     parameters = sum(prod(tensor.shape) for tensor in saved.values() if tensor.is_parameter)
-    if not adapters:
-        dequantised.collect(model, _STREAM_BYTES)
     specs = {name: specs_of(name, tensor) for name, tensor in saved.items()}
     return _Content(dequantised, specs, bool(adapters), wanted, max_file_bytes, parameters)
 

@@ -129,8 +129,8 @@ def test_other_frozen_weights_are_an_error(tmp_path, monkeypatch):
     options = {"model": {"path": str(tmp_path / "base"), "adapter": adapter}, "training__save_strategy": "no"}
     run_until_killed(tmp_path, ("step", 6), **options)
     monkeypatch.setenv("FULLSHARD_ATTEMPT", "1")
-    monkeypatch.setattr(resume, "_content", lambda path: "the same")
-    monkeypatch.setattr(resume, "_differences", lambda now, then: {})
+    monkeypatch.setattr(resume, "_content", lambda key, path: "the same")
+    monkeypatch.setattr(resume, "_differences", lambda start, then: {})
     file = tmp_path / "base" / "model.safetensors"
     save_file({name: tensor + 1 for name, tensor in load_file(file).items()}, file, metadata={"format": "pt"})
     with pytest.raises(CheckpointError, match="frozen weights differ from those that the snapshot was taken with"):

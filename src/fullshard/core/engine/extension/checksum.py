@@ -20,7 +20,8 @@ def checksums(tensors: Sequence[torch.Tensor]) -> list[int]:
     """Return a 64-bit checksum of each tensor, which depends on each bit and on its place.
 
     One element that differs always changes it, several differing ones all but once in 2^32. The device is waited for
-    once. Memory beside the tensors: 4 MiB, on a GPU 96 MiB; a tensor that is not contiguous is copied.
+    once. Memory beside the tensors: twice that of the largest one, at most 4 MiB, on a GPU 96 MiB; a tensor that is not
+    contiguous is copied.
 
     Args:
         tensors: Of any dtypes and shapes, on the CPU or on one GPU each; on the meta device their checksum is 0.
@@ -30,7 +31,8 @@ def checksums(tensors: Sequence[torch.Tensor]) -> list[int]:
         if not tensor.is_meta and tensor.numel():
             of_device.setdefault(tensor.device, []).append(place)
     for device, places in of_device.items():
-        on_device = _Checksums(device)
+        most = max(tensors[place].numel() * tensors[place].itemsize for place in places)
+        on_device = _Checksums(device, -(-most // 8))
         # In a plan, whose tensors have no values, numpy reads zeros where tolist() is refused.
         sums = torch.stack([on_device.of(tensors[place]) for place in places]).cpu().numpy().tolist()
         for place, value in zip(places, sums, strict=True):
@@ -41,11 +43,12 @@ def checksums(tensors: Sequence[torch.Tensor]) -> list[int]:
 class _Checksums:
     """Checksums on one device."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, most: int) -> None:
+        """Take memory for tensors of up to ``most`` words."""
         self._on_cpu = device.type == "cpu"
-        self._weights = _weights(_ROW, device)
+        self._weights = _weights(min(_ROW, most), device)
         rows = _ROWS.get(device.type, _ROWS_ELSEWHERE)
-        self._mixed = torch.empty(rows * _ROW, dtype=torch.int64, device=device)
+        self._mixed = torch.empty(min(rows * _ROW, most), dtype=torch.int64, device=device)
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the checksum of a tensor, a scalar on its device."""
@@ -62,8 +65,9 @@ class _Checksums:
             part = padded
         words = part.view(torch.int64)
         mixed, rows = _mix(words, self._mixed[: len(words)]), len(words) // _ROW
-        whole = self._products(mixed[: rows * _ROW].view(rows, _ROW))
-        return torch.cat([whole, self._products(mixed[rows * _ROW :].view(1, -1))]) if len(words) % _ROW else whole
+        parts = [mixed[: rows * _ROW].view(rows, _ROW)] if rows else []
+        parts += [mixed[rows * _ROW :].view(1, -1)] if len(words) % _ROW else []
+        return torch.cat([self._products(part) for part in parts])
 
     def _products(self, rows: torch.Tensor) -> torch.Tensor:
         weights = self._weights[: rows.shape[1]]

@@ -12,7 +12,6 @@ from typing import Any
 from fullshard.errors import DataError
 from fullshard.program.data.reading.row import Row, RowReader
 from fullshard.program.data.reading.text_file import is_parquet, require_no_other_kind, unreadable
-from fullshard.state.storage import content_of
 
 _SAVED_MARKS = ("state.json", "dataset_dict.json")
 """Files that save_to_disk writes for one split and for several splits."""
@@ -73,6 +72,8 @@ class DatasetRows(RowReader):
     def fingerprint(self) -> list[str]:
         """The library's hash of the rows and their transformations, and the content of the files on disk."""
         try:
+            # Imported here: a launcher looks at columns without torch.
+            content_of = importlib.import_module("fullshard.state.storage").content_of
             return [str(self._dataset._fingerprint), *map(content_of, self._files)]
         except OSError as error:
             raise unreadable(self._files[0], error) from error

@@ -363,8 +363,8 @@ def _no_preferences(
             f"{equals[0]!r} and {equals[1]!r} are of equal rank: set data.label_column to the column that says which "
             "is better, or data.target_column and data.rejected_column"
         )
+    hint = did_you_mean(rejected or "", columns) if rejected not in columns else ""
     return DataError(
         f"{where}: preferences need a prompt, a chosen and a rejected completion, in columns named prompt, chosen and "
-        f"rejected or as the settings name them: {problem}.{did_you_mean(rejected or '', columns)} Its columns: "
-        f"{', '.join(map(repr, columns))}."
+        f"rejected or as the settings name them: {problem}.{hint} Its columns: {', '.join(map(repr, columns))}."
     )

@@ -458,7 +458,8 @@ def _format(path: Path, spec: SourceSpec) -> str:
         hint = "Set data.format."
         if inner in (".txt", ".md"):
             hint = (
-                "For plain text (data.text_column), make a JSON list of texts: python -c 'import json, pathlib, sys; "
+                "Set data.format. For plain text (data.text_column), make a JSON list of texts: python -c 'import "
+                "json, pathlib, sys; "
                 f"print(json.dumps([pathlib.Path(one).read_text() for one in sys.argv[1:]]))' {path.name} > texts.json"
             )
         raise DataError(f"{path}: a data file must end in {kinds} (or that and .gz); got {found}. {hint}")

@@ -40,7 +40,7 @@ from fullshard.program.train.setup.devices import recorded_choices
 from fullshard.program.train.setup.resume import EVALUATION_NAME, StartingPoint
 from fullshard.state.saving import Checkpoints, Restored, SaveReport, save
 from fullshard.state.saving.full import write_assets
-from fullshard.state.storage import Place, add_small_file, read_completion, read_index, same_content, write_text
+from fullshard.state.storage import Place, add_small_file, read_completion, read_index, same_content, survey, write_text
 
 
 class PromptedTokenizer:
@@ -202,13 +202,16 @@ class RunCheckpoints:
     """Saves and restores a run's checkpoints, and reports them to the sinks; every rank calls every method.
 
     Attributes:
-        newest: Step and directory of the newest checkpoint of this run; step 0 before the first.
+        newest: Step and directory of the newest checkpoint of this run; step 0 before the first. It may still be
+            written.
+        complete: Step of the newest complete checkpoint in the run's directory that all ranks know of; 0 for none.
     """
 
     def __init__(
         self, parts: Assembly, start: StartingPoint, checkpoints: Checkpoints, best: BestModel, sinks: Sequence[Sink]
     ) -> None:
         self.newest: tuple[int, Place | None] = (0, None)
+        self.complete = 0
         # What an evaluation may write depends on the data too, which is known only now.
         self._comparable = start.comparable and _same_length(start.values, parts)
         self._extendable = self._comparable
@@ -258,6 +261,15 @@ class RunCheckpoints:
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise CheckpointError(f"The record of the run in {start.path} is damaged: {error!r}.") from error
         return restored.step, record, self._restore_best(restored.step, record)
+
+    def kept(self) -> tuple[int, ...]:
+        """Return the steps of the complete checkpoints that the run keeps, in the order they were saved in; on rank 0.
+
+        Raises:
+            CheckpointError: The object store cannot be reached.
+        """
+        found = survey(self._checkpoints.directory).complete
+        return tuple(completion.step for completion, path in found if path not in self._start.superseded)
 
     def _load(self, path: Place) -> Restored:
         """Load the snapshot that the run continues from, or otherwise the checkpoint at ``path``."""
@@ -350,6 +362,7 @@ class RunCheckpoints:
         self._extendable = True
         self._best.named(step, record.best)
         if not background:
+            self.complete = step
             seconds = time.monotonic() - started
             self._committed(step, path, seconds, stall_seconds=seconds)
 
@@ -424,6 +437,8 @@ class RunCheckpoints:
             CheckpointError: It could not be written; on every rank.
         """
         report: SaveReport | None = self._checkpoints.wait() if wait else self._checkpoints.committed()
+        if wait:
+            self.complete = self.newest[0] or self.complete
         if report is not None:
             self._committed(report.step, report.path, report.seconds, report.stall_seconds)
 

@@ -19,7 +19,7 @@ from typing import Any, NoReturn, Self
 import torch
 
 from fullshard.core.comm import Comm, device_of, together, together_in_background
-from fullshard.errors import ConfigError, MemoryLimitError, RunStopped
+from fullshard.errors import CheckpointError, ConfigError, MemoryLimitError, RunStopped
 from fullshard.program.config import RunConfig, TrainingConfig
 from fullshard.program.data import Batch, feed, step_sizes, steps
 from fullshard.program.metrics import higher_is_better, is_better
@@ -31,6 +31,7 @@ from fullshard.program.train.reporting.reports import EndedBy, EvaluationReport,
 from fullshard.program.train.reporting.sinks import Sink
 from fullshard.program.train.run.assemble import Assembly, assemble
 from fullshard.program.train.run.checkpoints import BestModel, PromptedTokenizer, RunCheckpoints, with_checkpoint
+from fullshard.program.train.run.disk import Target, demand, free_bytes, require_room
 from fullshard.program.train.run.profile import StepProfiler
 from fullshard.program.train.run.record import Planned, Record, describe_start, explain, is_out_of_memory, summarise
 from fullshard.program.train.run.step import IssuedStep, StepSpec, issue_step, traced_step
@@ -206,6 +207,14 @@ class TrainingRun:
             RunStopped, UserError: See :func:`train`.
         """
         self._begin()
+        try:
+            self._take_steps()
+            return self._finish()
+        except CheckpointError as error:
+            raise type(error)(f"{error} {self._way_on()}") from error
+
+    def _take_steps(self) -> None:
+        """Take all steps, with the checkpoints and evaluations that are due."""
         # A resumed run traces a step only if its checkpoint has no trace, or has one of another number of ranks.
         traced = 0 if self.record.peak_bytes else self._timetable.heaviest_step(self.resumed_step, self._profiler.steps)
         with ExitStack() as ending:
@@ -242,7 +251,6 @@ class TrainingRun:
                 self._checkpoints.report()
             self._read_step()
             self._checkpoints.report(wait=True)  # a stop must not abandon the checkpoint that is being written
-        return self._finish()
 
     def _begin(self) -> None:
         """Set the random state, restore the checkpoint, delete what the run replaces, and notify the sinks."""
@@ -251,7 +259,8 @@ class TrainingRun:
         if self._comm.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._comm.device)
         self.resumed_step, self.record, notes = self._checkpoints.restore()
-        # Only after the checkpoint is loaded: if loading fails, nothing has been deleted.
+        # Only after these: if the checkpoint cannot be loaded or the disk is too small, nothing has been deleted.
+        notes = (*notes, *self._require_room())
         _on_rank_0(self._comm, lambda: delete_superseded(self._start, self._config))
         if self._start.path is None:
             _on_rank_0(self._comm, self._best.discard)
@@ -263,6 +272,40 @@ class TrainingRun:
         start = start if self._planned is None else replace(start, plan=self._planned.values)
         for sink in self._sinks:
             sink.start(start)
+
+    def _require_room(self) -> tuple[str, ...]:
+        """Compare what the run writes with what is free on its disks, and return notes for the user.
+
+        Raises:
+            CheckpointError: Not even the first checkpoint and model fit; on every rank.
+        """
+        saves, evaluations = self._timetable.due_after(self.resumed_step)
+        has_best, output_dir = self.record.best is not None, Path(self._config.output_dir)
+        needed = demand(self._parts, saves=saves, evaluations=evaluations, has_best=has_best)
+        directory = checkpoints_directory(self._config)
+
+        def compare() -> tuple[tuple[int, ...], tuple[str, ...]]:
+            kept = self._checkpoints.kept()
+            replaced = tuple(path for path in self._start.superseded if isinstance(path, Path))
+            checkpoints = Target(directory, replaced) if isinstance(directory, Path) else None
+            models = Target(output_dir, (self._best.directory,) if self._start.path is None else ())
+            return kept, require_room(replace(needed, kept=len(kept)), checkpoints, models, free_bytes)
+
+        kept, notes = _on_rank_0(self._comm, compare)
+        self._checkpoints.complete = kept[-1] if kept else 0
+        return notes
+
+    def _way_on(self) -> str:
+        """Return how the run goes on after a save has failed; no communication."""
+        step = self._checkpoints.complete
+        if not step:
+            return "No checkpoint is complete yet: once that is mended, the same command starts over."
+        return f"Once that is mended, the same command{self._resume} resumes from step {step:,}."
+
+    @property
+    def _resume(self) -> str:
+        """What the same command needs in addition to resume from the newest checkpoint."""
+        return "" if self._config.resume in ("auto", "previous") else " with resume=auto"
 
     def _compiling(self, so_far: Compiled) -> None:
         for sink in self._sinks:
@@ -457,10 +500,9 @@ class TrainingRun:
         if self._checkpoints.newest[0] != step:
             self._save(step, background=False)
         path = self._checkpoints.newest[1]
-        resume = "" if self._config.resume == "auto" else " with resume=auto"
         raise RunStopped(
             f"Stopped after step {step:,} of {self._parts.schedule.total_steps:,}, saved in {path}. "
-            f"The same command{resume} resumes from there.",
+            f"The same command{self._resume} resumes from there.",
             step=step,
             checkpoint=str(path),
         )
@@ -583,6 +625,18 @@ class Timetable:
         if position.step == self._total:
             return True
         return position.ends_epoch if steps is None else position.step % steps == 0
+
+    def due_after(self, step: int) -> tuple[int, int]:
+        """Return how many checkpoints and how many evaluations are due after ``step``, if the run takes all steps."""
+
+        def count(strategy: str, steps: int | None) -> int:
+            every = steps or self._per_epoch
+            return 0 if strategy == "no" else ceil(self._total / every) - step // every
+
+        settings = self._settings
+        saves = 0 if step >= self._total else count(settings.save_strategy, settings.save_steps)
+        evaluated = step < self._total and self._parts.evaluation is not None
+        return saves, count(settings.eval_strategy, settings.eval_steps) if evaluated else 0
 
     def heaviest_step(self, resumed_step: int, profiled: Sequence[int] = ()) -> int:
         """Return the step to trace: the one of the current epoch with rank 0's largest padded micro-batch.

@@ -58,7 +58,7 @@ def ways_choice(
     if not devices.gpu:
         return with_ways(config, ()), (Choice(WAYS_SETTING, "[]", "ranks compute on CPUs"),)
     model, config = outline_model(config, data.tokenizer), with_ways(config, ())
-    kernel = _why_no_kernel(config, model, device)
+    kernel = _why_no_kernel(config, model, devices, device)
     unknown = False, "blocks are not compiled: the number of steps is not known"
     compiles, why = _compile(config, model, data, world_size) if counted else unknown
     ways = [*([] if kernel else ["t5_attention"]), *(["compile"] if compiles else [])]
@@ -68,11 +68,13 @@ def ways_choice(
     return with_ways(config, ways), (Choice(WAYS_SETTING, f"[{', '.join(ways)}]", "; ".join(whys)),)
 
 
-def _why_no_kernel(config: RunConfig, model: nn.Module, device: torch.device | None) -> str | None:
+def _why_no_kernel(config: RunConfig, model: nn.Module, devices: Devices, device: torch.device | None) -> str | None:
     if config.model.attn_implementation is not None:
         return f"model.attn_implementation is {config.model.attn_implementation}"
     if any(one.peft_type == "PREFIX_TUNING" for one in cast("Any", getattr(model, "peft_config", {})).values()):
         return "a prefix adapter is a key-value cache"
+    if device is None and not devices.bf16:
+        return f"Triton compiles for GPUs with bfloat16, and {devices.name} has none"
     facts = replace(speed_facts(config, device or torch.device("cuda")), assumed=device is None)
     return WAYS["t5_attention"].misfit(cast("Any", model), facts)
 
