@@ -477,7 +477,7 @@ def confusion_matrix(confusion: Confusion) -> Figure:
             "zmin": 0,
             "zmax": 1,
             "colorscale": [[0, "var(--raised)"], [1, "var(--blue)"]],
-            "colorbar": {"tickformat": ".0%", "title": {"text": "of the row"}, "thickness": 12},
+            "colorbar": {"tickformat": ".0%", "title": {"text": "of the row", "side": "right"}, "thickness": 12},
             "hovertemplate": "correct: %{y}<br>predicted: %{x}<br>%{text} rows (%{z:.1%})<extra></extra>",
             **({"texttemplate": "%{text}"} if size <= 12 else {}),
             "xgap": 1,
