@@ -28,7 +28,7 @@ from fullshard.program.speed import WAYS, Facts, apply_ways
 ENGINES = ("fullshard", "fsdp2")
 WARM, TIMED = 2, 3
 LIMIT_S, COMPILE_LIMIT_S = 120.0, 240.0
-T5_WAYS = ("compile", "", "bias_sdpa+compile", "bias_sdpa", "flex+compile", "liger", "flex")
+T5_WAYS = ("t5_attention+compile", "compile", "", "t5_attention", "bias_sdpa+compile", "flex+compile", "liger")
 LLAMA_WAYS = ("compile", "", "flash+compile", "liger", "flash", "flex+compile")
 """Lists of ways, what tells most first."""
 BESIDE = 2
