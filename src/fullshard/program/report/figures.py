@@ -385,7 +385,8 @@ def schedule_height(rows: Sequence[str]) -> int:
 
 
 def _gantt(rank: RankTrace, rows: Sequence[str]) -> Record:
-    unit, measure, times = ("milliseconds", "ms", 1e3) if rank.seconds < _LONG_STEP_S else ("seconds", "s", 1.0)
+    # Short, as a title of 35 letters is clipped on a window of 400 pixels.
+    unit, measure, times = ("ms", "ms", 1e3) if rank.seconds < _LONG_STEP_S else ("seconds", "s", 1.0)
     events = [Bar(event.unit, event.kind, event.start_s * times, event.end_s * times) for event in rank.events]
     return gantt(events, rows, (f"{unit} from the start of the step", rank.seconds * times), measure)
 
@@ -477,7 +478,7 @@ def confusion_matrix(confusion: Confusion) -> Figure:
             "zmin": 0,
             "zmax": 1,
             "colorscale": [[0, "var(--raised)"], [1, "var(--blue)"]],
-            "colorbar": {"tickformat": ".0%", "title": {"text": "of the row", "side": "right"}, "thickness": 12},
+            "colorbar": {"tickformat": ".0%", "thickness": 12},
             "hovertemplate": "correct: %{y}<br>predicted: %{x}<br>%{text} rows (%{z:.1%})<extra></extra>",
             **({"texttemplate": "%{text}"} if size <= 12 else {}),
             "xgap": 1,
@@ -494,4 +495,11 @@ def confusion_matrix(confusion: Confusion) -> Figure:
         layout["yaxis"]["tickfont"] = {"size": 9}
     text = f"{size:,} labels; the most frequent mistakes are in the table below."
     chart = {"": {"data": data, "layout": layout}}
-    return Figure("confusion", "Confusion matrix", text, chart, min(960, 220 + 26 * size), wide=True)
+    return Figure(
+        "confusion",
+        "Confusion matrix, coloured by the share of the row",
+        text,
+        chart,
+        min(960, 220 + 26 * size),
+        wide=True,
+    )
