@@ -5,6 +5,7 @@ Ranks are small Python scripts.
 
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -13,7 +14,6 @@ import time
 
 import pytest
 
-from fullshard.core.comm.stack_probe import has_ended
 from fullshard.program.launch import choose_nproc, launch, launched_elsewhere, local, ranks
 from fullshard.program.launch.streams import UnreadOutputError
 from support.processes import SOURCE
@@ -53,6 +53,16 @@ def script(tmp_path, text, more=""):
     start = "def main(arguments=None):\n" + textwrap.indent(lines, "    ")
     (tmp_path / "a_rank.py").write_text(start + "\nif __name__ == '__main__':\n    main()\n")
     return [sys.executable, *([str(tmp_path / "a_rank.py")] if HOW == "interpreters" else ["-m", "a_rank"])]
+
+
+def ends(pid):
+    """Whether a process that was killed ends: the kernel takes it down after the call that kills it has returned."""
+    try:
+        handle = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return True
+    with open(handle, "rb"):
+        return bool(select.select([handle], [], [], 10)[0])
 
 
 def pids_of(tmp_path):
@@ -119,7 +129,7 @@ def test_the_others_are_ended(tmp_path):
         """,
     )
     assert launch(command, nproc=3).exit_code == 9
-    assert all(map(has_ended, pids_of(tmp_path)))
+    assert all(map(ends, pids_of(tmp_path)))
 
 
 def test_what_a_rank_has_started_ends_with_it(tmp_path):
@@ -136,7 +146,7 @@ def test_what_a_rank_has_started_ends_with_it(tmp_path):
         """,
     )
     assert launch(command, nproc=2).exit_code == 9
-    assert list(map(has_ended, pids_of(tmp_path))) == [True]
+    assert list(map(ends, pids_of(tmp_path))) == [True]
 
 
 def test_a_rank_that_ignores_sigterm_is_killed(tmp_path, monkeypatch):
@@ -197,7 +207,7 @@ def test_ctrl_c_and_sigterm_end_ranks_that_do_not_train_yet(tmp_path, number, ca
         launch(command, nproc=2)
     assert signal.getsignal(signal.SIGTERM) is before
     assert pids_of(tmp_path)
-    assert all(map(has_ended, pids_of(tmp_path)))
+    assert all(map(ends, pids_of(tmp_path)))
     said = "fullshard: no step was being trained, so this stop saved no checkpoint and deleted none\n"
     assert capfd.readouterr().err == said
 
@@ -350,7 +360,7 @@ def test_what_a_rank_has_started_ends_with_it_after_a_request(tmp_path):
         ASKED,
     )
     assert launch(command, nproc=1).exit_code == 75
-    assert list(map(has_ended, pids_of(tmp_path))) == [True]
+    assert list(map(ends, pids_of(tmp_path))) == [True]
 
 
 def test_the_second_signal_kills_ranks_that_take_their_time(tmp_path):
@@ -377,7 +387,7 @@ def test_the_second_signal_kills_ranks_that_take_their_time(tmp_path):
         launch(command, nproc=2)
     assert time.monotonic() - started < ranks.STOP_SECONDS
     assert len(pids_of(tmp_path)) == 2
-    assert all(map(has_ended, pids_of(tmp_path)))
+    assert all(map(ends, pids_of(tmp_path)))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs Linux' PR_SET_PDEATHSIG")
