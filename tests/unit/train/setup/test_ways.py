@@ -87,6 +87,15 @@ def test_settings_that_stand_against_a_way_leave_it_out(runs, override, ways):
     assert override.partition("=")[0] in choice.why
 
 
+def test_adapters_that_peft_makes_of_weights_do_not_stand_in_the_way(runs):
+    for init in ("pissa", "olora", "true"):
+        found, _ = chosen(runs, "t5", f"model.adapter={{type: lora, options: {{init_lora_weights: {init}}}}}")
+        assert found == ("t5_attention",)
+    found, (choice,) = chosen(runs, "t5", "model.adapter={type: prefix}")
+    assert found == ()
+    assert "prefix" in choice.why
+
+
 def test_a_gpu_without_the_kernel_is_told(runs):
     found, (choice,) = chosen(runs, "t5", "training.max_steps=50", device=torch.device("cpu"))
     assert found == ()

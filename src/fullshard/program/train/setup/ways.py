@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from fullshard.program.config import RunConfig
-from fullshard.program.models import base_of
+from fullshard.program.models import base_of, resolve_adapter, saved_adapter
 from fullshard.program.speed import WAYS, biased_layers
 from fullshard.program.train.setup.devices import Choice, Devices
 from fullshard.program.train.setup.model import outline_model, speed_facts
@@ -57,7 +57,10 @@ def ways_choice(
         return config, ()
     if not devices.gpu:
         return with_ways(config, ()), (Choice(WAYS_SETTING, "[]", "ranks compute on CPUs"),)
-    model, config = outline_model(config, data.tokenizer), with_ways(config, ())
+    config = with_ways(config, ())
+    # Without the adapter: peft makes some from weights, which are not read here, and ways are of the base's layers.
+    bare = config.model_copy(update={"model": config.model.model_copy(update={"adapter": None, "quantization": None})})
+    model = outline_model(bare, data.tokenizer)
     kernel = _why_no_kernel(config, model, devices, device)
     unknown = False, "blocks are not compiled: the number of steps is not known"
     compiles, why = _compile(config, model, data, world_size) if counted else unknown
@@ -71,8 +74,11 @@ def ways_choice(
 def _why_no_kernel(config: RunConfig, model: nn.Module, devices: Devices, device: torch.device | None) -> str | None:
     if config.model.attn_implementation is not None:
         return f"model.attn_implementation is {config.model.attn_implementation}"
-    if any(one.peft_type == "PREFIX_TUNING" for one in cast("Any", getattr(model, "peft_config", {})).values()):
-        return "a prefix adapter is a key-value cache"
+    adapter = config.model.adapter
+    if adapter is not None:
+        kind = adapter.type if adapter.path is None else saved_adapter(resolve_adapter(adapter.path))[0]
+        if kind == "prefix":
+            return "a prefix adapter is a key-value cache"
     if device is None and not devices.bf16:
         return f"Triton compiles for GPUs with bfloat16, and {devices.name} has none"
     facts = replace(speed_facts(config, device or torch.device("cuda")), assumed=device is None)
