@@ -106,16 +106,18 @@ def test_the_first_traceback_is_shown_once_and_last_and_without_the_runners_fram
     ]
 
 
-def test_ranks_that_fail_after_the_first_are_told_on_one_line(launch):
+def test_ranks_that_fail_after_the_first_are_told_on_one_line(launch, tmp_path):
+    os.mkfifo(tmp_path / "ready")
     code, _, err = launch(
         """
         import os, signal, time
         if os.environ["RANK"] == "1":
-            time.sleep(0)
+            open("ready").close()  # opens when rank 0 opens it, with its handler in place
             raise ValueError("the cause")
         def told(*_):
             raise ConnectionError("peer is gone\\nmore")
         signal.signal(signal.SIGTERM, told)
+        open("ready", "w").close()
         time.sleep(100)
         """
     )
