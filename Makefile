@@ -17,7 +17,10 @@ OLDEST := torch==2.11.0 transformers==5.17.0 accelerate==1.14.0 peft==0.21.0 bit
 NUMBERS := tests/sim/quantized/test_bits.py tests/sim/quantized/test_training.py tests/sim/optim tests/sim/engine/test_parity.py \
 	tests/unit/train/setup/test_quantization.py
 
-.PHONY: demo test test-all test-avx2 test-kernels test-newest test-oldest suite check docs dist notebook bench bench-network faults mutants gpu clean
+QUICK := src/fullshard/core/layout tests/unit/layout tests/unit/engine/step tests/sim/engine/test_parity.py \
+	tests/dist/train/test_train.py::test_the_saved_model_gives_the_reported_loss
+
+.PHONY: demo quick test test-all test-avx2 test-kernels test-newest test-oldest suite check docs dist notebook bench bench-network faults mutants gpu clean
 
 demo: $(STAMP)
 	$(BIN)/fullshard train examples/banking77_tiny.yaml
@@ -25,6 +28,10 @@ demo: $(STAMP)
 # Two at a time; a file's tests share what they set up, so they stay together; those of processes, which take long, come first.
 test: $(STAMP)
 	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
+
+# While one works: layout, the schedule, parity with ranks as threads, and one run of the program.
+quick: $(STAMP)
+	$(BIN)/pytest -q -n 2 --dist worksteal $(QUICK)
 
 test-all: $(STAMP)
 	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not gpu"
