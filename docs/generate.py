@@ -46,7 +46,6 @@ VERBS = (
         "report",
         "inspect",
         "plan",
-        "tune",
         "export",
         "verify",
         "share",

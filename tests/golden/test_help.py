@@ -25,7 +25,6 @@ HERE = Path(__file__).parent / "help"
         "config check",
         "inspect",
         "plan",
-        "tune",
         "export",
         "verify",
         "share",

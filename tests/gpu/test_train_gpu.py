@@ -60,22 +60,3 @@ def test_quantised_weights_under_an_adapter_train_on_every_device(tmp_path):
     done = subprocess.run(merged, env=environment(), capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "merged")
-
-
-def test_a_tuning_measures_memory_and_leaves_the_next_run_its_choice(tmp_path):
-    if not torch.cuda.is_available():
-        pytest.skip("no CUDA device")
-    values = settings(tmp_path, training__precision="bf16", training__max_steps=2, training__speed="auto")
-    values["nproc"] = None
-    run_file = tmp_path / "run.yaml"
-    run_file.write_text(json.dumps(values))
-    command = [sys.executable, "-m", "fullshard.cli.main"]
-    how = {"env": environment(), "capture_output": True, "text": True, "check": False, "timeout": 280}
-    done = subprocess.run([*command, "tune", str(run_file), "--minutes", "2", "--json"], **how)
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
-    assert all(one["reserved_bytes"] > 0 for one in found["measured"])
-    assert not (tmp_path / "out").exists()
-    done = subprocess.run([*command, "train", str(run_file)], **how)
-    assert done.returncode == 0, done.stderr
-    assert "ms a step, as `fullshard tune` measured)" in done.stderr

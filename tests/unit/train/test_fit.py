@@ -58,7 +58,6 @@ def run_file(tmp_path):
 def search(run_file, monkeypatch):
     monkeypatch.setattr(run_plan, "plan_prepared", of_formula)
     monkeypatch.setattr(fit, "prepare", lambda config: SimpleNamespace())
-    monkeypatch.setattr(fit, "measured_step", lambda *_: None)  # nothing was tuned
 
     def run(memory, *overrides):
         return fit.search(lambda more: load_run(run_file, [*overrides, *more]), 2, device(memory))
@@ -130,7 +129,6 @@ def test_no_settings_are_planned_twice_and_the_run_files_own_come_first(run_file
         return replace(of_formula(plain, *run, **how), chosen=chosen)
 
     monkeypatch.setattr(run_plan, "plan_prepared", noted)
-    monkeypatch.setattr(fit, "measured_step", lambda *_: None)
     load = partial(load_run, run_file)
     config = load(["model.adapter.r=4", "training.gradient_checkpointing=false"])
     fit.search(lambda more: load(["model.adapter.r=4", "training.gradient_checkpointing=false", *more]), 2,

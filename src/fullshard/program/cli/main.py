@@ -24,7 +24,6 @@ from fullshard.program.cli import (
     report as report_verb,
     share,
     train,
-    tune,
     verify,
 )
 from fullshard.program.cli.common import add_verb, set_own_parsers
@@ -34,10 +33,7 @@ from fullshard.program.launch.processes import waits_for_store
 from fullshard.program.launch.streams import UnreadOutputError, guard_streams
 from fullshard.version import __version__
 
-VERBS = (
-    *(init, train, launch, evaluate, predict, chat, report_verb),
-    *(config, inspect, plan, tune, export, verify, share),
-)
+VERBS = (*(init, train, launch, evaluate, predict, chat, report_verb), *(config, inspect, plan, export, verify, share))
 """The verbs, in the order of the help: each a module with its texts, ``add_arguments`` and ``run``."""
 
 DESCRIPTION = "Train PyTorch models that do not fit on one GPU: shard them, fine-tune them on your data."

@@ -157,8 +157,6 @@ def _tell_of_auto(config: Any, limit: int | None) -> None:
     """Report the choices of a run that this plan does not make."""
     if config.sharding.auto is True:
         say("sharding: auto chooses at the start of training; this plans the settings as they are. --fit searches too")
-    if config.training.speed == "auto":
-        say("training.speed: auto takes what `fullshard tune` measured; this plans the settings as they are")
     if limit is None and config.training.accumulate == "auto" and config.training.gradient_accumulation_steps > 1:
         say("accumulate: auto chooses by the free memory; this plans sharded. --memory SIZE says how much there is")
 
@@ -262,17 +260,10 @@ def _search(options: argparse.Namespace, sizes: list[int], device: Any, data: An
     else:
         print(f"the fastest of {len(found)} settings that fits: {' '.join(best.overrides) or 'as it is'}\n")
         _print_one(best.plan, device.memory_bytes, options.price)
-        if best.measured_s is not None:
-            print(f"measured here by `fullshard tune`, in place of the predicted time: {best.measured_s:.3g} s a step")
         rest = [tried for tried in found[1:] if not tried.why]
         for tried in rest[:3]:
-            took = f"{format_duration(tried.step_s)} a step{_measured(tried)}"
-            print(f"next: {took}, {' '.join(tried.overrides) or 'as it is'}")
+            print(f"next: {format_duration(tried.step_s)} a step, {' '.join(tried.overrides) or 'as it is'}")
     return DOES_NOT_FIT if best.why else 0
-
-
-def _measured(tried: Any) -> str:
-    return "" if tried.measured_s is None else " (measured)"
 
 
 def _nearest(found: list[Any]) -> str:

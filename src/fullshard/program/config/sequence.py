@@ -32,8 +32,6 @@ def _problems(model: ModelConfig, training: TrainingConfig, ways: Sequence[str])
     others = [way for way in ways if way not in _WAYS]
     if others:
         yield f"{', '.join(others)} (speed.ways), which replace what rows are split in"
-    if training.speed == "auto":
-        yield "training.speed: auto, which would take ways that were measured on full rows"
     if model.attn_implementation not in _ATTENTION:
         yield f"model.attn_implementation: {model.attn_implementation}; only sdpa and eager attend to shared rows"
     if model.output_router_logits:

@@ -15,7 +15,7 @@ WayName = AttentionWay | KernelsWay | BlocksWay
 
 
 class SpeedConfig(ConfigSection):
-    """Ways to run the model's own code faster. `fullshard tune` measures them and writes its choice here."""
+    """Ways to run the model's own code faster."""
 
     ways: Annotated[Literal["auto"] | tuple[WayName, ...], Option("same", before=())] = "auto"
     """[Ways](#ways) to use, at most one of each kind. auto: on GPUs t5_attention for T5's family, and compile where the

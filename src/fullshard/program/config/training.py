@@ -260,9 +260,6 @@ class TrainingConfig(ConfigSection):
     nothing: activations are in host memory anyway."""
     torch_compile: Annotated[bool, SAME] = False
     """Compile each block with torch.compile."""
-    speed: Annotated[Literal["auto"] | tuple[str, ...] | None, FREE] = None
-    """auto: use what `fullshard tune` chose on this machine for the same model, lengths of rows and card, as far as the
-    run file leaves it open; null: use what the run file says. The choice is recorded, and a resumed run keeps it."""
     on_nonfinite: Annotated[Literal["stop", "skip"], SAME] = "stop"
     """On a non-finite loss or gradient: stop the run, or skip and count the step."""
     eval_strategy: Annotated[Literal["epoch", "steps", "no"], Option("free", also=("evaluation_strategy",))] = "epoch"
@@ -334,14 +331,6 @@ class TrainingConfig(ConfigSection):
         """Accept Hugging Face's numbers for an option that is not set."""
         unset = -1 if info.field_name == "max_steps" else 0
         return None if value == unset and value is not False else value
-
-    @field_validator("speed")
-    @classmethod
-    def _auto_or_a_record(cls, value: object) -> object:
-        """Refuse names of ways, which would change nothing here."""
-        if isinstance(value, tuple) and not all("=" in one for one in value):
-            raise ValueError(f"expected auto or null; got {list(value)}. Ways are named in speed.ways")
-        return value
 
     @field_validator("warmup_steps")
     @classmethod

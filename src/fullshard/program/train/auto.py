@@ -1,4 +1,4 @@
-"""``sharding: auto`` and ``training.speed: auto``: settings chosen at the start of a run, alike on every rank."""
+"""``sharding: auto``: settings chosen at the start of a run, alike on every rank."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ from fullshard.program.train.setup.devices import KEPT, Choice, Devices, precisi
 from fullshard.program.train.setup.float8 import require_float8
 from fullshard.program.train.setup.prepare import Prepared
 from fullshard.program.train.setup.resume import checkpoints_directory
-from fullshard.program.train.setup.tuned import best_of, card_of, key_of, place_of, read_tuned, still_open
 from fullshard.program.train.setup.ways import WAYS_SETTING, ways_choice
 from fullshard.sizes import format_bytes, format_duration
 from fullshard.state.resilience import ScratchDirectory
@@ -77,39 +76,6 @@ def chosen_settings(
 
     found = comm.all_gather_object(together(comm, choose))[0]
     return _with_record(found)
-
-
-def chosen_speed(
-    load: Load, data: Prepared, comm: Comm, tell: Callable[[str], None] = lambda line: None
-) -> tuple[tuple[str, ...], tuple[Choice, ...]]:
-    """Return the overrides that ``training.speed: auto`` stands for and the choice; both empty if it is not set.
-
-    Every rank calls it, with its precision chosen. Rank 0 reads what ``fullshard tune`` has measured on its machine. A
-    resumed run keeps the choice of its start, also that there was none, as far as the run file still leaves it open.
-    The last of the overrides records the others. ``tell`` receives a line for the user.
-    """
-    config = load(())
-    if config.training.speed != "auto":
-        return (), ()
-    sheet, begun = gpu_sheet(comm.device), has_begun(config, comm)
-    card = card_of(comm, None if sheet is None else sheet.name)
-
-    def choose() -> tuple[tuple[str, ...], str] | None:
-        if comm.rank:
-            return None
-        before = recorded(config, "training.speed", begun=begun)
-        if isinstance(before, list):
-            return still_open(before, config), KEPT
-        place = place_of(config, key_of(config, data, comm.size, card))
-        best = best_of(read_tuned(place), config)
-        if best is None:
-            return (), "nothing was measured here for this model, lengths, ranks and card: run `fullshard tune`"
-        return best[0].overrides, f"{1e3 * best[1]:,.0f} ms a step, as `fullshard tune` measured"
-
-    found, why = comm.all_gather_object(together(comm, choose))[0]
-    choice = Choice("training.speed", _text(found), why)
-    tell(str(choice))
-    return (*found, f"training.speed={json.dumps(found)}"), (choice,)
 
 
 def chosen_ways(

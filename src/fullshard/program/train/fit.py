@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from operator import attrgetter
-from statistics import median
 from typing import Any
 
 from fullshard.core.policy import ShardingStrategy
@@ -32,7 +31,6 @@ from fullshard.program.train.setup.devices import (
     with_unsharded,
 )
 from fullshard.program.train.setup.prepare import Prepared, prepare
-from fullshard.program.train.setup.tuned import measured_step, on_machines
 from fullshard.sizes import format_bytes, format_duration
 
 MOST_PLANS = 12
@@ -154,25 +152,20 @@ class Tried:
         overrides: Overrides to type after the run file's name.
         plan: Its plan; None if it cannot be planned.
         why: Why it does not fit; empty if it does.
-        measured_s: Seconds of a step that `fullshard tune` measured on this machine; None: they are predicted.
     """
 
     overrides: tuple[str, ...]
     plan: RunPlan | None
     why: str = ""
-    measured_s: float | None = None
 
     @property
     def step_s(self) -> float:
         """Seconds of a step; infinite if the setting does not fit."""
-        if not self.why and self.measured_s is not None:
-            return self.measured_s
         return float("inf") if self.why or self.plan is None or self.plan.timing is None else self.plan.timing.step_s
 
     def as_dict(self) -> dict[str, Any]:
         """Return JSON-able values."""
-        own = {"overrides": list(self.overrides), "why": self.why, "measured_s": self.measured_s}
-        return {**own, "plan": self.plan and self.plan.as_dict()}
+        return {"overrides": list(self.overrides), "why": self.why, "plan": self.plan and self.plan.as_dict()}
 
 
 class Watch:
@@ -198,8 +191,7 @@ class Telling(Watch):
 
     def ends(self, tried: Tried, best: Tried | None) -> None:
         """See :meth:`Watch.ends`."""
-        took = f"{format_duration(tried.step_s)} a step" if self._timed or tried.measured_s is not None else "fits"
-        found = tried.why or f"{took}{' (measured)' * (tried.measured_s is not None)}"
+        found = tried.why or (f"{format_duration(tried.step_s)} a step" if self._timed else "fits")
         if best is tried:
             found += ", the best so far"
         elif best is not None:
@@ -366,12 +358,7 @@ class Search:
 
     def ordered(self) -> list[Tried]:
         """Return the settings tried: the fastest that fits first, planned exactly; then those that do not fit."""
-        off = _off(self._tried)
-
-        def key(tried: Tried) -> float:
-            return tried.step_s * (1.0 if tried.measured_s is not None else off)
-
-        found = sorted(self._tried, key=key)
+        found = sorted(self._tried, key=lambda tried: tried.step_s)
         for place, tried in enumerate(found):
             if tried.why:
                 break
@@ -379,7 +366,7 @@ class Search:
             found[place] = self._plan(tried.overrides, None, self._device.memory_bytes)
             if not found[place].why:
                 break
-        return sorted(found, key=key)
+        return sorted(found, key=lambda tried: tried.step_s)
 
     def _best(self) -> Tried | None:
         fitting = [tried for tried in self._tried if not tried.why]
@@ -388,7 +375,7 @@ class Search:
     def _may_be_best(self, tried: Tried) -> bool:
         """Return whether a setting that does not fit would be faster than the best that does."""
         best, timing = self._best(), None if tried.plan is None else tried.plan.timing
-        if best is None or timing is None or best.measured_s is not None:
+        if best is None or timing is None:
             return True
         return timing.step_s < WORTH * best.step_s
 
@@ -398,7 +385,7 @@ class Search:
         Settings that were not planned yet are, with their largest micro-batches: that needs less than several plans.
         """
         best = self._best()
-        if best is None or best.measured_s is not None:
+        if best is None:
             return False
         plan = self._try(values).plan
         return plan is not None and plan.timing is not None and plan.timing.compute_s >= WORTH * best.step_s
@@ -434,20 +421,8 @@ class Search:
         except ConfigError as error:
             return Tried(overrides, None, str(error))
         missing = plan.needed_bytes - self._device.memory_bytes
-        settled = with_precision(config, Devices.of_sheet(self._device))
-        card = on_machines(self._device.name, math.ceil(self._world_size / self._device.devices_each))
-        measured = measured_step(settled, self._data, self._world_size, card)
         least = "" if roughly is None else "at least "  # as planned without what is around the steps
-        return Tried(overrides, plan, "" if missing <= 0 else f"{least}{format_bytes(missing)} too large", measured)
-
-
-def _off(some: Sequence[Tried]) -> float:
-    """Return how often a predicted step goes into a measured one, of settings that have both; 1 without any.
-
-    A data sheet's rates are never reached: as it is, any predicted step is faster than one that was measured.
-    """
-    both = [(one.measured_s, one.plan.timing.step_s) for one in some if not one.why and one.plan and one.plan.timing]
-    return median([measured / predicted for measured, predicted in both if measured is not None] or [1.0])
+        return Tried(overrides, plan, "" if missing <= 0 else f"{least}{format_bytes(missing)} too large")
 
 
 def _keeps_too_much(plan: RunPlan, device: Hardware) -> bool:

@@ -163,7 +163,6 @@ def test_a_further_attempt_keeps_the_readers_that_the_first_one_began_with(tmp_p
     ("changes", "named"),
     [
         ({"speed": {"ways": ["liger"]}}, "liger"),
-        ({"training__speed": "auto"}, "training.speed: auto"),
         ({"training__precision": "fp8"}, "training.precision: fp8"),
         ({"training__objective": "dpo"}, "training.objective: dpo"),
     ],

@@ -29,13 +29,7 @@ from fullshard.program.models import import_peft
 from fullshard.program.models.float8 import import_float8
 from fullshard.program.sharing import PushSink, push_finished
 from fullshard.program.train import ConsoleSink, FileSink, Sink, train
-from fullshard.program.train.auto import (
-    choices_without_plan,
-    chosen_precision,
-    chosen_settings,
-    chosen_speed,
-    chosen_ways,
-)
+from fullshard.program.train.auto import choices_without_plan, chosen_precision, chosen_settings, chosen_ways
 from fullshard.program.train.memory_check import check_memory
 from fullshard.program.train.reporting.card import CardSink
 from fullshard.program.train.reporting.trackers import tracker_sinks
@@ -93,9 +87,8 @@ def _train(options: argparse.Namespace, *, is_first: bool) -> None:
     options.overrides = [*options.overrides, *next(filter(None, noted), [])]
     config = load(())
     precision, choice = chosen_precision(load, comm, tell)
-    speed, tuned = chosen_speed(lambda more: load([*precision, *more]), prepared, comm, tell)
-    ways, taken = chosen_ways(lambda more: load([*precision, *speed, *more]), prepared, comm, tell)
-    settled = [*precision, *speed, *ways]
+    ways, taken = chosen_ways(lambda more: load([*precision, *more]), prepared, comm, tell)
+    settled = [*precision, *ways]
     chosen = (*settled, *chosen_settings(lambda more: load([*settled, *more]), prepared, comm, tell))
     planned = None
     if not options.no_plan:
@@ -107,7 +100,7 @@ def _train(options: argparse.Namespace, *, is_first: bool) -> None:
     push = _uploads(config) if is_first else None
     sinks = _sinks(config, reached, push, to_stderr=options.json) if is_first else []
     try:
-        choices = [choice, *tuned, *taken, *by_plan]
+        choices = [choice, *taken, *by_plan]
         summary = train(config, comm, sinks, StopSignals(options.stop_when_file), prepared, planned, choices)
     except RunStopped as stopped:
         shutdown()

@@ -88,10 +88,6 @@ def train(
     """
     if config.sharding.auto is True:
         raise ConfigError("sharding: auto must be resolved first: add what chosen_settings() returns to the settings.")
-    if config.training.speed == "auto":
-        raise ConfigError(
-            "training.speed: auto must be resolved first: add what chosen_speed() returns to the settings."
-        )
     devices = Devices.of_ranks(comm)
     chosen = chosen or [precision_choice(config, devices)]
     config = with_precision(config, devices)
