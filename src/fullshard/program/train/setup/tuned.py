@@ -29,14 +29,7 @@ TIMES = "training.gradient_accumulation_steps"
 
 _OF_TRAINING = (
     *("precision", "fp8_scales", "tf32", "optimizer", "packing", "per_device_train_batch_tokens"),
-    *(
-        "train_sampling_strategy",
-        "accumulate",
-        "messages",
-        "fused_cross_entropy",
-        "activation_offload",
-        "max_grad_norm",
-    ),
+    *("train_sampling_strategy", "accumulate", "fused_cross_entropy", "activation_offload", "max_grad_norm"),
     *("label_smoothing_factor", "z_loss"),
 )
 """Options of ``training`` that change a step's time and that tuning does not vary."""
