@@ -106,20 +106,6 @@ def _fullshard_home(model: nn.Module, mesh: Any) -> nn.Module:
     return fullshard.fully_shard(model, mesh, tables="auto")
 
 
-def _fullshard_bf16(model: nn.Module, mesh: Any) -> nn.Module:
-    return fullshard.fully_shard(model, mesh, mp_policy=fullshard.MixedPrecision(messages="bf16"))
-
-
-def _fullshard_fp8(model: nn.Module, mesh: Any) -> nn.Module:
-    return fullshard.fully_shard(model, mesh, mp_policy=fullshard.MixedPrecision(messages="fp8"))
-
-
-def _fullshard_bf16_home(model: nn.Module, mesh: Any) -> nn.Module:
-    fuse_head(model)
-    precision = fullshard.MixedPrecision(messages="bf16")
-    return fullshard.fully_shard(model, mesh, mp_policy=precision, tables="auto")
-
-
 def _fullshard_zero2_home(model: nn.Module, mesh: Any) -> nn.Module:
     fuse_head(model)
     strategy = fullshard.ShardingStrategy.SHARD_GRAD_OP
@@ -142,9 +128,6 @@ ENGINES: dict[str, Callable[[nn.Module, Any], nn.Module]] = {
     "fsdp2_no_reshard": _fsdp2_no_reshard,
     "fullshard": _fullshard,
     "fullshard_home": _fullshard_home,
-    "fullshard_bf16": _fullshard_bf16,
-    "fullshard_fp8": _fullshard_fp8,
-    "fullshard_bf16_home": _fullshard_bf16_home,
     "fullshard_zero2_home": _fullshard_zero2_home,
     "fullshard_replicated": _fullshard_replicated,
     "fullshard_sharded": _fullshard_sharded,

@@ -6,8 +6,8 @@ Times steps of two CPU ranks in network and process namespaces of their own, joi
 ``ip`` and ``tc``; without them it says so and measures no time); ``2gbit_4`` is four ranks, two in each. Then counts
 memory and bytes of a step of the same T5 and of a Llama with 128,256 rows, two ranks on this machine, each engine in
 processes of its own. ``fullshard_home`` is ``fully_shard(model, tables="auto")`` with the loss computed in the head,
-and ``fullshard_zero2_home`` the same with SHARD_GRAD_OP; the others compute the model's own. Those with ``bf16`` or
-``fp8`` in their names round messages to it. Nothing else should run meanwhile.
+and ``fullshard_zero2_home`` the same with SHARD_GRAD_OP; the others compute the model's own. Nothing
+else should run meanwhile.
 """
 
 import argparse
@@ -35,9 +35,8 @@ from fullshard.core.engine import record as recorded
 from fullshard.core.testing import RecordingComm
 
 LATEST = Path(__file__).parent / "results" / "network.json"
-ROUNDED = ("fullshard_bf16", "fullshard_fp8", "fullshard_bf16_home")
-TIMED = ("floor", "ddp", "fsdp2", "fullshard", "fullshard_home", "fullshard_zero2_home", *ROUNDED)
-COUNTED = ("floor", "fsdp2", "fullshard", "fullshard_home", "fullshard_zero2_home", *ROUNDED)
+TIMED = ("floor", "ddp", "fsdp2", "fullshard", "fullshard_home", "fullshard_zero2_home")
+COUNTED = ("floor", "fsdp2", "fullshard", "fullshard_home", "fullshard_zero2_home")
 TIMEOUT_S = 300.0
 
 

@@ -18,6 +18,9 @@ import transformers
 
 import fullshard
 
+sys.path.append(str(Path(__file__).parents[1] / "tests"))
+from support import staged_comm
+
 SIZE = 2
 GRACE_S = 15.0
 
@@ -114,7 +117,7 @@ def _rank(
     for_all = {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}
     os.environ.update(for_all, RANK=str(rank), LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     try:
-        comm = None if join_timeout_s is None else fullshard.init(timeout_s=join_timeout_s)
+        comm = None if join_timeout_s is None else staged_comm.init(join_timeout_s)
         answer = (True, work(comm, *args))
     except Exception as error:
         traceback.print_exc()

@@ -28,8 +28,8 @@ from fullshard.program.speed import WAYS, Facts, apply_ways
 ENGINES = ("fullshard", "fsdp2")
 WARM, TIMED = 2, 3
 LIMIT_S, COMPILE_LIMIT_S = 120.0, 240.0
-T5_WAYS = ("t5_attention+compile", "compile", "", "t5_attention", "bias_sdpa+compile", "flex+compile", "liger")
-LLAMA_WAYS = ("compile", "", "flash+compile", "liger", "flash", "flex+compile")
+T5_WAYS = ("t5_attention+compile", "compile", "", "t5_attention", "bias_sdpa+compile", "liger")
+LLAMA_WAYS = ("compile", "", "liger", "flex+compile")
 """Lists of ways, what tells most first."""
 BESIDE = 2
 """How many of a model's lists FSDP2 is measured with too."""
@@ -55,7 +55,7 @@ ORDER = (
 )
 DRY = (
     Run("t5-large", Method(), 1, ("", "bias_sdpa", "liger", "varlen")),
-    Run("llama-3-8b", Method(lora=True, checkpointing=True), 1, ("", "liger", "varlen", "flash")),
+    Run("llama-3-8b", Method(lora=True, checkpointing=True), 1, ("", "liger", "varlen")),
     Run("llama-3-8b", Method(checkpointing=True), 8, ("", "compile")),
 )
 

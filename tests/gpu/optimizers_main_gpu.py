@@ -10,6 +10,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import fullshard
 from fullshard import CPUOffload, fully_shard, optim
+from support import staged_comm
 from support.optimizers import LAYOUTS, batches, of_rank, train, train_by_parts, update_errors, whole, zoo
 from support.rank_script import found, parse, print_result
 
@@ -85,7 +86,7 @@ def case(comm, make, **options):
 def main():
     options = parse(MAKERS, __doc__, torch.cuda.device_count(), gpus=None)
     torch.backends.cuda.matmul.allow_tf32 = False
-    comm = fullshard.init()
+    comm = staged_comm.init()
     results = {}
     for name in options.only:
         make = MAKERS[name]

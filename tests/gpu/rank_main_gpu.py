@@ -12,12 +12,12 @@ import parallel_main
 
 import fullshard
 from fullshard.core.comm import MemoryMeter, SoloComm
-from fullshard.core.comm.rounded import BLOCK, RoundedGroup
 from fullshard.core.engine import record
 from fullshard.core.engine.full.summon import summoned_parameters
 from fullshard.core.engine.registry import runtime_of
 from fullshard.program.train.setup.activation_offload import ActivationOffload
-from support.extended import Halved, Scaled, blocks, rounded as as_rounded
+from support import staged_comm
+from support.extended import Halved, Scaled, blocks, rounded
 from support.models import KINDS, TinyLM, batches, lm_loss, seq2seq_loss, t5
 from support.parity import ROWS_PER_RANK, replicas, train_sharded, train_unsharded
 from support.rank_script import found, parse, print_result
@@ -125,40 +125,6 @@ def wide_sum(comm):
     }
 
 
-def rounded(comm):
-    """Errors of rounded messages, gathered and added, relative to their bounds; and losses of steps with them."""
-    found, numel = {}, 40 * BLOCK + 3
-    sent = [torch.randn(comm.size, numel, generator=torch.Generator().manual_seed(rank)) for rank in range(comm.size)]
-    for messages in ("bf16", "fp8"):
-        group = RoundedGroup(comm, messages)
-        full, total = sent[comm.rank].to(comm.device, copy=True), torch.empty(numel, device=comm.device)
-        group.reduce_scatter(total, full.view(-1)).wait()
-        group.all_gather(full.view(-1), full[comm.rank]).wait()
-        bounds = [2.0**-8 * values.abs() if messages == "bf16" else in_fp8(values) for values in sent]
-        gathered = [(full[rank].cpu() - values[rank]).abs() / bounds[rank][rank] for rank, values in enumerate(sent)]
-        rounding = sum(bound[comm.rank] for bound in bounds)
-        added = (total.cpu() - sum(values[comm.rank] for values in sent)).abs() / rounding
-        torch.manual_seed(0)
-        model = fullshard.fully_shard(t5(), comm, mp_policy=fullshard.MixedPrecision(messages=messages))
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        losses, tokens = [], batches(1, 4)[0].to(comm.device)
-        for _ in range(6):
-            loss = seq2seq_loss(model, tokens)
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss.item())
-        errors = {"gathered": max(gap.max().item() for gap in gathered), "added": added.max().item()}
-        found[messages] = {**errors, "losses": losses}
-    return found
-
-
-def in_fp8(values):
-    """Return the largest error of each number: of itself, and of the largest of its block."""
-    blocks = [block.abs().amax(1, keepdim=True).expand_as(block) for block in values.split(BLOCK, 1)]
-    return 2.0**-4 * values.abs() + 2.0**-18 * torch.cat(blocks, 1)
-
-
 def extensions(comm):
     """Losses of models with parameters that gather themselves, in three steps, less those of the rounded values."""
     worst = 0.0
@@ -170,7 +136,7 @@ def extensions(comm):
         for _ in range(3):
             with summoned_parameters(model, model.modules()):
                 full = {name: param.detach().clone() for name, param in model.named_parameters()}
-            shown = {name: as_rounded(kind, value) if value.dim() == 2 else value for name, value in full.items()}
+            shown = {name: rounded(kind, value) if value.dim() == 2 else value for name, value in full.items()}
             loss = model(rows).square().mean()
             expected = torch.func.functional_call(plain, shown, rows).square().mean()
             worst = max(worst, ((loss - expected).abs() / expected).item())
@@ -291,7 +257,6 @@ CASES = {
         offload,
         fp16,
         wide_sum,
-        rounded,
         extensions,
         divided,
         embedding,
@@ -306,7 +271,7 @@ CASES = {
 
 def main():
     options = parse(CASES, __doc__, torch.cuda.device_count(), gpus=None)
-    comm = fullshard.init()
+    comm = staged_comm.init()
     results = {name: found(CASES[name], comm) for name in options.only}
     print_result(comm.all_gather_object(results))
     fullshard.shutdown()

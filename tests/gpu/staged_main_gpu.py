@@ -8,9 +8,8 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import fullshard
-from fullshard.core.comm import staged
 from fullshard.core.comm.process import comm_of_group
-from support import staged as cases
+from support import group_cases as cases, staged_comm
 from support.processes import first_gpu
 from support.rank_script import parse, print_result
 from support.saving_case import saving
@@ -67,10 +66,9 @@ CASES = {**cases.CASES, **{case.__name__: case for case in (saved, late, late_on
 def main():
     options = parse(CASES, __doc__, gpus=first_gpu())
     torch.backends.cuda.matmul.allow_tf32 = False
-    everyone = fullshard.init(timeout_s=100)
-    assert isinstance(everyone, staged.StagedComm), f"{type(everyone).__name__} on {torch.cuda.device_count()} GPUs"
-    staged.STAGE_BYTES = 4 * cases.PIECE  # most of what is sent takes several pieces
-    groups = cases.Groups(lambda group: comm_of_group(group, None))
+    everyone = staged_comm.init()
+    staged_comm.STAGE_BYTES = 4 * cases.PIECE  # most of what is sent takes several pieces
+    groups = cases.Groups(lambda group: comm_of_group(group, everyone.device))
     print_result(cases.run_cases(CASES, options.only, groups, everyone))
     fullshard.shutdown()
 

@@ -54,14 +54,6 @@ def test_bf16_messages_are_added_in_fp32(ranks):
         assert rank["wide_sum"]["gap"] <= 2**-8
 
 
-def test_rounded_messages_keep_their_bounds_of_error(ranks):
-    for rank in ranks:
-        for found in rank["rounded"].values():
-            assert found["gathered"] <= 1.001
-            assert found["added"] <= 1.01  # the sum has errors of its own, in float32
-            assert found["losses"][-1] < found["losses"][0]
-
-
 def test_parameters_that_gather_themselves_are_computed_with_as_rounded(ranks):
     for rank in ranks:
         assert rank["extensions"]["gap"] <= 1e-4, rank["extensions"]

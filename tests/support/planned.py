@@ -22,8 +22,6 @@ OPTIONS = {
         "strategy": ShardingStrategy.SHARD_GRAD_OP,
         "mp_policy": MixedPrecision(param="bfloat16", reduce="float32"),
     },
-    "bf16_messages": {"mp_policy": MixedPrecision(messages="bf16")},
-    "fp8_messages": {"mp_policy": MixedPrecision(messages="fp8")},
 }
 """Options of ``fully_shard`` by case."""
 

@@ -9,14 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, Literal, Self, cast, get_args
+from typing import Any, Self, cast
 
 from fullshard.errors import ConfigError
 
 FLOAT_NAMES = ("float16", "bfloat16", "float32", "float64")
-
-Messages = Literal["bf16", "fp8"]
-"""Format that units' weights and gradients are rounded to between ranks."""
 
 
 def dtype_name(dtype: object) -> str | None:
@@ -64,11 +61,6 @@ class MixedPrecision:
             in ``eval()`` mode, and inputs are not cast. Frozen parameters are kept in their own dtype for it.
         keep_frozen: Whether shards of frozen parameters keep their own dtype, so that they are saved unrounded;
             otherwise they have the dtype ``param``, which takes less memory.
-        messages: Format that gathered weights and sent gradients of trainable parameters are rounded to: ``"bf16"``
-            (0.5 of float32's bytes), ``"fp8"`` (0.26: float8_e4m3 with a scale for each 128 numbers), or None for no
-            rounding. **Inexact**: every rank computes with the same rounded weights; shards, computation and sums keep
-            their dtypes. It needs gradients in float32. Numbers that are no wider and modules in ``keep_fp32`` are not
-            rounded.
     """
 
     param: Any = None
@@ -82,15 +74,13 @@ class MixedPrecision:
     keep_low_precision_grads: bool = False
     keep_fp32: Any = ()
     full_in_eval: bool = False
-    messages: Messages | None = None
     keep_frozen: bool = False
 
     def __post_init__(self) -> None:
         """Convert dtypes to their names.
 
         Raises:
-            ConfigError: One of the dtypes is not a floating dtype, ``divide`` is not above zero, or ``messages`` is
-                unknown or contradicts another one.
+            ConfigError: One of the dtypes is not a floating dtype, or ``divide`` is not above zero.
         """
         for field in ("param", "reduce", "reduce_sum", "buffer", "output"):
             object.__setattr__(self, field, dtype_name(getattr(self, field)))
@@ -100,31 +90,6 @@ class MixedPrecision:
         object.__setattr__(self, "keep_fp32", tuple(sorted(names)))
         if self.divide is not None and not self.divide > 0:
             raise ConfigError(f"MixedPrecision(divide=…) must be above zero; got {self.divide}.")
-        self._check_messages()
-
-    def _check_messages(self) -> None:
-        """Refuse settings that cannot be combined with ``messages``.
-
-        Raises:
-            ConfigError: There is such a setting.
-        """
-        if self.messages is None:
-            return
-        if self.messages not in get_args(Messages):
-            known = ", ".join(get_args(Messages))
-            raise ConfigError(f"MixedPrecision(messages=…) must be one of {known}, or None; got {self.messages!r}.")
-        for field in ("reduce", "reduce_sum"):
-            dtype = getattr(self, field)
-            if dtype in ("float16", "bfloat16"):
-                raise ConfigError(
-                    f"MixedPrecision(messages={self.messages!r}) rounds float32 gradients while they travel and adds "
-                    f"them in float32; {field} is {dtype}. Leave {field} out, or messages."
-                )
-        if self.full_in_eval:
-            raise ConfigError(
-                f"MixedPrecision(messages={self.messages!r}) rounds what is gathered, in eval() too, but full_in_eval "
-                "asks for unrounded weights there. Leave one of them out."
-            )
 
 
 class ShardingStrategy(Enum):
@@ -313,7 +278,7 @@ class Named:
         object.__setattr__(self, "units", tuple((u,) if isinstance(u, str) else tuple(u) for u in units))
 
 
-QUANTIZED_TYPES = ("nf4", "int8", "fp8")
+QUANTIZED_TYPES = ("nf4", "int8")
 
 
 @dataclass(frozen=True)
@@ -324,10 +289,9 @@ class Quantize:
     their ``forward`` was replaced.
 
     Attributes:
-        type: ``"nf4"`` (4 bits, blocks of 64 weights) or ``"int8"`` (a scale for each row), both in bitsandbytes'
-            formats, or ``"fp8"`` (float8_e4m3fn, a scale for each row).
-        double_quant: Whether the scales of nf4 are quantised too, in blocks of 256: 4.13 bits a weight, not 4.5. The
-            8-bit types have one scale for each row and ignore it.
+        type: ``"nf4"`` (4 bits, blocks of 64 weights) or ``"int8"`` (a scale for each row), in bitsandbytes' formats.
+        double_quant: Whether the scales of nf4 are quantised too, in blocks of 256: 4.13 bits a weight, not 4.5;
+            int8 ignores it.
         compute_dtype: Dtype that quantised layers compute in, whatever their input has; None: the input's.
         skip: Names of modules that are not quantised: a name's last part, or some successive parts of it, such as
             ``"lm_head"``, ``"wo"`` or ``"decoder.block.0"``.

@@ -16,7 +16,6 @@ from torch import nn
 
 from fullshard.core.comm import Comm, Work as CommWork
 from fullshard.core.comm.device import Device
-from fullshard.core.comm.rounded import RoundedGroup
 from fullshard.core.engine.registry import runtime_of
 from fullshard.core.engine.step.lane import PermanentBuffer
 from fullshard.core.engine.step.recorder import Kind, StepRecorder, Transfer
@@ -291,9 +290,6 @@ def simulate(
         made = build(ledger.world)
         runtime = runtime_of(made.model)
         runtime.device.reduces_behind = reduces_behind
-        for group in {lane.mesh.lane_group for unit in runtime.units for lane in unit.lanes}:
-            if isinstance(group, RoundedGroup):
-                group.whole = reduces_behind > 0
         workspaces = {one.workspace for one in made.model.modules() if isinstance(one, QuantizedLinear)}
         for workspace in workspaces:
             workspace.keeps = not has_host

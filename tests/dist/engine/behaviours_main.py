@@ -10,7 +10,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import fullshard
 from fullshard.core.comm import GlooComm
-from support import staged
+from support import group_cases
 from support.behaviours import BEHAVIOURS
 from support.rank_script import parse, print_result
 
@@ -21,7 +21,7 @@ def main():
     warnings.simplefilter("error")
     warnings.filterwarnings("ignore", message=r"\d+ of ignored_params are trainable")
     everyone = fullshard.init(timeout_s=100)
-    print_result(staged.run_cases(BEHAVIOURS, options.only, staged.Groups(GlooComm), everyone))
+    print_result(group_cases.run_cases(BEHAVIOURS, options.only, group_cases.Groups(GlooComm), everyone))
     fullshard.shutdown()
 
 

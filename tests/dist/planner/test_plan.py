@@ -15,7 +15,7 @@ from support.processes import run_processes, selected
 
 pytestmark = pytest.mark.dist
 
-SLOW = {"accumulating", "adapter", "bf16_messages", "bias", "directory", "int8", "packed_bias", "shared_packed_rows"}
+SLOW = {"accumulating", "adapter", "bias", "directory", "int8", "packed_bias", "shared_packed_rows"}
 
 
 def each_of(cases):

@@ -118,10 +118,8 @@ CASES = {
     "one unit": {"wrap": None},
     "offload": {"offload_policy": CPUOffload(pin_memory=False)},
     "bf16": {"mp_policy": MixedPrecision(param="bf16", reduce="bf16", reduce_sum="fp32")},
-    "bf16 messages": {"mp_policy": MixedPrecision(messages="bf16")},
-    "fp8 messages": {"mp_policy": MixedPrecision(messages="fp8"), "strategy": ShardingStrategy.HYBRID_SHARD},
     "table": {"table": True},
-    "table at home, fp8 messages": {**AT_HOME, "mp_policy": MixedPrecision(messages="fp8")},
+    "table at home": AT_HOME,
     "table at home, on two axes": {**AT_HOME, "strategy": ShardingStrategy.HYBRID_SHARD},
     "table and loss at home": {
         "table": True,

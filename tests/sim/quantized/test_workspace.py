@@ -27,7 +27,7 @@ def _every_weight_is_large(monkeypatch):
 
 
 @pytest.mark.usefixtures("_every_weight_is_large")
-@pytest.mark.parametrize(("type", "double"), [("nf4", True), ("nf4", False), ("int8", False), ("fp8", False)])
+@pytest.mark.parametrize(("type", "double"), [("nf4", True), ("nf4", False), ("int8", False)])
 @pytest.mark.parametrize(("own", "dtype"), [("float32", "float32"), ("bfloat16", "float32"), ("float32", "bfloat16")])
 def test_the_weight_has_the_bits_of_one_dequantised_at_once(type, double, own, dtype):
     own, dtype = getattr(torch, own), getattr(torch, dtype)

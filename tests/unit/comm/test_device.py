@@ -9,7 +9,6 @@ import torch
 
 from fullshard.core.comm import device as device_module, device_of
 from fullshard.core.comm.device import HUGE_FROM_BYTES, HUGE_PAGE_BYTES, CudaDevice, Device
-from fullshard.core.comm.staged import CudaStaging
 from fullshard.errors import ConfigError
 
 CPU = torch.device("cpu")
@@ -291,39 +290,6 @@ def test_work_that_another_thread_does_comes_after_compute_and_on_its_stream(cud
     assert work() == 7
     assert cuda.log == ["CPU waits for event of compute", "work on compute"]
     assert cuda.now.name == "default"
-
-
-class Copied:
-    """A tensor that says on which stream it is overwritten."""
-
-    def __init__(self, cuda):
-        self.cuda = cuda
-
-    def copy_(self, source, *, non_blocking):
-        assert non_blocking
-        self.cuda.log.append(f"copy on {self.cuda.now.name}")
-
-
-def test_staged_copies_come_after_what_was_issued_and_the_current_stream_waits_for_them(cuda):
-    staging = CudaStaging(torch.device("cuda"))
-    assert staging.device == CUDA
-    before = staging.issued()
-    program, cuda.now = cuda.now, PlayedStream(cuda, "default")  # of the thread that runs collectives
-    staging.begin(before)
-    staging.copy(Copied(cuda), None)
-    staging.settle()
-    copied = staging.copied()
-    assert cuda.now.name == "default"
-    cuda.now = program
-    staging.wait(copied)
-    assert cuda.log == [
-        "event on compute",
-        "side 1 waits for event of compute",
-        "copy on side 1",
-        "CPU waits for side 1",
-        "event on side 1",
-        "compute waits for event of side 1",
-    ]
 
 
 def test_bf16_on_cuda(cuda, monkeypatch):

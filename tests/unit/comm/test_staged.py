@@ -6,11 +6,11 @@ import weakref
 import pytest
 import torch
 
-from fullshard.core.comm import Comm, staged as staged_module
-from fullshard.core.comm.staged import JobThread, Stage, StagedComm
+from fullshard.core.comm import Comm
 from fullshard.core.testing import run_ranks
+from support import staged_comm
 from support.collectives import PIECE, check_collectives
-from support.staged import HostStaging
+from support.staged_comm import HostStaging, JobThread, Stage, StagedComm
 
 
 class Counting(HostStaging):
@@ -26,7 +26,7 @@ class Counting(HostStaging):
 
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_every_collective_in_two_host_buffers_however_large_it_is(size, monkeypatch):
-    monkeypatch.setattr(staged_module, "STAGE_BYTES", 4 * PIECE)
+    monkeypatch.setattr(staged_comm, "STAGE_BYTES", 4 * PIECE)
 
     def work(comm):
         staging = Counting()

@@ -169,13 +169,6 @@ def test_weights_need_batches_of_rows():
         RunConfig.model_validate(values)
 
 
-def test_rounded_messages_need_messages(run_file):
-    assert load_run(run_file, ["training.messages=bf16"]).training.messages == "bf16"
-    assert load_run(run_file).training.messages is None
-    with pytest.raises(ConfigError, match=r"sharding\.strategy: no_shard does neither"):
-        load_run(run_file, ["training.messages=bf16", "sharding.strategy=no_shard"])
-
-
 @pytest.mark.parametrize("given", ["speed.ways=[liger,compile]", "training.torch_compile=true"])
 def test_ligers_kernels_are_refused_in_compiled_blocks(run_file, given):
     with pytest.raises(ConfigError, match="liger and compile"):

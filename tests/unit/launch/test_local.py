@@ -14,6 +14,7 @@ import time
 
 import pytest
 
+from fullshard.errors import ProcessGroupError
 from fullshard.program.launch import choose_nproc, launch, launched_elsewhere, local, ranks
 from fullshard.program.launch.streams import UnreadOutputError
 from support.processes import SOURCE
@@ -427,7 +428,12 @@ def test_number_of_ranks(monkeypatch):
     monkeypatch.setattr(local, "gpu_count", lambda: 4)
     assert choose_nproc(None) == 4
     assert choose_nproc(3) == 3
-    assert choose_nproc(5) == 5  # they share the GPUs
+
+
+def test_more_ranks_than_gpus_are_refused_before_they_start(monkeypatch):
+    monkeypatch.setattr(local, "gpu_count", lambda: 2)
+    with pytest.raises(ProcessGroupError, match=r"3 ranks .*nproc.* has 2 GPUs.*CUDA_VISIBLE_DEVICES"):
+        launch(["/does/not/exist"], nproc=3)
 
 
 def test_launched_elsewhere(monkeypatch):

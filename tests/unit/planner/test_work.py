@@ -99,12 +99,6 @@ def test_a_gpu_adds_what_it_holds_besides_tensors_and_the_time():
         assert line not in str(on_cpu)
 
 
-def test_on_a_gpu_rounding_takes_no_more_kernels_for_larger_lanes():
-    policy = MixedPrecision(messages="fp8")
-    small, large = (wide(width=width, mp_policy=policy).timing for width in (1024, 4096))
-    assert large.issue_s <= small.issue_s
-
-
 def test_without_a_gpu_the_memory_must_be_given():
     with pytest.raises(fullshard.errors.ConfigError, match="pass memory_bytes, or plan with gpu="):
         wide(gpu=None).fits()

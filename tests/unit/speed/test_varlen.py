@@ -6,12 +6,10 @@ import inspect
 import pytest
 import torch
 from torch.nn.attention import varlen as torchs
-from transformers import AutoConfig, AutoModelForSeq2SeqLM
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from fullshard.program.models import enable_activation_checkpointing
 from fullshard.program.models.packing import PACKABLE_CAUSAL
-from fullshard.program.speed import WAYS, Facts, flash
+from fullshard.program.speed import WAYS, Facts
 from fullshard.program.speed.varlen import WINDOWED
 from support.packed_models import LONGEST, TOLERANCES, assert_same, build, loss_and_gradients, rows
 
@@ -47,7 +45,7 @@ def reference(monkeypatch):
 
 def with_way(plain, name="varlen"):
     way = copy.deepcopy(plain)
-    assert WAYS[name].misfit(way, FACTS) is None or name == "flash"
+    assert WAYS[name].misfit(way, FACTS) is None
     WAYS[name].apply(way, FACTS)
     return way
 
@@ -98,48 +96,3 @@ def test_what_the_kernel_cannot_do_is_refused():
     assert "qwen2_moe do not tell attention their sliding window of 4 tokens, and rows may have 13" in misfit(
         moe, FACTS
     )
-
-
-@pytest.mark.parity
-@pytest.mark.parametrize("kind", [kind for kind in PACKABLE_CAUSAL if kind not in flash._DROPS_LENGTHS])
-def test_every_type_hands_flash_attention_the_rows_lengths(kind, monkeypatch):
-    def attend(module, query, key, value, mask, scaling=None, cu_seq_lens_q=None, max_length_k=None, **options):
-        assert mask is None
-        tokens = (one.transpose(1, 2).flatten(0, 1) for one in (query, key, value))
-        ends = (cu_seq_lens_q, cu_seq_lens_q, max_length_k, max_length_k)
-        output = by_rows(*tokens, *ends, scale=scaling, window_size=(-1, 0), enable_gqa=True)
-        return output.view(query.shape[0], query.shape[2], *output.shape[1:]), None
-
-    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._local_mapping, "flash_attention_2", attend)
-    changes = {"attn_logit_softcapping": None} if kind == SOFT else {}
-    plain = build(kind, "eager", **changes)
-    way = copy.deepcopy(plain)
-    monkeypatch.setattr(
-        type(way), "set_attn_implementation", lambda model, name: setattr(model.config, "_attn_implementation", name)
-    )
-    WAYS["flash"].apply(way, FACTS)
-    _, packed = rows(causal=True)
-    ours, theirs = (loss_and_gradients(model, packed, causal=True) for model in (way, plain))
-    assert_same(ours, theirs, 1e-5)
-
-
-def test_flash_attention_is_refused_where_transformers_computes_something_else(monkeypatch):
-    """Its cross-attention cuts targets by the padding of sources, and it does not read windows from masks."""
-    monkeypatch.setattr(flash, "_installed", lambda: "flash_attention_2")
-    facts, misfit = Facts(**{**vars(FACTS), "packing": False}), WAYS["flash"].misfit
-    sizes = {"d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "vocab_size": 40, "encoder_ffn_dim": 8}
-    bart = AutoModelForSeq2SeqLM.from_config(AutoConfig.for_model("bart", **sizes, decoder_ffn_dim=8))
-    assert "the padding of sources for that of targets, and bart has an encoder" in misfit(bart, facts)
-    moe = build("qwen2_moe", "sdpa")
-    assert misfit(moe, facts) is None
-    moe.config.layer_types, moe.config.sliding_window = ["sliding_attention"] * 2, 4
-    assert "qwen2_moe does not tell flash attention its window of 4 tokens" in misfit(moe, facts)
-    assert misfit(build("llama", "sdpa"), facts) is None
-
-
-def test_flash_attention_says_what_is_missing(monkeypatch):
-    monkeypatch.setattr(flash, "_installed", lambda: None)
-    assert "packages flash-attn-3, flash-attn and kernels is installed" in WAYS["flash"].misfit(
-        build("llama", "sdpa"), FACTS
-    )
-    assert "T5ForConditionalGeneration has no flash attention" in WAYS["flash"].misfit(build("t5", "sdpa"), FACTS)

@@ -331,7 +331,7 @@ def test_compiled_blocks_are_planned_uncompiled_and_the_figures_are_upper_bounds
     assert [str(plan).count("upper bound") for plan in (plain, compiled)] == [0, 1]
 
 
-@pytest.mark.parametrize("way", ["flex", "varlen", "flash", "liger"])
+@pytest.mark.parametrize("way", ["flex", "varlen", "liger"])
 @pytest.mark.slow
 def test_ways_for_gpus_are_planned_and_laid_out_without_one(tmp_path, way):
     model = {"config": LLAMA, "tokenizer": {"vocab_size": 60}}

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch.autograd.profiler import profile
 
-from fullshard.core.comm.machine_placement import SHARED
 from fullshard.core.torch_private import is_traceable_wrapper, plain_functions
 
 
@@ -66,7 +65,7 @@ def logits_at_once(device: torch.device) -> int:
 
 
 def device_memory_bytes(device: torch.device) -> int:
-    """Return the memory available to a rank on ``device``: the device's, or its share of a shared one or the host's.
+    """Return the memory available to a rank on ``device``: the GPU's, or its share of the host's.
 
     Inside :func:`planned_memory` it is the planned device's.
     """
@@ -80,7 +79,7 @@ def whole_memory_bytes(device: torch.device) -> int:
     if planned is not None:
         return planned
     if device.type == "cuda":
-        return torch.cuda.get_device_properties(device).total_memory // SHARED.ranks
+        return torch.cuda.get_device_properties(device).total_memory
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 

@@ -19,9 +19,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fullshard.core.comm.process import TIMEOUT_S, HostSum, comm_of_group
 from fullshard.core.comm.protocol import DONE, Comm, ReduceOp, Work
-from fullshard.core.comm.rounded import RoundedGroup
 from fullshard.core.comm.stack_probe import MACHINE_VARIABLE
-from fullshard.core.policy import Messages, ShardingStrategy
+from fullshard.core.policy import ShardingStrategy
 from fullshard.errors import ProcessGroupError
 
 
@@ -79,19 +78,15 @@ class Mesh:
     Attributes:
         shard_group: The ranks that share each unit: units are gathered and reduce-scattered among them.
         replica_group: The ranks that hold replicas of this rank's shards: gradients are all-reduced among them.
-        messages: Format that units' weights and gradients are rounded to inside the shard group; None: not rounded.
-        lane_group: The shard group for units' gathers and reduces, which rounds their messages; used for nothing else.
         size: Number of ranks, over which gradients are averaged.
         rank: This rank's number among them.
         device: Device of the collectives' tensors.
     """
 
-    def __init__(self, shard: Comm, replicate: Comm, messages: Messages | None = None) -> None:
+    def __init__(self, shard: Comm, replicate: Comm) -> None:
         """Combine the two groups that this rank belongs to."""
         self.shard_group = shard
         self.replica_group = replicate
-        self.messages: Messages | None = messages
-        self.lane_group = shard if messages is None else RoundedGroup(shard, messages)
         self.size = replicate.size * shard.size
         self.rank = replicate.rank * shard.size + shard.rank
         self.device = shard.device
@@ -117,15 +112,6 @@ class Mesh:
             self._host_sums = [add for add in made if add is not None] if can else None
             self._knows_host_sums = True
         return None if self._host_sums is None else partial(_add_over, self._host_sums)
-
-    def sent_itemsize(self, dtype: torch.dtype) -> int:
-        """Return the bytes of a number of ``dtype`` in units' gathers and reduces."""
-        return self.lane_group.itemsize(dtype) if isinstance(self.lane_group, RoundedGroup) else dtype.itemsize
-
-    def as_sent(self, shard: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-        """Return a lane's ``shard``, (shard_numel,), as every rank has it after a gather in the dtype of ``like``."""
-        cast = shard.to(like)
-        return self.lane_group.rounded(cast) if isinstance(self.lane_group, RoundedGroup) else cast
 
     def broadcast(self, tensor: torch.Tensor) -> None:
         """Overwrite ``tensor`` on all ranks with that of rank 0: over one axis, then the other. Blocks."""

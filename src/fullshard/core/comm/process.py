@@ -21,9 +21,8 @@ from fullshard.core.comm.calls import gather_in_one_call
 from fullshard.core.comm.flight_recorder import FlightRecorder
 from fullshard.core.comm.gloo import GlooComm
 from fullshard.core.comm.heartbeat import HeartbeatMonitor, end_process
-from fullshard.core.comm.machine_placement import SHARED, agree, gpu_of_rank
 from fullshard.core.comm.protocol import DONE, Comm, ReduceOp, Work
-from fullshard.core.comm.staged import CudaStaging, Stage, StagedComm
+from fullshard.core.comm.rank_gpus import all_have_gpus, gpu_of_rank
 from fullshard.core.comm.store_posts import StorePosts
 from fullshard.core.comm.watchdog import WATCHDOG
 from fullshard.errors import ProcessGroupError
@@ -250,10 +249,6 @@ def start_heartbeat(comm: ProcessComm) -> None:
         WATCHDOG.add(_MONITORS[group])
 
 
-_STAGES: weakref.WeakKeyDictionary[dist.ProcessGroup, Stage] = weakref.WeakKeyDictionary()
-"""Comms of one group share a thread for their collectives."""
-
-
 def comm_of_group(group: dist.ProcessGroup, device: torch.device | None) -> Comm:
     """Return the :class:`Comm` of a process group, by the backend that carries tensors of ``device``.
 
@@ -261,8 +256,10 @@ def comm_of_group(group: dist.ProcessGroup, device: torch.device | None) -> Comm
 
     Args:
         group: The group; this process belongs to it.
-        device: Device of the tensors; None: the current accelerator if a backend of the group is made for it, under
-            gloo the GPU that this rank shares with others, else CPU.
+        device: Device of the tensors; None: the current accelerator if a backend of the group is made for it, else CPU.
+
+    Raises:
+        ProcessGroupError: The backend is gloo, and ``device`` is not the CPU.
     """
     backends = dict(part.split(":", 1) for part in str(dist.get_backend_config(group)).split(","))
     device = device or _device_for(backends)
@@ -277,9 +274,16 @@ def comm_of_group(group: dist.ProcessGroup, device: torch.device | None) -> Comm
         if dist.get_rank() == 0:
             _warn_of(backend)
         return TorchComm(group, device)
-    if device.type == "cuda":
-        # Whether a process may read another one's page-locked memory depends on the driver, so sockets are used.
-        return StagedComm(GlooComm(group, direct=False), _stage_of(group, device))
+    return _over_gloo(group, device)
+
+
+def _over_gloo(group: dist.ProcessGroup, device: torch.device) -> Comm:
+    """Return the Comm of a gloo group; tests whose ranks share a GPU replace this function."""
+    if device.type != "cpu":
+        raise ProcessGroupError(
+            f"A gloo group sends tensors in host memory, and the model is to compute on {device}. Join with "
+            'fullshard.init() or init_process_group("nccl"), or leave out device= to compute on the CPU.'
+        )
     return GlooComm(group)
 
 
@@ -290,7 +294,7 @@ def _device_for(backends: dict[str, str]) -> torch.device:
     # gloo uses host memory, MPI often cannot access device memory, and a fake group is for dry runs.
     if found is not None and backends.get(found.type) not in (None, "gloo", "mpi", "fake"):
         return torch.device(found.type, torch.accelerator.current_device_index())
-    return SHARED.gpu or torch.device("cpu")
+    return torch.device("cpu")
 
 
 @functools.cache
@@ -305,12 +309,6 @@ def _warn_of(backend: str) -> None:
     )
 
 
-def _stage_of(group: dist.ProcessGroup, device: torch.device) -> Stage:
-    if group not in _STAGES:
-        _STAGES[group] = Stage(CudaStaging(device))
-    return _STAGES[group]
-
-
 def init_from_env(*, timeout_s: float = TIMEOUT_S) -> Comm:
     """Join the group that torchrun's environment describes, or the one that this process has; on every rank.
 
@@ -318,9 +316,8 @@ def init_from_env(*, timeout_s: float = TIMEOUT_S) -> Comm:
     backend, and with its own timeout. Otherwise the group is made.
 
     Reads ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``, ``MASTER_ADDR`` and ``MASTER_PORT``. Where every rank has a GPU of
-    its own the backend is NCCL. Where there are GPUs but fewer than ranks, ranks share them and communicate through
-    host memory, over gloo, and rank 0 logs a line that says so. Where a rank sees no GPU (there is none, or
-    ``CUDA_VISIBLE_DEVICES`` is empty) all ranks compute on the CPU, over gloo.
+    its own the backend is NCCL. Where a rank sees no GPU (there is none, or ``CUDA_VISIBLE_DEVICES`` is empty) all
+    ranks compute on the CPU, over gloo.
 
     Args:
         timeout_s: Seconds after which a collective that other ranks never joined is an error, in a group made here.
@@ -329,7 +326,8 @@ def init_from_env(*, timeout_s: float = TIMEOUT_S) -> Comm:
         The :class:`Comm` of all ranks.
 
     Raises:
-        ProcessGroupError: There is no group, and a variable is missing in the environment.
+        ProcessGroupError: There is no group, and a variable is missing in the environment, or two ranks have the same
+            GPU, as where a machine has more ranks than GPUs; on every rank.
     """
     if dist.is_initialized():
         return comm_of_group(_world(), None)
@@ -349,20 +347,14 @@ def _join(timeout: datetime.timedelta) -> Comm:
     store, rank, size = next(iter(rendezvous("env://", timeout=timeout)))
     store.set_timeout(timeout)
     gpu = gpu_of_rank()
-    placement = agree(store, rank, size, gpu)
-    if placement.note and rank == 0:
-        logging.getLogger("fullshard").warning("%s", placement.note)
     # The prefix that torch uses for a rendezvous of its own.
     meeting: dict[str, Any] = {"store": PrefixStore("default_pg", store), "rank": rank, "world_size": size}
-    if gpu is None or placement.kind == "cpu":
+    if not all_have_gpus(store, rank, size, gpu):
         dist.init_process_group("gloo", timeout=timeout, **meeting)
         return comm_of_group(_world(), torch.device("cpu"))
+    assert gpu is not None
     torch.cuda.set_device(gpu)
-    if placement.kind == "own":
-        dist.init_process_group("nccl", timeout=timeout, device_id=gpu, **meeting)
-    else:
-        dist.init_process_group("gloo", timeout=timeout, **meeting)
-        SHARED.gpu, SHARED.ranks = gpu, placement.ranks
+    dist.init_process_group("nccl", timeout=timeout, device_id=gpu, **meeting)
     return comm_of_group(_world(), gpu)
 
 
@@ -405,7 +397,6 @@ def _world() -> dist.ProcessGroup:
 
 def shutdown() -> None:
     """Destroy the default process group, if there is one; on every rank."""
-    SHARED.gpu, SHARED.ranks = None, 1
     if dist.is_available() and dist.is_initialized():
         dist.destroy_process_group()
 

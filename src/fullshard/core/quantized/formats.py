@@ -1,10 +1,10 @@
 """Formats of quantised weights: numbers to codes and scales and back, a run of blocks at a time.
 
-A *block* shares a scale: 64 neighbours of the flattened weight (nf4) or a row (int8, fp8). Quantising a block
+A *block* shares a scale: 64 neighbours of the flattened weight (nf4) or a row (int8). Quantising a block
 reads nothing outside of it, so every rank quantises its own blocks, equal to those of the full weight to the bit. Both
 tensors are stored as bytes: no mixed precision casts them, and one lane of a unit holds all of them.
 
-bitsandbytes is imported when the first nf4 or int8 weight needs it. On a CPU the codes of nf4 are found by counting
+bitsandbytes is imported when the first weight needs it. On a CPU the codes of nf4 are found by counting
 bounds: what bitsandbytes' search finds, in a fraction of the time.
 """
 
@@ -45,16 +45,14 @@ def bitsandbytes() -> Any:
     try:
         module = importlib.import_module("bitsandbytes")
     except ImportError as error:
-        raise ConfigError(
-            f"4-bit and int8 weights need bitsandbytes, which is missing ({error}): {_REMEDY}."
-        ) from error
+        raise ConfigError(f"Quantised weights need bitsandbytes, which is missing ({error}): {_REMEDY}.") from error
     finally:
         log.setLevel(before)
     version = str(getattr(module, "__version__", "0"))
     numbers = tuple(int(part) for part in version.split(".")[:2] if part.isdigit())
     if numbers < OLDEST:
         oldest = ".".join(map(str, OLDEST))
-        raise ConfigError(f"4-bit and int8 weights need bitsandbytes {oldest} or newer; found {version}: {_REMEDY}.")
+        raise ConfigError(f"Quantised weights need bitsandbytes {oldest} or newer; found {version}: {_REMEDY}.")
     return module
 
 
@@ -124,7 +122,6 @@ _DEQUANTISED = 1 << 19
 """Weights that are dequantised at a time into kept memory: 2 MiB in float32 stay in the cache until they are copied."""
 OUTER_BLOCK = 256
 """Scales that share a scale of their own, with double quantisation."""
-_FP8_MAX = torch.finfo(torch.float8_e4m3fn).max
 
 
 class Format(Protocol):
@@ -221,7 +218,7 @@ class Format(Protocol):
         ...
 
 
-SCALES = re.compile(r"(?P<layer>.+)\.(?P<type>nf4|int8|fp8)(?P<double>_double)?_scales")
+SCALES = re.compile(r"(?P<layer>.+)\.(?P<type>nf4|int8)(?P<double>_double)?_scales")
 """Full name of a parameter of scales, which includes the quantisation of its layer."""
 
 
@@ -235,10 +232,8 @@ def format_of(quantize: Quantize) -> Format:
     """Return the format of a policy.
 
     Raises:
-        ConfigError: bitsandbytes is missing or too old, and the format needs it.
+        ConfigError: bitsandbytes is missing or too old.
     """
-    if quantize.type == "fp8":
-        return Float8()
     bitsandbytes()
     return Int8() if quantize.type == "int8" else NF4(double=quantize.double_quant)
 
@@ -417,12 +412,14 @@ def _rows_of_blocks(weights: int) -> Shape:
     return (1, weights) if weights % BLOCK else (weights // BLOCK, BLOCK)
 
 
-class _Rows:
-    """A byte for each weight and a float32 scale for each row."""
+class Int8:
+    """int8 of bitsandbytes (LLM.int8), weights only: a byte for each weight and a float32 scale for each row.
 
-    type: str
-    codes: str
-    scales: str
+    Activations are not rounded. ``Linear8bitLt`` computes so when it trains on a CPU; on a GPU and in evaluation it
+    rounds activations as well.
+    """
+
+    type, codes, scales = "int8", "int8", "int8_scales"
 
     def block(self, shape: Shape) -> int:
         """See :meth:`Format.block`."""
@@ -440,13 +437,21 @@ class _Rows:
         """See :meth:`Format.scales_bytes`."""
         return 4 * shape[0]
 
+    def quantise(self, values: torch.Tensor, shape: Shape) -> tuple[torch.Tensor, torch.Tensor]:
+        """See :meth:`Format.quantise`."""
+        # bitsandbytes rounds weights to float16 before.
+        rows = values.view(-1, shape[1]).to(torch.float16)
+        codes, largest, _ = bitsandbytes().functional.int8_vectorwise_quant(rows)
+        return codes.reshape(-1).view(torch.uint8), largest
+
     def pack(self, largest: torch.Tensor, start: int = 0, stop: int | None = None) -> torch.Tensor:
         """See :meth:`Format.pack`."""
         return largest.view(torch.uint8)[start:stop]
 
     def dequantise(self, codes: torch.Tensor, scales: torch.Tensor, shape: Shape, dtype: torch.dtype) -> torch.Tensor:
         """See :meth:`Format.dequantise`."""
-        raise NotImplementedError
+        rows = codes.view(torch.int8).view(shape)
+        return bitsandbytes().functional.int8_vectorwise_dequant(rows, scales.view(torch.float32)).to(dtype)
 
     def dequantise_run(
         self, codes: torch.Tensor, start: int, scales: torch.Tensor, shape: Shape, dtype: torch.dtype
@@ -457,46 +462,8 @@ class _Rows:
         stop = -(-(start + codes.numel()) // width)
         after = stop * width - start - codes.numel()
         padded = torch.cat([codes.new_zeros(before), codes, codes.new_zeros(after)])
-        rows = self.dequantise(padded.view(-1, width), scales[4 * row : 4 * stop], (stop - row, width), dtype)
+        rows = self.dequantise(padded, scales[4 * row : 4 * stop], (stop - row, width), dtype)
         return start, rows.reshape(-1)[before : before + codes.numel()]
-
-    def weight_in_backward(
-        self, codes: torch.Tensor, scales: torch.Tensor, shape: Shape, own: torch.dtype, dtype: torch.dtype
-    ) -> torch.Tensor:
-        """See :meth:`Format.weight_in_backward`."""
-        raise NotImplementedError
-
-    def parts(
-        self, codes: torch.Tensor, scales: torch.Tensor, shape: Shape, own: torch.dtype, dtype: torch.dtype
-    ) -> Iterator[torch.Tensor]:
-        """See :meth:`Format.parts`."""
-        rows, width = shape
-        step = max(1, _DEQUANTISED // width)
-        for low in range(0, rows, step):
-            high = min(low + step, rows)
-            part = codes.view(shape)[low:high], scales[4 * low : 4 * high], (high - low, width)
-            yield self.weight_in_backward(*part, own, dtype).reshape(-1)
-
-
-class Int8(_Rows):
-    """int8 of bitsandbytes (LLM.int8), weights only: activations are not rounded.
-
-    ``Linear8bitLt`` computes so when it trains on a CPU; on a GPU and in evaluation it rounds activations as well.
-    """
-
-    type, codes, scales = "int8", "int8", "int8_scales"
-
-    def quantise(self, values: torch.Tensor, shape: Shape) -> tuple[torch.Tensor, torch.Tensor]:
-        """See :meth:`Format.quantise`."""
-        # bitsandbytes rounds weights to float16 before.
-        rows = values.view(-1, shape[1]).to(torch.float16)
-        codes, largest, _ = bitsandbytes().functional.int8_vectorwise_quant(rows)
-        return codes.reshape(-1).view(torch.uint8), largest
-
-    def dequantise(self, codes: torch.Tensor, scales: torch.Tensor, shape: Shape, dtype: torch.dtype) -> torch.Tensor:
-        """See :meth:`Format.dequantise`."""
-        rows = codes.view(torch.int8).view(shape)
-        return bitsandbytes().functional.int8_vectorwise_dequant(rows, scales.view(torch.float32)).to(dtype)
 
     def linear(
         self, x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, shape: Shape, bias: torch.Tensor | None
@@ -512,37 +479,16 @@ class Int8(_Rows):
         steps = scales.view(torch.float32).unsqueeze(1).mul(1.0 / 127.0)
         return codes.view(torch.int8).view(shape).to(dtype).mul_(steps)
 
-
-class Float8(_Rows):
-    """float8_e4m3fn with a scale for each row, by torch alone; bitsandbytes has no such format."""
-
-    type, codes, scales = "fp8", "fp8", "fp8_scales"
-
-    def quantise(self, values: torch.Tensor, shape: Shape) -> tuple[torch.Tensor, torch.Tensor]:
-        """See :meth:`Format.quantise`."""
-        rows = values.view(-1, shape[1]).float()
-        largest = rows.abs().amax(1)
-        # A row of zeros: any scale but zero gives zeros.
-        steps = (largest / _FP8_MAX).clamp(min=torch.finfo(torch.float32).tiny).unsqueeze(1)
-        codes = (rows / steps).clamp(-_FP8_MAX, _FP8_MAX).to(torch.float8_e4m3fn)
-        return codes.view(torch.uint8).reshape(-1), largest
-
-    def dequantise(self, codes: torch.Tensor, scales: torch.Tensor, shape: Shape, dtype: torch.dtype) -> torch.Tensor:
-        """See :meth:`Format.dequantise`."""
-        steps = (scales.view(torch.float32) / _FP8_MAX).clamp(min=torch.finfo(torch.float32).tiny)
-        return codes.view(torch.float8_e4m3fn).view(shape).float().mul_(steps.unsqueeze(1)).to(dtype)
-
-    def linear(
-        self, x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, shape: Shape, bias: torch.Tensor | None
-    ) -> torch.Tensor:
-        """See :meth:`Format.linear`."""
-        return torch.nn.functional.linear(x, self.dequantise(codes, scales, shape, x.dtype), bias)
-
-    def weight_in_backward(
+    def parts(
         self, codes: torch.Tensor, scales: torch.Tensor, shape: Shape, own: torch.dtype, dtype: torch.dtype
-    ) -> torch.Tensor:
-        """See :meth:`Format.weight_in_backward`."""
-        return self.dequantise(codes, scales, shape, dtype)
+    ) -> Iterator[torch.Tensor]:
+        """See :meth:`Format.parts`."""
+        rows, width = shape
+        step = max(1, _DEQUANTISED // width)
+        for low in range(0, rows, step):
+            high = min(low + step, rows)
+            part = codes.view(shape)[low:high], scales[4 * low : 4 * high], (high - low, width)
+            yield self.weight_in_backward(*part, own, dtype).reshape(-1)
 
 
 def _quantise_scales(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -87,8 +87,8 @@ class AdapterConfig(ConfigSection):
 class QuantizationConfig(ConfigSection):
     """Quantised weights of the linear layers under an adapter; the name of a type alone is a short form."""
 
-    type: Annotated[Literal["nf4", "int8", "fp8"], Option("state", also=("bnb_4bit_quant_type",))] = "nf4"
-    """nf4: 4 bits, in blocks of 64 weights; int8 and fp8: 8 bits, with a scale for each row."""
+    type: Annotated[Literal["nf4", "int8"], Option("state", also=("bnb_4bit_quant_type",))] = "nf4"
+    """nf4: 4 bits, in blocks of 64 weights; int8: 8 bits, with a scale for each row."""
     double_quant: Annotated[bool, Option("state", also=("bnb_4bit_use_double_quant",))] = True
     """Quantise the scales of nf4 too: 4.13 bits a weight and not 4.5."""
     compute_dtype: Annotated[

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import Field, NonNegativeInt, PositiveInt, field_serializer, field_validator, model_validator
 
-from fullshard.core.policy import ShardingStrategy
 from fullshard.errors import ConfigError
 from fullshard.program.config.data import DataConfig
 from fullshard.program.config.model import ModelConfig
@@ -168,7 +167,7 @@ class RunConfig(ConfigSection):
     seed: Annotated[NonNegativeInt, SAME] = 42
     """Seed of new weights, the order of rows and dropout."""
     nproc: Annotated[PositiveInt | None, Option("free", own_machine=True)] = None
-    """Ranks on this machine; null: one per GPU, or 2 on the CPU. More ranks than GPUs share the GPUs, which is slow."""
+    """Ranks on this machine; null: one per GPU, or 2 on the CPU. More ranks than GPUs are refused."""
     resume: Annotated[
         Literal["auto", "previous", "never"] | Path | str,
         Option("free", names="place", planned=False, also=("resume_from_checkpoint",)),
@@ -232,11 +231,6 @@ class RunConfig(ConfigSection):
             raise ValueError(
                 "training.per_device_train_batch_tokens makes steps of the same rows in every epoch, and a set with a "
                 "weight gives other rows to each: use training.per_device_train_batch_size, or remove the weights"
-            )
-        if self.training.messages is not None and not ShardingStrategy(self.sharding.strategy).shards:
-            raise ValueError(
-                f"training.messages: {self.training.messages} rounds what is gathered and reduce-scattered, but "
-                f"sharding.strategy: {self.sharding.strategy} does neither. Leave one of them out"
             )
         if self.training.precision == "fp8" and self.model.quantization is not None:
             raise ValueError(

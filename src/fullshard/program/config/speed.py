@@ -8,7 +8,7 @@ from pydantic import model_validator
 
 from fullshard.program.config.section import ConfigSection, Option
 
-AttentionWay = Literal["t5_attention", "bias_sdpa", "flex", "varlen", "flash"]
+AttentionWay = Literal["t5_attention", "bias_sdpa", "flex", "varlen"]
 KernelsWay = Literal["liger"]
 BlocksWay = Literal["compile"]
 WayName = AttentionWay | KernelsWay | BlocksWay
@@ -20,8 +20,8 @@ class SpeedConfig(ConfigSection):
     ways: Annotated[Literal["auto"] | tuple[WayName, ...], Option("same", before=())] = "auto"
     """[Ways](#ways) to use, at most one of each kind. auto: on GPUs t5_attention for T5's family, and compile where the
     planned steps repay it; on CPUs none; a resumed run keeps the choice. Attention: t5_attention, bias_sdpa, flex,
-    varlen, flash; kernels: liger; blocks: compile, which is Hugging Face's training.torch_compile. Empty: the model
-    computes as in transformers."""
+    varlen; kernels: liger; blocks: compile, which is Hugging Face's training.torch_compile. Empty: the model computes
+    as in transformers."""
 
     @model_validator(mode="after")
     def _one_of_each_kind(self) -> Self:

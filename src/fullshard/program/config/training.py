@@ -234,11 +234,6 @@ class TrainingConfig(ConfigSection):
     tf32: Annotated[bool, Option("same", before=True)] = True
     """On GPUs, compute fp32 matrix products in TF32, with 10 bits of mantissa; Hugging Face leaves it to torch, whose
     default is not to."""
-    messages: Annotated[Literal["bf16", "fp8"] | None, SAME] = None
-    """Format that trainable weights and their gradients are rounded to between ranks, for slow networks: bf16 (0.5 of
-    fp32's bytes), fp8 (0.26), null: no rounding. Inexact: every rank computes with rounded weights. Shards, sums and
-    the saved model are not rounded. Rows of tables at home, and numbers that are no wider already, are sent
-    unchanged."""
     allow_fp16: Annotated[bool, SAME] = False
     """Allow fp16 for a model whose activations are known to overflow in it, such as T5."""
     fused_cross_entropy: Annotated[

@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 
+from fullshard.errors import ProcessGroupError
 from fullshard.program.launch.attempts import (
     Reached,
     Restarts,
@@ -87,10 +88,7 @@ def gpu_count() -> int:
 
 
 def choose_nproc(requested: int | None) -> int:
-    """Choose the number of ranks to start on this machine: as requested; None: one per GPU, or 2 on the CPU.
-
-    More ranks than GPUs share the GPUs, which is reported when they join (:func:`fullshard.init`).
-    """
+    """Choose the number of ranks to start on this machine: as requested; None: one per GPU, or 2 on the CPU."""
     return requested or gpu_count() or 2
 
 
@@ -118,7 +116,13 @@ def launch(
     Raises:
         UnreadOutputError: A rank's output has no reader any more, as after ``| head``; all ranks have ended.
         KeyboardInterrupt: A second Ctrl-C or SIGTERM, or one before the ranks could save; all ranks have ended.
+        ProcessGroupError: There are GPUs, but fewer than ranks; no rank was started.
     """
+    if 0 < (gpus := gpu_count()) < nproc:  # fullshard.init() refuses it too, but tokenizing comes before it
+        raise ProcessGroupError(
+            f"Two ranks cannot share a GPU: {nproc} ranks were asked for (nproc), and this machine has {gpus} GPUs. "
+            'Set nproc to at most that, or compute on the CPU (CUDA_VISIBLE_DEVICES="").'
+        )
     with (
         scratch_directory() as scratch,
         tempfile.TemporaryDirectory(prefix="fullshard-") as failure_files,

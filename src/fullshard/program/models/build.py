@@ -32,6 +32,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from fullshard.core.transformers_private import attentions, class_of, one_at_a_time, without_bar
 from fullshard.errors import ModelError
 from fullshard.file_names import stays_inside
+from fullshard.program.models.packing import sliding_window
 
 ModelClass = Literal["auto", "seq2seq", "causal"]
 
@@ -362,8 +363,12 @@ def _auto_class(hf_config: PreTrainedConfig, model_class: ModelClass) -> type[An
     return auto_class
 
 
+_FLASH = "flash_attention_2"
+_DROPS_WINDOW = ("phimoe", "qwen2_moe")  # their layers' window is only in the mask, which flash attention does not read
+
+
 def _require_attention(hf_config: PreTrainedConfig, auto_class: type[Any], attention: str | None) -> None:
-    """Raise if the model's class does not support an attention implementation."""
+    """Raise if the model's class does not support an attention implementation, or computes something else by it."""
     if attention in (None, "eager"):
         return
     cls = class_of(auto_class, hf_config)
@@ -371,6 +376,17 @@ def _require_attention(hf_config: PreTrainedConfig, auto_class: type[Any], atten
     if attention not in offered:
         raise ModelError(
             f"{cls.__name__} does not support attn_implementation {attention!r}. It supports {', '.join(offered)}."
+        )
+    kind, window = hf_config.model_type, sliding_window(hf_config)
+    if attention == _FLASH and hf_config.is_encoder_decoder:
+        raise ModelError(
+            f"attn_implementation: {_FLASH}: transformers takes the padding of sources for that of targets there, and "
+            f"{kind} has an encoder. Use sdpa."
+        )
+    if attention == _FLASH and window is not None and kind in _DROPS_WINDOW:
+        raise ModelError(
+            f"attn_implementation: {_FLASH}: transformers' {kind} does not tell it the window of {window} tokens. Use "
+            "sdpa."
         )
 
 

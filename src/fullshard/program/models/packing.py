@@ -92,10 +92,7 @@ class MaskMaker(Protocol):
     def __call__(
         self, queries_BT: Tensor, keys_BS: Tensor, *, causal: bool, rows: PackedRows, dtype: torch.dtype
     ) -> Any:
-        """Return which of the queries' tokens attend to which of the keys'; both are given as their rows' numbers.
-
-        A causal model's may also be a dict of what its forward takes in place of a mask.
-        """
+        """Return which of the queries' tokens attend to which of the keys'; both are given as their rows' numbers."""
         ...
 
 
@@ -118,9 +115,7 @@ def packed_inputs(model: PreTrainedModel, rows: PackedRows) -> dict[str, Any]:
     make = partial(getattr(model, "packed_mask", additive_mask), rows=rows, dtype=model.dtype)
     inputs: dict[str, Any] = {"input_ids": rows.input_ids_BS, "use_cache": False}
     if not model.config.is_encoder_decoder:
-        mask = make(segments, segments, causal=True)
-        masks = mask if isinstance(mask, dict) else {"attention_mask": mask}
-        return {**inputs, **masks, "position_ids": rows.positions_BS}
+        return {**inputs, "attention_mask": make(segments, segments, causal=True), "position_ids": rows.positions_BS}
     shifted = decoder_inputs(model, rows.labels_BT)
     begins = torch.ones_like(targets, dtype=torch.bool)
     begins[:, 1:] = targets[:, 1:] != targets[:, :-1]

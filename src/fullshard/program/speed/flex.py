@@ -1,4 +1,4 @@
-"""FlexAttention: masks as blocks, and T5's bias read by distance, so that nothing of the size Q x K is in memory."""
+"""FlexAttention: masks as blocks, so that nothing of the size Q x K is in memory."""
 
 from __future__ import annotations
 
@@ -8,15 +8,13 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.integrations.flex_attention import compile_friendly_flex_attention
 from transformers.masking_utils import flex_attention_mask, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from fullshard.core.transformers_private import attentions, set_attention
-from fullshard.errors import ModelError
 from fullshard.program.models import base_of
 from fullshard.program.models.packing import additive_mask, mask_packed_rows
-from fullshard.program.speed.bias import biased_layers, share_bias
+from fullshard.program.speed.bias import biased_layers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -30,7 +28,7 @@ class Flex:
     """Compute attention by FlexAttention while training; evaluation is by scaled_dot_product_attention."""
 
     name = "flex"
-    purpose = "FlexAttention with block masks in training; it reads T5's trained bias by distance"
+    purpose = "FlexAttention with block masks in training, for models without a trained bias"
     part: Part = "attention"
     exact = False
 
@@ -39,30 +37,28 @@ class Flex:
         base = base_of(model)
         if facts.device.type == "cpu":
             return "FlexAttention has no backward on a CPU"
-        if not biased_layers(base) and "flex_attention" not in attentions(type(base)):
+        if biased_layers(base):
+            return f"it reads no trained bias, which {base.config.model_type} has: use t5_attention"
+        if "flex_attention" not in attentions(type(base)):
             return f"transformers' {type(base).__name__} has no FlexAttention"
         softcap = getattr(base.config, "attn_logit_softcapping", None)
-        if not biased_layers(base) and (softcap or "sdpa" not in attentions(type(base))):
+        if softcap or "sdpa" not in attentions(type(base)):
             # scaled_dot_product_attention would silently leave out caps of scores, attention sinks and the like
             why = f"has attn_logit_softcapping: {softcap:g}" if softcap else "has none"
             return f"evaluation is by scaled_dot_product_attention, for which transformers' {type(base).__name__} {why}"
         dropout = attention_dropout(base)
         if dropout:
             return (
-                f"FlexAttention has no dropout of attention weights, and this model's is {dropout:g} (set it to 0: "
-                "model.attention_dropout for T5's family, else the option of the model's config)"
+                f"FlexAttention has no dropout of attention weights, and this model's is {dropout:g} (set it to 0 in "
+                "the model's config)"
             )
         return None
 
     def apply(self, model: PreTrainedModel, facts: Facts) -> None:
         """See :meth:`Way.apply`."""
-        base = base_of(model)
         AttentionInterface.register(_REGISTERED, _attend)
         AttentionMaskInterface.register(_REGISTERED, _mask)
-        if biased_layers(base):
-            share_bias(base, _REGISTERED, _by_distance)
-        else:
-            set_attention(base, _REGISTERED)
+        set_attention(base_of(model), _REGISTERED)
         if facts.packing:
             mask_packed_rows(model, _packed_blocks)
 
@@ -70,8 +66,6 @@ class Flex:
 def attention_dropout(base: PreTrainedModel) -> float:
     """Return the largest dropout of a model's attention weights; any process."""
     config: Any = base.config
-    if biased_layers(base):
-        return max(float(layer.dropout) for layer in biased_layers(base))  # type: ignore[arg-type]
     names = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
     return max(float(getattr(config, name, None) or 0.0) for name in names)
 
@@ -95,45 +89,9 @@ def _packed_blocks(queries_BT: Tensor, keys_BS: Tensor, *, causal: bool, **more:
     return create_block_mask(attends, rows, None, queries, keys, device=device, _compile=device.type == "cuda")
 
 
-def _by_distance(layer: Any, mask: Any, hidden: Tensor) -> Tensor:
-    """Return the bias of each distance of a key from its query, (H, 2 Q - 1), from 1 - Q on; 0-d without a bias."""
-    if not layer.has_relative_attention_bias:
-        return hidden.new_zeros(())
-    length = hidden.shape[1]
-    bias = layer.compute_bias(1, 2 * length - 1, device=hidden.device, past_seen_tokens=length - 1)
-    return bias[0, :, 0].to(hidden.dtype).contiguous()
-
-
 def _attend(
-    module: Any,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: BlockMask | Tensor | None,
-    *,
-    prepared: bool | None = None,
-    **kwargs: Any,
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: BlockMask | Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, Any]:
-    """Attend as transformers' functions do; a prepared bias is that of :func:`_by_distance`."""
-    bias: Any = kwargs.get("position_bias")
-    if prepared is None:
-        blocks = isinstance(attention_mask, BlockMask)
-        if blocks and bias is not None:
-            raise ModelError("flex does not take a key-value cache in training, which a prefix adapter is.")
-        plain = ALL_ATTENTION_FUNCTIONS["flex_attention" if blocks else "sdpa"]
-        return plain(module, query, key, value, attention_mask, **kwargs)
-    length = query.shape[2]
-
-    def add(score: Tensor, _row: Tensor, head: Tensor, place: Tensor, other: Tensor) -> Tensor:
-        return score + bias[head, other - place + length - 1]
-
-    output: Any = compile_friendly_flex_attention(
-        query,
-        key,
-        value,
-        training=module.training,
-        score_mod=add if bias.dim() else None,
-        block_mask=attention_mask,
-        scale=kwargs.get("scaling"),
-    )
-    return output.transpose(1, 2).contiguous(), None
+    """Attend as transformers' functions do."""
+    plain = ALL_ATTENTION_FUNCTIONS["flex_attention" if isinstance(attention_mask, BlockMask) else "sdpa"]
+    return plain(module, query, key, value, attention_mask, **kwargs)

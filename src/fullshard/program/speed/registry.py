@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, get_args
 from fullshard.errors import ModelError
 from fullshard.program.speed.bias import BiasSdpa
 from fullshard.program.speed.compiled import Compile
-from fullshard.program.speed.flash import Flash
 from fullshard.program.speed.flex import Flex
 from fullshard.program.speed.liger import Liger
 from fullshard.program.speed.t5_attention.way import T5Attention
@@ -18,7 +17,7 @@ from fullshard.program.speed.way import Facts, Part, Way
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-_ALL: tuple[Way, ...] = (Liger(), T5Attention(), BiasSdpa(), Flex(), Varlen(), Flash(), Compile())
+_ALL: tuple[Way, ...] = (Liger(), T5Attention(), BiasSdpa(), Flex(), Varlen(), Compile())
 
 WAYS: Mapping[str, Way] = {way.name: way for way in _ALL}
 """Every way by its name."""

@@ -24,8 +24,7 @@ if TYPE_CHECKING:
 _REGISTERED = "row_lengths"
 _OPTIONS = inspect.signature(varlen.varlen_attn).parameters
 
-HALF = (torch.bfloat16, torch.float16)
-"""What flash attention computes in."""
+_HALF = (torch.bfloat16, torch.float16)
 
 WINDOWED = ("gemma3_text", "mistral", "mixtral", "olmo3", "phi3", "qwen2", "qwen3", "smollm3", "starcoder2")
 """Packable types whose layers tell attention their sliding window. Others only have it in their mask."""
@@ -41,12 +40,12 @@ class Varlen:
 
     def misfit(self, model: PreTrainedModel, facts: Facts) -> str | None:
         """See :meth:`Way.misfit`."""
-        if facts.device.type != "cuda" or facts.dtype not in HALF:
+        if facts.device.type != "cuda" or facts.dtype not in _HALF:
             computed = f"{str(facts.dtype).removeprefix('torch.')} on {facts.device.type}"
             return f"varlen_attn computes in bfloat16 and float16 on CUDA, and this run computes in {computed}"
         if "window_size" not in _OPTIONS:
             return f"it needs torch 2.11 or newer; this is {torch.__version__}"
-        return rows_misfit(model, facts)
+        return _rows_misfit(model, facts)
 
     def apply(self, model: PreTrainedModel, facts: Facts) -> None:
         """See :meth:`Way.apply`."""
@@ -56,7 +55,7 @@ class Varlen:
         mask_packed_rows(model, _lengths)
 
 
-def rows_misfit(model: PreTrainedModel, facts: Facts) -> str | None:
+def _rows_misfit(model: PreTrainedModel, facts: Facts) -> str | None:
     """Return why a model's attention is not that of a kernel that is given packed rows by their lengths, or None."""
     base = base_of(model)
     config: Any = base.config

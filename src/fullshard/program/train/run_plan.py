@@ -694,7 +694,7 @@ def longest_rows(rows: TokenizedSet, count: int, *, causal: bool) -> Sequence[in
     return [run * each + row for run in chosen for row in range(each)]
 
 
-_GPU_KERNELS = ("flex", "varlen", "flash")
+_GPU_KERNELS = ("flex", "varlen")
 """Ways of attention that no CPU can train with."""
 
 

@@ -100,13 +100,3 @@ def test_the_start_and_the_dry_run_say_it(tmp_path):
     train(config, alone(), [memory])
     assert "larger than all 25 training rows" in memory.begun[0].notes[-1]
     assert "larger than all 25 training rows" in dry_run(config, 1).notes[-1]
-
-
-def test_messages_that_are_inexact(tmp_path):
-    (line,) = said(tmp_path, training__messages="fp8")
-    assert line.startswith("training.messages=fp8 is inexact: ranks compute with weights rounded to fp8")
-    assert "0.26 of fp32's bytes" in line
-    write_t5(tmp_path / "t5", [*WORDS, *WORDS.values(), "0123456789"])
-    adapter = {"path": str(tmp_path / "t5"), "adapter": {"type": "lora", "r": 4}}
-    *_, line = said(tmp_path, training__messages="bf16", model=adapter, training__learning_rate=5e-5)
-    assert line == "training.messages=bf16 rounds the adapter's messages alone: frozen weights travel as they are"

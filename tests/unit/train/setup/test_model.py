@@ -11,7 +11,6 @@ from safetensors.torch import load_file, save_file
 from fullshard import unsharded
 from fullshard.core.comm import planned_memory
 from fullshard.core.engine import units
-from fullshard.core.engine.registry import runtime_of
 from fullshard.core.testing import run_ranks
 from fullshard.errors import CheckpointError, ModelError, WrapError
 from fullshard.program.config import RunConfig
@@ -252,16 +251,3 @@ def test_routers_that_cast_themselves_stay_in_float32_and_are_trained(tmp_path):
 
     for first, second in run_ranks(2, work):
         assert (first - second).abs().max() > 0.01
-
-
-def test_a_run_rounds_the_messages_that_its_settings_say(tmp_path, one_at_a_time, untraced):
-    with_messages = config(tmp_path, training__messages="bf16")
-
-    def meshes(comm):
-        made = runtime_of(assemble(with_messages, comm).model)
-        return {lane.mesh.messages for unit in made.units for lane in unit.lanes}
-
-    assert run_ranks(2, meshes) == [{"bf16"}] * 2
-    exact, near = losses(config(tmp_path), 2), losses(config(tmp_path, training__messages="bf16", resume="never"), 2)
-    assert exact != near
-    assert near == pytest.approx(exact, rel=2.0**-8)

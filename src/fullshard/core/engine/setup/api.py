@@ -30,7 +30,6 @@ from fullshard.core.engine.parallel.parallel_lane import ParallelParam
 from fullshard.core.engine.registry import attach, follow_tree, refuse_added
 from fullshard.core.engine.setup.build import (
     UnitBuilder,
-    check_messages,
     check_sharers,
     include,
     keep_in_float32,
@@ -356,7 +355,6 @@ def _agree(request: _Request) -> _Agreed:
     policy, inner = request.policy, request.inner
     specs, unwrapped = _specs(request)
     specs[0].modules = request.members
-    check_messages(specs, policy)
     parallels = _parallels(request, specs)
     check_axes(parallels, request.ranks)
     for extension in (member.extension for spec in specs for member in spec.params):

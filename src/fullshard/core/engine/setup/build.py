@@ -28,7 +28,7 @@ from fullshard.core.layout import LaneLayout, plan_unit
 from fullshard.core.layout.names import plain_name
 from fullshard.core.layout.sharded import ShardMeta
 from fullshard.core.policy import MixedPrecision, UnitPolicy
-from fullshard.errors import ConfigError, ProcessGroupError, ShardingError
+from fullshard.errors import ProcessGroupError, ShardingError
 
 
 def sharded_inside(root: nn.Module, ranks: Mesh) -> list[Runtime]:
@@ -155,7 +155,7 @@ def _join(unit: Unit, paths: Mapping[int, list[str]], mesh: Mesh, comms: list[An
     unit.name = " + ".join(paths[id(module)][0] for module in unit.modules)
     for lane in unit.lanes:
         axes = lane.mesh.shard_group, lane.mesh.replica_group
-        lane.mesh = Mesh(_one_of(comms, axes[0]), _one_of(comms, axes[1]), lane.mesh.messages)
+        lane.mesh = Mesh(_one_of(comms, axes[0]), _one_of(comms, axes[1]))
         lane.tracker.add("shards", -lane.shard.nbytes)
         tracker.add("shards", lane.shard.nbytes)
         lane.tracker = tracker
@@ -182,29 +182,6 @@ def _one_of(comms: list[Any], comm: Any) -> Any:
     return comm if known is None else known
 
 
-def check_messages(specs: Iterable[UnitSpec], policy: UnitPolicy) -> None:
-    """Refuse rounded messages for what they cannot round, before anything changes.
-
-    Raises:
-        ConfigError: Nothing is gathered, or gradients are not added in float32.
-    """
-    messages = policy.precision.messages
-    if messages is None:
-        return
-    if not policy.strategy.shards:
-        raise ConfigError(
-            f"messages={messages!r} rounds what is gathered and reduce-scattered, and {policy.strategy.name} does "
-            "neither. Leave it out, or choose another strategy."
-        )
-    for member in (member for spec in specs for member in spec.params if member.param.requires_grad):
-        added = dtypes_of(policy.precision, member.param, kept=False).reduce_sum
-        if member.param.is_floating_point() and added.itemsize < 4:
-            raise ConfigError(
-                f"messages={messages!r} rounds float32 gradients while they travel and adds them in float32; those of "
-                f"{member.names[0]} are in {added}. Add reduce='float32', or leave messages out."
-            )
-
-
 _PARAMS: dict[type[Lane], type[ShardedParam]] = {TableLane: TableParam, ExtensionLane: ExtensionParam}
 """The class of the parameters of each kind of lane, if it has one of its own."""
 
@@ -217,7 +194,6 @@ class UnitBuilder:
     ) -> None:
         """Build units that compute on ``device``; ``kept`` are the ids of modules that compute in float32."""
         self.mesh = mesh
-        self.lane_mesh = Mesh(mesh.shard_group, mesh.replica_group, policy.precision.messages)
         self.policy = policy
         self.tracker = tracker
         self.runtime_device = device
@@ -259,10 +235,6 @@ class UnitBuilder:
         compute = wanted if wanted is not None and not self._is_kept(member) else member.extension.dtype
         return replace(dtypes, shard=dtypes.master, compute=compute if member.extension.packed else dtypes.compute)
 
-    def _mesh_of(self, member: ParamSpec) -> Mesh:
-        """Return the mesh for its messages: those of frozen parameters and of keep_fp32 are not rounded."""
-        return self.lane_mesh if member.param.requires_grad and not self._is_kept(member) else self.mesh
-
     def _homes(self, spec: UnitSpec) -> set[int]:
         """Return the ids of the parameters whose rows stay home: tables, and heads in units of their own."""
         if self.policy.tables == "gather" or not self.policy.strategy.shards:
@@ -283,8 +255,7 @@ class UnitBuilder:
         groups: dict[tuple[object, ...], list[ParamSpec]] = {}
         for member in spec.params:
             alone = id(member) if is_table(member) or id(member) in homes or member.extension is not None else None
-            travels = self._mesh_of(member).messages
-            groups.setdefault((self._dtypes(member), member.param.requires_grad, alone, travels), []).append(member)
+            groups.setdefault((self._dtypes(member), member.param.requires_grad, alone), []).append(member)
         return groups.values()
 
     @property
@@ -302,8 +273,7 @@ class UnitBuilder:
         """Plan the lanes of one group and cut this rank's shards, with the parameters' values if ``values``."""
         first, dtypes = group[0].param, self._dtypes(group[0])
         replicated = self._is_replicated(group[0])
-        mesh = self._mesh_of(group[0])
-        mesh = Mesh(SoloComm(mesh.device), mesh.all_ranks) if replicated else mesh
+        mesh = Mesh(SoloComm(self.mesh.device), self.mesh.all_ranks) if replicated else self.mesh
         for layout in self._layouts(group, mesh.shard_group.size):
             shard = torch.zeros(layout.shard_numel, dtype=dtypes.shard, device=self.device)
             if values:

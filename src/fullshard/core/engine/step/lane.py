@@ -227,7 +227,7 @@ class Lane:
 
     def has_changed(self) -> bool:
         """Return True if this rank's gathered part differs from its shard; the lane is gathered."""
-        return not torch.equal(self.own_part, self.mesh.as_sent(self.shard, self.own_part))
+        return not torch.equal(self.own_part, self.shard.to(self.own_part))
 
     def expect_writes(self) -> None:
         """Prepare a gathered lane for :meth:`write_back`."""
@@ -235,10 +235,7 @@ class Lane:
     def write_back(self) -> None:
         """Copy what was changed in the gathered parameters into this rank's shard, element by element."""
         # Only where they differ: a shard is wider than the compute dtype, and unchanged elements must keep their bits.
-        shown = self.mesh.as_sent(self.shard, self.own_part)
-        # nan where nan was shown is no change: in fp8 one such number shows 128 of them.
-        kept = (self.own_part == shown) | (self.own_part.isnan() & shown.isnan())
-        changed = kept.logical_not_().to(self.shard.device)
+        changed = (self.own_part != self.shard.to(self.own_part)).to(self.shard.device)
         self.shard[changed] = self.own_part.to(self.shard.device)[changed].to(self.shard.dtype)
 
     def issue_gather(self) -> None:
@@ -254,7 +251,7 @@ class Lane:
         mine = self.own_part
         # To the device first: a cast on the host would go through memory that is not page-locked.
         mine.copy_(self.shard.to(mine.device, non_blocking=True))
-        self.gather_work = self.mesh.lane_group.all_gather(self.full.alias, mine)
+        self.gather_work = self.mesh.shard_group.all_gather(self.full.alias, mine)
 
     def finish_gather(self) -> None:
         """Mark the all-gather as finished; the caller has waited for ``gather_work``."""
@@ -356,7 +353,7 @@ class Lane:
 
     def start_sum(self) -> tuple[torch.Tensor, Work | None]:
         """Start to sum the unsharded gradient over the shard group; return this rank's slice and what to wait for."""
-        full, comm = self.complete_gradient(), self.mesh.lane_group
+        full, comm = self.complete_gradient(), self.mesh.shard_group
         divisor = predivisor(self.mesh, full.dtype)
         if divisor != 1.0:
             full.div_(divisor)

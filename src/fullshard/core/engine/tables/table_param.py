@@ -84,7 +84,6 @@ class TableParam(TableRows):
         """Return True if rows should be exchanged; every rank calls it and gets the same answer.
 
         They should if N times the most tokens on a rank are fewer than the table's rows: then fewer bytes are sent.
-        If messages are rounded, a gathered table's are narrower and tokens' are not, so tokens must be fewer still.
         It depends on these numbers only, so that a resumed run decides as the first one did.
 
         Args:
@@ -94,9 +93,7 @@ class TableParam(TableRows):
         most = torch.tensor([tokens], dtype=torch.int64, device=mesh.device)
         mesh.announce(f"tokens of {self.meta.name}")
         mesh.all_reduce(most, "max").wait()  # over replicas too: all ranks must decide alike
-        dtypes = self.lane.dtypes.compute, self.lane.dtypes.reduce
-        of_tokens, of_rows = sum(d.itemsize for d in dtypes), sum(map(mesh.sent_itemsize, dtypes))
-        fewer = comm.size > 1 and comm.size * int(most) * of_tokens < self.meta.global_shape[0] * of_rows
+        fewer = comm.size > 1 and comm.size * int(most) < self.meta.global_shape[0]
         return fewer or self.lane.forced
 
     def choose(self, tokens: int) -> None:

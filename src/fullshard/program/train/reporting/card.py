@@ -369,7 +369,6 @@ def _training(run: Run) -> list[str]:
         "steps": f"{end.steps:,} ({end.epochs:.2f} epochs), {end.tokens:,} tokens{_ENDED[end.ended_by]}",
         "steps skipped": f"{end.skipped_steps:,}" if end.skipped_steps else None,
         "precision": start.chosen.get("training.precision", settings["precision"]),
-        "messages between ranks": settings.get("messages") and f"rounded to {settings['messages']}",
         "frozen weights": f"quantised: {run.quantization}" if run.quantization else None,
         "seed": str(end.config["seed"]),
         "rows": f"each shared by {sharers} ranks" if sharers > 1 else None,

@@ -97,7 +97,6 @@ def advice(config: RunConfig, prepared: Prepared, plan: BatchPlan, world_size: i
         # Rows of plain text are cut anywhere in it.
         *(_on_shared_rows(prepared.train_set, prepared.held_out_set) if config.data.text_column is None else ()),
         *_on_limit(config, prepared),
-        *_on_messages(config),
     )
 
 
@@ -128,20 +127,6 @@ def _on_objective(config: RunConfig) -> Iterator[str]:
             f"the model starts from random weights, and training.objective: {objective} is for a model that answers "
             "already: train one on the good answers first, or with orpo"
         )
-
-
-def _on_messages(config: RunConfig) -> Iterator[str]:
-    messages = config.training.messages
-    if messages is None:
-        return
-    share = {"bf16": 0.5, "fp8": 0.26}[messages]
-    yield (
-        f"training.messages={messages} is inexact: ranks compute with weights rounded to {messages} and add gradients "
-        f"rounded to it, so losses differ from the unsharded run's. It sends {share} of fp32's bytes, which pays "
-        "between machines on a slow network, not where GPUs are linked by NVLink or ranks share a machine"
-    )
-    if config.model.adapter is not None:
-        yield f"training.messages={messages} rounds the adapter's messages alone: frozen weights travel as they are"
 
 
 def _on_batch(config: RunConfig, rows: int, steps: int, world_size: int) -> Iterator[str]:

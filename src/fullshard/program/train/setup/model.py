@@ -180,7 +180,7 @@ def _change_forward(model: PreTrainedModel, config: RunConfig) -> None:
         enable_activation_checkpointing(model, None if asked is True else int(asked))
     if config.training.packing:
         longest = config.data.max_source_length + config.data.max_target_length
-        enable_packing(model, longest, windows=bool({"varlen", "flash"} & {*config.ways}))
+        enable_packing(model, longest, windows="varlen" in config.ways)
 
 
 def make_model(config: RunConfig, tokenizer: PreTrainedTokenizerBase, directory: Path | None = None) -> PreTrainedModel:
@@ -499,18 +499,13 @@ def _shard(model: nn.Module, config: RunConfig, comm: Comm, weights: WeightSourc
 
 
 def _mixed_precision(model: nn.Module, config: RunConfig) -> MixedPrecision:
-    messages = config.training.messages
     if config.training.precision == "fp32":
-        return MixedPrecision(messages=messages)
+        return MixedPrecision()
     kept = _CASTS_ITSELF & {type(module).__name__ for module in model.modules()}
     # An adapter is saved without its frozen base; other frozen weights are part of the model that is published.
     keep_frozen = bool(config.model.freeze or config.model.train)
     return MixedPrecision(
-        param=_WIDE[config.training.precision],
-        reduce="float32",
-        keep_fp32=tuple(kept),
-        messages=messages,
-        keep_frozen=keep_frozen,
+        param=_WIDE[config.training.precision], reduce="float32", keep_fp32=tuple(kept), keep_frozen=keep_frozen
     )
 
 

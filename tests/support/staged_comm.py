@@ -1,4 +1,4 @@
-"""Collectives of device tensors through host memory, for ranks that share a GPU, which NCCL refuses.
+"""Collectives of device tensors through host memory: tests of several ranks on one GPU, which NCCL refuses.
 
 A collective returns at once and runs in a thread of its group: it copies the tensors to host memory piece by piece,
 runs the same collective of a CPU group, and copies the result back. The program sees the behaviour of a NCCL
@@ -11,6 +11,8 @@ A group holds two host buffers of :data:`STAGE_BYTES` each, however large the te
 from __future__ import annotations
 
 import contextlib
+import datetime
+import os
 import queue
 import threading
 import weakref
@@ -18,8 +20,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
-from fullshard.core.comm.protocol import Comm, ReduceOp, Work, settle
+import fullshard
+from fullshard.core.comm import Comm, GlooComm, Work, process, settle
+from fullshard.core.comm.protocol import ReduceOp
 
 STAGE_BYTES = 16 << 20
 """Size of each of the two host buffers of a group; a larger tensor takes several collectives."""
@@ -348,3 +353,61 @@ class CudaStaging:
         event = torch.cuda.Event()
         event.record(stream)
         return event
+
+
+class HostStaging:
+    """The CPU as a device whose copies are made at once."""
+
+    device = torch.device("cpu")
+
+    def issued(self):
+        return None
+
+    def begin(self, mark):
+        pass
+
+    def copy(self, target, source):
+        target.copy_(source)
+
+    def settle(self):
+        pass
+
+    def copied(self):
+        return None
+
+    def wait(self, mark):
+        pass
+
+    def empty_host(self, nbytes):
+        return torch.empty(nbytes, dtype=torch.uint8)
+
+
+class SocketComm(GlooComm):
+    """A gloo group that uses sockets: a driver may not let a process read another one's page-locked memory."""
+
+    def _peer_memory(self):
+        return None
+
+
+_STAGES: weakref.WeakKeyDictionary[Any, Stage] = weakref.WeakKeyDictionary()
+"""Comms of one group share a thread for their collectives."""
+
+
+def _over_gloo(group: Any, device: torch.device) -> Comm:
+    """Return what ``process._over_gloo`` does, and for a GPU the group through host memory."""
+    if device.type == "cpu":
+        return GlooComm(group)
+    if group not in _STAGES:
+        _STAGES[group] = Stage(CudaStaging(device))
+    return StagedComm(SocketComm(group), _STAGES[group])
+
+
+def init(timeout_s: float = 100.0) -> Comm:
+    """Join as ``fullshard.init()`` does, or, where ranks are more than GPUs, share the first GPU; every rank."""
+    if not 0 < torch.cuda.device_count() < int(os.environ["WORLD_SIZE"]):
+        return fullshard.init(timeout_s=timeout_s)
+    gpu = torch.device("cuda", 0)
+    torch.cuda.set_device(gpu)
+    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=timeout_s))
+    process._over_gloo = _over_gloo
+    return process.comm_of_group(dist.group.WORLD, gpu)
