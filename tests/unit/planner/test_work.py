@@ -106,7 +106,7 @@ def test_on_a_gpu_rounding_takes_no_more_kernels_for_larger_lanes():
 
 
 def test_without_a_gpu_the_memory_must_be_given():
-    with pytest.raises(fullshard.errors.ConfigError, match="pass memory_bytes, or plan with gpu="):
+    with pytest.raises(fullshard.ConfigError, match="pass memory_bytes, or plan with gpu="):
         wide(gpu=None).fits()
 
 
