@@ -66,7 +66,7 @@ class Run:
     def start(self):
         env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
         env |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT / "src")}
-        command = [sys.executable, "-m", "fullshard.cli.main", "train", str(self.file), "--no-plan"]
+        command = [sys.executable, "-m", "fullshard", "train", str(self.file), "--no-plan"]
         with self.said.open("a") as said:
             arguments = [*command, "--max-restarts", "1000"]
             self.process = subprocess.Popen(arguments, env=env, stdout=said, stderr=said)

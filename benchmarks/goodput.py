@@ -92,7 +92,7 @@ def environment() -> dict[str, str]:
 def overhead(directory: Path, steps: int) -> dict:
     """Seconds of a block of steps with snapshots over those of the one without that follows."""
     script = [str(Path(__file__)), "--rank", str(directory), "--steps", str(steps)]
-    launch = ["-m", "fullshard.cli.main", "launch", "--nproc_per_node", "2", "--max_restarts", "1"]
+    launch = ["-m", "fullshard", "launch", "--nproc_per_node", "2", "--max_restarts", "1"]
     subprocess.run([sys.executable, *launch, *script], env=environment(), check=True)
     end = json.loads((directory / "rank0.json").read_text())
     # Blocks begin at multiples of their length. The first two have new memory, and the last may not be complete.
@@ -127,7 +127,7 @@ class Run:
         settings["data"] |= {"max_source_length": SOURCE, "max_target_length": TARGET}
         (directory / "run.yaml").write_text(yaml.safe_dump(settings))
         self.metrics, self.said = directory / "out" / "metrics.jsonl", directory / "said.txt"
-        command = [sys.executable, "-m", "fullshard.cli.main", "train", str(directory / "run.yaml")]
+        command = [sys.executable, "-m", "fullshard", "train", str(directory / "run.yaml")]
         with self.said.open("w") as said:
             self.process = subprocess.Popen(
                 [*command, "--max-restarts", "1000"], env=environment(), stdout=said, stderr=said

@@ -98,7 +98,7 @@ def loopback_sent_bytes() -> int:
 class TensorMeter:
     """Counts every tensor byte that the training thread allocates and frees, from before the model is built.
 
-    fullshard.comm.MemoryMeter can start in the middle of a run, but then it misses memory held only by C++ (DDP's
+    fullshard.core.comm.MemoryMeter can start in the middle of a run, but then it misses memory held only by C++ (DDP's
     buckets) and releases of earlier allocations (FSDP1's gradient shards). The profiler slows steps down.
 
     Only releases in the training thread are counted. gloo's threads hold a collective's buffers until just after it

@@ -3,7 +3,7 @@
     python benchmarks/plan.py [--fresh] [--only WORD] [--every N] [--out PATH]
 
 Every configuration is planned first: ``fullshard.plan`` for a module, ``fullshard plan`` for a run file (``run ...``),
-one process, no memory. Then it is trained for three steps on gloo processes, with ``fullshard.comm.MemoryMeter`` from
+one process, no memory. Then it is trained for three steps on gloo processes, with ``core.comm.MemoryMeter`` from
 before the model is built: the allocator's own record, with temporaries inside operators. A run with packing or a budget
 of tokens takes the steps of its own first epoch, twice: the largest batch may come before the optimizer has a state.
 Compared are the peak of the steps (that of the rank with most), the bytes sent and the number of collectives of the

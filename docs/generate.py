@@ -53,12 +53,7 @@ VERBS = (
     ),
     *("config", "config check", "config convert"),
 )
-MODULES = (
-    ("fullshard", None),
-    ("fullshard.optim", None),
-    ("fullshard.engine", ("record", "TraceEvent")),
-    ("fullshard.saving.dcp", ("save_dcp", "load_dcp")),
-)
+MODULES = (("fullshard", None), ("fullshard.optim", None))
 """Modules on the Python page, each with its names; None: those of its ``__all__``."""
 
 OPTIONS_HEAD = """\

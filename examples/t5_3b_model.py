@@ -9,12 +9,24 @@ import sys
 from pathlib import Path
 
 import torch
-from transformers import T5Config, T5ForConditionalGeneration
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from transformers import PreTrainedTokenizerFast, T5Config, T5ForConditionalGeneration
 
 import fullshard
-from fullshard.program.models import train_tokenizer
 
 SIZES = {"d_model": 1024, "d_kv": 128, "d_ff": 16384, "num_heads": 32, "num_layers": 24, "vocab_size": 32128}
+
+
+def train_tokenizer(texts: list[str], size: int) -> PreTrainedTokenizerFast:
+    """Return a byte-pair tokenizer with T5's special tokens; on any rank the same."""
+    pieces = Tokenizer(models.BPE(unk_token="<unk>"))
+    pieces.pre_tokenizer, pieces.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    special = ["<pad>", "</s>", "<unk>"]
+    pieces.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=size, special_tokens=special, show_progress=False))
+    pieces.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 1)])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=pieces, pad_token="<pad>", eos_token="</s>", unk_token="<unk>", model_max_length=512
+    )
 
 
 def main() -> None:

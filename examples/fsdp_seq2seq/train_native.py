@@ -11,17 +11,16 @@ from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
-from data import Collate, read_rows
+from data import Collate, Row, read_rows
 from torch.nn import functional
 from transformers import AutoTokenizer, T5Config, T5ForConditionalGeneration
 from transformers.models.t5.modeling_t5 import T5Block
 
 import fullshard
 from fullshard import MixedPrecision, TransformerBlocks, fully_shard
-from fullshard.program.data import Example
 
 
-def shares(rows: list[Example], batch_size: int) -> Iterator[list[Example]]:
+def shares(rows: list[Row], batch_size: int) -> Iterator[list[Row]]:
     """Yield this rank's rows of each global batch: every row once, and equally many batches on every rank."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     for start in range(0, len(rows), batch_size * world_size):
@@ -38,7 +37,7 @@ def loss_sum(model, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch
     return total, tokens
 
 
-def mean_loss(model, collate: Collate, rows: list[Example], options, optimizer=None) -> float:
+def mean_loss(model, collate: Collate, rows: list[Row], options, optimizer=None) -> float:
     """Return the mean loss of a target token over one pass; with an optimizer, train on each batch."""
     sums = torch.zeros(2, device=options.device)
     for share in shares(rows, options.batch_size):

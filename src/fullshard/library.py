@@ -2,8 +2,10 @@
 
 import warnings
 
-from fullshard.core.comm import init_from_env as init, shutdown
+from fullshard.core.comm import Comm, init_from_env as init, shutdown
 from fullshard.core.engine import (
+    FirstValues,
+    TraceEvent,
     UnitTable,
     average_ignored_gradients,
     broadcast_buffers,
@@ -13,12 +15,14 @@ from fullshard.core.engine import (
     memory_summary,
     no_all_reduce,
     no_sync,
+    record,
     register_forward_method,
     reset,
     units,
     unsharded,
     vocab_parallel_loss,
 )
+from fullshard.core.engine.extension.float8 import precompute_float8_scales
 from fullshard.core.optim import ShardedGradScaler, StepInBackward, clip_grad_norm_, step_in_backward
 from fullshard.core.policy import (
     BackwardPrefetch,
@@ -33,6 +37,24 @@ from fullshard.core.policy import (
 )
 from fullshard.core.sequence import sequence_parallel
 from fullshard.core.shards import Shard
+from fullshard.errors import (
+    CheckpointError,
+    ConfigError,
+    DataError,
+    FullshardError,
+    HubError,
+    InvariantError,
+    MemoryLimitError,
+    MismatchError,
+    ModelError,
+    ProcessGroupError,
+    RunStopped,
+    ShardingError,
+    StoreError,
+    TrainingError,
+    UserError,
+    WrapError,
+)
 from fullshard.planner import Plan, plan
 from fullshard.state.saving import (
     Checkpoints,
@@ -45,26 +67,47 @@ from fullshard.state.saving import (
     save,
     write_assets,
 )
+from fullshard.state.storage import Base
 from fullshard.version import __version__, untested
 
 __all__ = [
     "BackwardPrefetch",
+    "Base",
     "CPUOffload",
+    "CheckpointError",
     "Checkpoints",
+    "Comm",
+    "ConfigError",
+    "DataError",
+    "FirstValues",
+    "FullshardError",
+    "HubError",
+    "InvariantError",
+    "MemoryLimitError",
     "MinNumel",
+    "MismatchError",
     "MixedPrecision",
+    "ModelError",
     "Named",
     "Plan",
     "Prefetch",
     "Pretrained",
+    "ProcessGroupError",
     "Quantize",
     "Restored",
+    "RunStopped",
     "Shard",
     "ShardedGradScaler",
+    "ShardingError",
     "ShardingStrategy",
     "StepInBackward",
+    "StoreError",
+    "TraceEvent",
+    "TrainingError",
     "TransformerBlocks",
     "UnitTable",
+    "UserError",
+    "WrapError",
     "__version__",
     "average_ignored_gradients",
     "broadcast_buffers",
@@ -81,6 +124,8 @@ __all__ = [
     "no_all_reduce",
     "no_sync",
     "plan",
+    "precompute_float8_scales",
+    "record",
     "register_forward_method",
     "reset",
     "save",

@@ -117,7 +117,7 @@ def machines(arguments, environments):
         parsed.append(parse(words))
         parse(parsed[-1].arguments)  # the command of each rank
     assert {(one.nnodes.most, one.rdzv_endpoint, one.script) for one in parsed} == {
-        (2, parsed[0].rdzv_endpoint, "fullshard.cli.main")
+        (2, parsed[0].rdzv_endpoint, "fullshard")
     }
     assert [one.node_rank for one in parsed] == [0, 1]
     return parsed[0].rdzv_endpoint

@@ -60,3 +60,11 @@ def test_every_page_is_in_the_site():
 def test_files_named_on_a_page_exist(page):
     named = re.findall(r"`((?:tests|benchmarks|examples|docs)/[\w/.\-]+)", text_of(page))
     assert [name for name in named if not (ROOT / name).exists()] == []
+
+
+def test_readers_are_told_to_import_public_names_only():
+    public = re.compile(r"fullshard(\.optim|\.compat(\.\w+)*)?")
+    code = {page: page.read_text(encoding="utf-8") for page in (*PAGES, *ROOT.glob("examples/**/*.py"))}
+    imported = re.compile(r"^\s*(?:from|import) (fullshard[.\w]*)", re.MULTILINE)
+    private = {(name_of(page), name) for page, text in code.items() for name in imported.findall(text)}
+    assert [one for one in sorted(private) if not public.fullmatch(one[1])] == []

@@ -18,7 +18,7 @@ def launched(folder, *arguments):
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device")
     done = subprocess.run(
-        [sys.executable, "-m", "fullshard.cli.main", "launch", "--nproc_per_node", "gpu", *arguments],
+        [sys.executable, "-m", "fullshard", "launch", "--nproc_per_node", "gpu", *arguments],
         cwd=folder,
         env=environment(),
         capture_output=True,

@@ -31,7 +31,7 @@ class Run:
         self.directory, self.count = directory, count
         file = write_run_file(directory, **(SETTINGS | changes))
         self.options = ["--max_restarts", "3", *(options or ("--nnodes", str(count)))]
-        self.train = ["-m", "fullshard.cli.main", "train", str(file), "--no-plan"]
+        self.train = ["-m", "fullshard", "train", str(file), "--no-plan"]
         env = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "RANK", "WORLD_"))}
         env |= {"PYTHONPATH": str(SOURCE), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
         self.machines = Machines(directory, env)
@@ -48,7 +48,7 @@ class Run:
         place = ["--nproc_per_node", "1", "--rdzv_endpoint", f"{ADDRESSES[0]}:29500"]
         if "c10d" not in self.options:
             place += ["--node_rank", str(number)]
-        launch = [sys.executable, "-m", "fullshard.cli.main", "launch", *self.options, *place]
+        launch = [sys.executable, "-m", "fullshard", "launch", *self.options, *place]
         self.machines.start(number, [*launch, *self.train])
 
     def steps(self):

@@ -17,7 +17,7 @@ SOURCE = Path(__file__).parents[2] / "src"
 TESTS = Path(__file__).parents[1]
 
 
-FULLSHARD = [sys.executable, "-m", "fullshard.cli.main"]
+FULLSHARD = [sys.executable, "-m", "fullshard"]
 
 
 SENT = [getattr(signal, f"SIG{name}") for name in ("HUP", "INT", "QUIT", "TERM", "USR1", "USR2", "CHLD")]

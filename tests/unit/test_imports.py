@@ -15,7 +15,7 @@ def printed(code):
 
 
 def test_the_command_line_starts_without_torch():
-    code = f"import sys, fullshard.cli.main; print([name for name in {HEAVY} if name in sys.modules])"
+    code = f"import sys, fullshard.program.cli.main; print([name for name in {HEAVY} if name in sys.modules])"
     assert printed(code) == "[]"
 
 
@@ -40,7 +40,7 @@ print(hasattr(fullshard, "nothing"))
 fullshard.fully_shard
 print(fullshard.save)
 del fullshard.save
-names = set(fullshard.__all__) | set(fullshard._ROOMS)
+names = {*fullshard.__all__, "compat", "optim"}
 print(all(hasattr(fullshard, name) and name in dir(fullshard) for name in names))
 """
 

@@ -140,7 +140,7 @@ def asked_for(model):
 def many(comm):
     for _ in range(20):
         asked_for(fully_shard(nn.utils.skip_init(nn.Linear, 3, 4).requires_grad_(), comm, wrap=None, first_values=
-            fullshard.engine.FirstValues(from_rank0=True)))
+            fullshard.FirstValues(from_rank0=True)))
         if comm.rank % 2:
             gc.collect()
 

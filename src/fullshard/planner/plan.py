@@ -257,7 +257,8 @@ def plan(  # noqa: PLR0913 (what is trained, on how many ranks, on what)
         rank: The rank to plan; None: the fullest, of all up to four ranks, else of the first, the last and the one with
             most elements of parameters.
         ranks_each: Ranks of each machine, for the hybrid strategies, which shard inside a machine.
-        gpu: The GPU of each rank, one of ``fullshard.planner.names()``, or a description: adds what it holds besides
+        gpu: The GPU of each rank, by the name of its data sheet (an unknown one is refused with
+            all names), or a description: adds what it holds besides
             tensors and how long a step takes, from its data sheet. None: CPU ranks, no time.
         optimizer_fn: Makes the optimizer from the sharded model; None: torch's fused AdamW over all parameters.
         loss_fn: Returns the loss of the model on a batch; None: ``model(**batch).loss``.

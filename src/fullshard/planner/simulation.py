@@ -273,7 +273,7 @@ def simulate(
         build: Makes the model, shards it over the given communicator and makes the optimizer.
         rank: The rank to simulate.
         size: Number of ranks.
-        reduces_behind: See :class:`fullshard.comm.Device`: 0 as on the CPU, 1 as on CUDA.
+        reduces_behind: See :class:`fullshard.core.comm.Device`: 0 as on the CPU, 1 as on CUDA.
         draws: Whether to note the memory timeline of the fullest step too, which takes longer.
         timed: Whether to record the work of a step, for its time; takes a third of that step's planning.
         has_host: True if host memory is separate from the device's, as with a GPU: offloaded shards are counted apart,

@@ -780,7 +780,7 @@ def save_state_that_fails_leaves_the_last_one():
         naming.automatic_checkpoint_naming = automatic
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(torch, "save", refuse)
-            with pytest.raises(fullshard.errors.CheckpointError, match="No space"):
+            with pytest.raises(fullshard.CheckpointError, match="No space"):
                 run[0].save_state(where)
         run[0].load_state(where)
         close(weights_now(run), before, 0)
@@ -800,7 +800,7 @@ def load_state_tells_every_rank():
     run = new_run(LM)
     for path, what in (("nowhere", "is not a directory"), ("full_1", "pytorch_model_fsdp")):
         (directory / "empty").mkdir(exist_ok=True)
-        with pytest.raises(fullshard.errors.CheckpointError, match=re.escape(what)):
+        with pytest.raises(fullshard.CheckpointError, match=re.escape(what)):
             run[0].load_state(directory / (path if path == "nowhere" else "empty"))
 
 
@@ -833,7 +833,7 @@ def load_state_runs_nothing_that_a_file_names():
             elif rank == 0:
                 torch.save(Poison(), path / name)
             run[0].wait_for_everyone()
-            with pytest.raises(fullshard.errors.CheckpointError, match=r"posix\.mkdir") as info:
+            with pytest.raises(fullshard.CheckpointError, match=r"posix\.mkdir") as info:
                 run[0].load_state(path)
             texts = [None, None]
             torch.distributed.all_gather_object(texts, str(info.value))
@@ -846,7 +846,7 @@ def load_state_runs_nothing_that_a_file_names():
     if rank == 0:
         torch.save(Trusted(7), path / "custom_checkpoint_0.pkl")
     run[0].wait_for_everyone()
-    with pytest.raises(fullshard.errors.CheckpointError, match=r"it names \S*Trusted, .*add_safe_globals"):
+    with pytest.raises(fullshard.CheckpointError, match=r"it names \S*Trusted, .*add_safe_globals"):
         run[0].load_state(path)
     run[0].load_state(path, load_kwargs={"weights_only": False})  # who asks for it gets Accelerate's own
     assert run[0]._custom_objects[0].seen == 7

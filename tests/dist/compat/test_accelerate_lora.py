@@ -33,17 +33,7 @@ def launched(folder, *options, **changes):
     config = folder / "changed.yaml"
     config.write_text(yaml.safe_dump(file))
     done = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "fullshard.cli.main",
-            "launch",
-            "--config_file",
-            str(config),
-            "train.py",
-            *DATA,
-            *options,
-        ],
+        [sys.executable, "-m", "fullshard", "launch", "--config_file", str(config), "train.py", *DATA, *options],
         cwd=folder,
         env=os.environ | {"PYTHONPATH": str(SOURCE), "CUDA_VISIBLE_DEVICES": ""},
         capture_output=True,

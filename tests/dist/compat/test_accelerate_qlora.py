@@ -45,7 +45,7 @@ def test_four_bit_layers_and_lora_train_as_under_accelerate(tmp_path):
     (tmp_path / "theirs.py").write_text(text)
     (tmp_path / "ours.py").write_text(swapped)
     theirs = losses(tmp_path, "theirs.py", "model", "theirs")
-    launched = ("-m", "fullshard.cli.main", "launch", "--num_processes", "2", "ours.py", "model", "ours")
+    launched = ("-m", "fullshard", "launch", "--num_processes", "2", "ours.py", "model", "ours")
     ours = losses(tmp_path, *launched)
     assert len(theirs) == 4
     assert ours == pytest.approx(theirs, abs=1e-5)

@@ -30,13 +30,13 @@ from torch.utils.checkpoint import checkpoint
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import fullshard
+from fullshard import load_dcp, save_dcp
 from fullshard.compat.torch_fsdp import fsdp2, tensor as ours_tensors
 from fullshard.core.engine import load_weights
 from fullshard.core.optim.average import ExponentialMovingAverage
 from fullshard.core.shards import run_of
 from fullshard.errors import CheckpointError, ConfigError, MismatchError, ProcessGroupError, ShardingError, WrapError
 from fullshard.optim import Adafactor
-from fullshard.saving.dcp import load_dcp, save_dcp
 from fullshard.state.resilience import OfOtherRanks, Snapshot, SnapshotHeader
 from fullshard.state.saving.export import ExportOptions, export
 from fullshard.state.saving.snapshot import put_back, take
@@ -644,7 +644,7 @@ def meta_models_are_initialised_as_full_ones(_):
             param.normal_(std=param.shape[0])
 
     for initialize in (None, function):
-        first = fullshard.engine.FirstValues(initialize=initialize)
+        first = fullshard.FirstValues(initialize=initialize)
         found = []
         for data, tensor in ((4, 1), (2, 2), (1, 4)):
             with torch.device("meta"):

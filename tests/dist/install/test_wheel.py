@@ -53,7 +53,7 @@ def test_the_wheel_has_every_file_of_the_package_and_its_metadata(wheel):
     assert metadata["License-Expression"] == "Apache-2.0"
     assert metadata["Description-Content-Type"] == "text/markdown"
     assert "Typing :: Typed" in metadata.get_all("Classifier")
-    assert "fullshard = fullshard.cli.main:entry" in entries
+    assert "fullshard = fullshard.program.cli.main:entry" in entries
 
 
 def test_distributions_pass_twine(built):

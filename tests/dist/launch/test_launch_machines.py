@@ -23,7 +23,7 @@ def runs():
     commands = []
     for number in (0, 1):
         options = ["--nnodes", "2", "--node_rank", str(number), "--nproc_per_node", "1", "--rdzv_endpoint", endpoint]
-        commands.append([sys.executable, "-m", "fullshard.cli.main", "launch", *options, str(SCRIPT)])
+        commands.append([sys.executable, "-m", "fullshard", "launch", *options, str(SCRIPT)])
     with two_machines(commands, env, apart=apart) as machines:
         outputs = [machine.communicate(timeout=100) for machine in machines]
         assert [machine.returncode for machine in machines] == [0, 0], outputs

@@ -414,7 +414,7 @@ def test_a_killed_launcher_takes_its_ranks_with_it(tmp_path):
         "import os, signal, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\nprint(os.getpid())\ntime.sleep(100)"
     )
     launcher = subprocess.Popen(
-        [sys.executable, "-m", "fullshard.cli.main", "launch", "--nproc_per_node", "2", "script.py"],
+        [sys.executable, "-m", "fullshard", "launch", "--nproc_per_node", "2", "script.py"],
         env=os.environ | {"PYTHONPATH": str(SOURCE)},
         cwd=tmp_path,
         stdout=subprocess.PIPE,

@@ -46,7 +46,7 @@ def run(tmp_path_factory):
 # Forked from a process that has imported everything: fifty starts of Python would take minutes.
 SERVER = """
 import os, sys
-import fullshard.program.sharing, fullshard.cli.main as cli
+import fullshard.program.sharing, fullshard.program.cli.main as cli
 for line in sys.stdin:
     run, *more = line.split()
     child = os.fork()

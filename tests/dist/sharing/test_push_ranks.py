@@ -16,7 +16,7 @@ pytestmark = pytest.mark.dist
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_the_run_is_uploaded_and_a_failure_is_only_said(ranks, tmp_path):
     path = write_run_file(tmp_path, training__max_steps=2, training__push_to_hub="ada/mine", nproc=ranks)
-    command = [sys.executable, "-m", "fullshard.cli.main", "train", str(path), "--no-plan"]
+    command = [sys.executable, "-m", "fullshard", "train", str(path), "--no-plan"]
 
     def call(hub, *more):
         variables = of_ranks(**environment(hub, tmp_path / "home"))

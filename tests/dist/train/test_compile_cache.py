@@ -23,7 +23,7 @@ def test_the_same_run_compiles_nothing_the_second_time(tmp_path):
         changes = {f"training__{name}": value for name, value in changes.items()}
         model = {"config": LLAMA, "tokenizer": {"vocab_size": 60}}
         path = write_run(tmp_path, model=model, output_dir=str(tmp_path / attempt), **changes)
-        command = [sys.executable, "-m", "fullshard.cli.main", "train", str(path)]
+        command = [sys.executable, "-m", "fullshard", "train", str(path)]
         more = {"TORCHINDUCTOR_CACHE_DIR": str(kept)}
         done = subprocess.run(command, env=environment() | more, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr

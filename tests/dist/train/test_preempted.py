@@ -20,9 +20,9 @@ CHANGES = QUICK | {"training__per_device_train_batch_size": 1, "training__num_tr
 def started(directory):
     """The same command on two machines, which are two addresses of this one."""
     endpoint = f"127.0.0.2:{free_port()}"
-    run = ["-m", "fullshard.cli.main", "train", str(directory / "run.yaml"), "--no-plan"]
+    run = ["-m", "fullshard", "train", str(directory / "run.yaml"), "--no-plan"]
     machine = ["--nnodes", "2", "--nproc_per_node", "1", "--rdzv_endpoint", endpoint, "--node_rank"]
-    launch = [sys.executable, "-m", "fullshard.cli.main", "launch", *machine]
+    launch = [sys.executable, "-m", "fullshard", "launch", *machine]
     commands = [[*launch, str(number), *run] for number in (0, 1)]
     env = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "RANK", "WORLD_SIZE"))}
     env |= {"PYTHONPATH": str(SOURCE), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}

@@ -7,6 +7,7 @@ from torch import nn
 from fullshard import (
     Checkpoints,
     CPUOffload,
+    FirstValues,
     MixedPrecision,
     ShardingStrategy,
     full_state_dict,
@@ -21,7 +22,6 @@ from fullshard.core.engine.full.summon import summoned_parameters
 from fullshard.core.engine.registry import runtime_of
 from fullshard.core.optim import ExponentialMovingAverage
 from fullshard.core.testing import run_ranks
-from fullshard.engine import FirstValues
 from fullshard.errors import ShardingError, WrapError
 from support.extended import Codes, Halved, Scaled, blocks, blocks_over_codes, rounded
 from support.parity import mesh_for, size_for

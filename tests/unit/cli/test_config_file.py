@@ -160,7 +160,7 @@ def test_a_file_for_several_machines_is_told_how_to_start_them(tmp_path, refused
     run, file = write_run_file(tmp_path), write_file(tmp_path, **changes)
     error = refused(2, "train", run, "--config_file", file)
     assert "num_machines: 2 in " in error
-    assert f"fullshard launch --config_file {file} -m fullshard.cli.main train {run} --config_file {file}" in error
+    assert f"fullshard launch --config_file {file} -m fullshard train {run} --config_file {file}" in error
 
 
 def test_under_another_launcher_the_ranks_are_those_that_are_there(tmp_path, monkeypatch, capsys):

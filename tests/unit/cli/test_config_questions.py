@@ -29,7 +29,7 @@ class Terminal:
         environment = os.environ | {"HF_HUB_OFFLINE": "1", "COLUMNS": "120", "CUDA_VISIBLE_DEVICES": "", "TERM": "dumb"}
         self.output, outer = "", pty.openpty()
         self.side, inner = outer
-        command = [sys.executable, "-m", "fullshard.cli.main", "config", *arguments]
+        command = [sys.executable, "-m", "fullshard", "config", *arguments]
         self.process = subprocess.Popen(
             command,
             cwd=directory,

@@ -100,7 +100,7 @@ def test_a_gpu_adds_what_it_holds_besides_tensors_and_the_time():
 
 
 def test_without_a_gpu_the_memory_must_be_given():
-    with pytest.raises(fullshard.errors.ConfigError, match="pass memory_bytes, or plan with gpu="):
+    with pytest.raises(fullshard.ConfigError, match="pass memory_bytes, or plan with gpu="):
         wide(gpu=None).fits()
 
 

@@ -5,8 +5,8 @@ import json
 import pytest
 import torch
 
-import fullshard
 from fullshard import Checkpoints, fully_shard, load_checkpoint
+from fullshard.core.comm import SoloComm
 from fullshard.core.testing import run_ranks
 from fullshard.errors import CheckpointError, ConfigError, StoreError
 from fullshard.state.saving.export import ExportOptions, choose_checkpoint, export
@@ -142,13 +142,13 @@ def test_without_its_marker_nothing_is_a_checkpoint_and_the_next_run_clears_it(u
     assert find_checkpoints(as_place(url)) == [one]
     notes = verify(url).notes
     assert any(two.name in note and "left by a killed process" in note for note in notes)
-    with Checkpoints(url, ranks=fullshard.comm.SoloComm(torch.device("cpu"))) as checkpoints:
+    with Checkpoints(url, ranks=SoloComm(torch.device("cpu"))) as checkpoints:
         assert checkpoints.latest() == one
     assert not any(name.startswith(two.name) for name in objects(url))
 
 
 def test_a_second_run_is_refused_while_the_first_one_lives(url, monkeypatch):
-    solo = fullshard.comm.SoloComm(torch.device("cpu"))
+    solo = SoloComm(torch.device("cpu"))
     place = as_place(url)
     with Checkpoints(url, ranks=solo):
         content = json.loads(object_path.request(url, lambda files: files.cat_file((place / "lock").key)))
@@ -345,7 +345,7 @@ def test_a_place_must_be_named_and_its_package_installed():
     with pytest.raises(ConfigError, match="names no place in an object store"):
         as_place("s3://")
     with pytest.raises(StoreError, match=r"nothing:// .*: correct the URL, or install the package"):
-        Checkpoints("nothing://bucket/run", ranks=fullshard.comm.SoloComm(torch.device("cpu")))
+        Checkpoints("nothing://bucket/run", ranks=SoloComm(torch.device("cpu")))
     if not object_stores.HAS_S3:
         with pytest.raises(StoreError, match=r"s3:// cannot be opened: .*pip install 'fullshard\[s3\]'"):
-            Checkpoints("s3://bucket/run", ranks=fullshard.comm.SoloComm(torch.device("cpu")))
+            Checkpoints("s3://bucket/run", ranks=SoloComm(torch.device("cpu")))

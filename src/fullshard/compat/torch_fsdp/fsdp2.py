@@ -369,7 +369,7 @@ def _units(module: Any, *, recurse: bool) -> Iterator[Unit]:
 def _refuse_custom(name: str) -> None:
     raise ConfigError(
         f"{name} is not supported: fullshard's collectives go through a Comm. To replace them, write a Comm "
-        "(fullshard.comm.Comm) and pass it as fully_shard(module, mesh=comm); otherwise leave out the call."
+        "(fullshard.Comm) and pass it as fully_shard(module, mesh=comm); otherwise leave out the call."
     )
 
 

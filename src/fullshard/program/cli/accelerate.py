@@ -75,7 +75,7 @@ def require_one_machine(options: argparse.Namespace) -> None:
     raise ConfigError(
         f"{file.as_written('num_machines')} in {file.where('num_machines')}: fullshard train starts ranks on this "
         "machine only. Run this on every machine, with its own machine_rank in its file:\n"
-        f"  fullshard launch --config_file {file.path} -m fullshard.cli.main train {options.config} "
+        f"  fullshard launch --config_file {file.path} -m fullshard train {options.config} "
         f"--config_file {file.path}"
     )
 

@@ -58,7 +58,7 @@ examples:
   fullshard train examples/banking77_tiny.yaml
   fullshard train run.yaml training.learning_rate=1e-4 output_dir=runs/second
   fullshard train run.yaml --config_file fsdp_config.yaml
-  torchrun --nproc_per_node 4 -m fullshard.cli.main train run.yaml
+  torchrun --nproc_per_node 4 -m fullshard train run.yaml
 """
 
 

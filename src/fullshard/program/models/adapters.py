@@ -512,7 +512,7 @@ class AdapterWeights:
         return quantize_of(self._base)
 
     def open(self, model: Any, wanted: list[WantedTensor]) -> WeightReader:
-        """See :meth:`fullshard.engine.WeightSource.open`; raises CheckpointError if the files do not fit the base."""
+        """See :meth:`fullshard.core.engine.WeightSource.open`; CheckpointError if the files do not fit the base."""
         under = model.get_base_model()
         prefix = next(f"{path}." for path, module in model.named_modules() if module is under)
         plain: dict[str, str] = {}
@@ -615,11 +615,11 @@ class _Reader:
         self._base, self._plain, self._values = base, plain, values
 
     def has(self, name: str) -> bool:
-        """See :meth:`fullshard.engine.WeightReader.has`."""
+        """See :meth:`fullshard.core.engine.WeightReader.has`."""
         return name in self._values or (name in self._plain and self._base.has(self._plain[name]))
 
     def read(self, name: str, start: int, out: Tensor) -> None:
-        """See :meth:`fullshard.engine.WeightReader.read`."""
+        """See :meth:`fullshard.core.engine.WeightReader.read`."""
         if name in self._values:
             out.copy_(self._values[name].reshape(-1)[start : start + out.numel()])
         else:

@@ -96,15 +96,15 @@ class GrownWeights:
         return self._base.quantize
 
     def open(self, model: nn.Module, wanted: list[WantedTensor]) -> WeightReader:
-        """See :meth:`fullshard.engine.WeightSource.open`; names and shapes were compared when this was made."""
+        """See :meth:`fullshard.core.engine.WeightSource.open`; names and shapes were compared when this was made."""
         return self
 
     def has(self, name: str) -> bool:
-        """See :meth:`fullshard.engine.WeightReader.has`."""
+        """See :meth:`fullshard.core.engine.WeightReader.has`."""
         return name in self._values or self._reader.has(name)
 
     def read(self, name: str, start: int, out: Tensor) -> None:
-        """See :meth:`fullshard.engine.WeightReader.read`."""
+        """See :meth:`fullshard.core.engine.WeightReader.read`."""
         if name in self._values:
             out.copy_(self._values[name].reshape(-1)[start : start + out.numel()])
         else:

@@ -61,7 +61,7 @@ class Pretrained:
         return list(self._open_files().tensors)
 
     def open(self, model: nn.Module, wanted: list[WantedTensor]) -> FittedWeights:
-        """See :meth:`fullshard.engine.WeightSource.open`.
+        """Check names, shapes and dtypes against a model without reading values; no communication.
 
         Raises:
             CheckpointError: A file is missing or damaged, or names, shapes or dtypes do not fit the model.
@@ -104,11 +104,11 @@ class FittedWeights:
         self._found = found
 
     def has(self, name: str) -> bool:
-        """See :meth:`fullshard.engine.WeightReader.has`."""
+        """See :meth:`fullshard.core.engine.WeightReader.has`."""
         return name in self._found
 
     def read(self, name: str, start: int, out: torch.Tensor) -> None:
-        """See :meth:`fullshard.engine.WeightReader.read`.
+        """See :meth:`fullshard.core.engine.WeightReader.read`.
 
         Raises:
             CheckpointError: A file changed, ends early, or cannot be read.

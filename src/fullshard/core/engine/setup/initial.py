@@ -127,7 +127,7 @@ def refuse_different_values(mesh: Mesh, units: Sequence[UnitSpec], differing: fr
     raise MismatchError(
         f"Ranks hold different values in unit {units[first].name}, first in {name} (checksums "
         f"{dict(enumerate(marks))}). Use the same seed on every rank before building the model (torch.manual_seed), "
-        "load the same weights, or take rank 0's: fully_shard(…, first_values=fullshard.engine.FirstValues("
+        "load the same weights, or take rank 0's: fully_shard(…, first_values=fullshard.FirstValues("
         "from_rank0=True))."
     )
 

@@ -1,3 +1,0 @@
-"""Building and loading models: the public name of ``fullshard.program.models``."""
-
-from fullshard.program.models import *  # noqa: F403

@@ -1,3 +1,0 @@
-"""What a user chooses: the public name of ``fullshard.core.policy``."""
-
-from fullshard.core.policy import *  # noqa: F403
