@@ -32,7 +32,7 @@ def test_a_run_uses_every_device_and_its_model_loads(changes, tmp_path):
     values["nproc"] = None
     run_file = tmp_path / "run.yaml"
     run_file.write_text(json.dumps(values))  # JSON is YAML
-    command = [sys.executable, "-m", "fullshard.cli.main", "train", str(run_file)]
+    command = [sys.executable, "-m", "fullshard", "train", str(run_file)]
     done = subprocess.run(command, env=environment(), capture_output=True, text=True, check=False, timeout=280)
     assert done.returncode == 0, done.stderr
     summary = json.loads((tmp_path / "out" / "summary.json").read_text())
@@ -48,7 +48,7 @@ def test_quantised_weights_under_an_adapter_train_on_every_device(tmp_path):
     pytest.importorskip("bitsandbytes")
     pytest.importorskip("peft")
     path = write_quantised_run(tmp_path)
-    command = [sys.executable, "-m", "fullshard.cli.main"]
+    command = [sys.executable, "-m", "fullshard"]
     precision = ["nproc=null", "training.precision=bf16"]
     done = subprocess.run(
         [*command, "train", str(path), *precision], env=environment(), capture_output=True, text=True, check=False

@@ -12,11 +12,11 @@ import pytest
 from fullshard.errors import CheckpointError, ConfigError
 from fullshard.program.cli import report as verb
 from fullshard.program.config import RunConfig
-from fullshard.program.report import figures, markup, write_report
+from fullshard.program.report import figures, render, write_report
 from fullshard.program.report.figures import MOST_POINTS, memory_unit, number, share, shown, smooth
 from fullshard.program.report.files import read_run
-from fullshard.program.report.markup import STYLE
 from fullshard.program.report.page import MOST_RANKS, headline, make_page
+from fullshard.program.report.render import STYLE
 from fullshard.sizes import format_duration
 from support.report_run import NASTY, RUN, UNITS, make_trace, write_finished, write_small, write_unfinished
 from support.tiny_run import settings
@@ -55,7 +55,7 @@ class Page(HTMLParser):
 def _no_library(request, monkeypatch):
     """plotly.js is 5 MB: only the tests about it parse a page that has it."""
     if not request.function.__name__.endswith(("megabytes", "names_the_package")):
-        monkeypatch.setattr(markup, "_plotly", lambda: "/* plotly.js */")
+        monkeypatch.setattr(render, "_plotly", lambda: "/* plotly.js */")
 
 
 @pytest.fixture
@@ -321,7 +321,7 @@ def test_without_plotly_it_names_the_package(finished, monkeypatch):
     def missing(name):
         raise ImportError(name)
 
-    monkeypatch.setattr(markup.importlib, "import_module", missing)
+    monkeypatch.setattr(render.importlib, "import_module", missing)
     with pytest.raises(ConfigError, match="pip install plotly"):
         write_report(finished)
 

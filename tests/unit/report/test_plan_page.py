@@ -8,7 +8,7 @@ import re
 import pytest
 
 from fullshard.program.cli.main import main
-from fullshard.program.report import markup
+from fullshard.program.report import render
 from support.planned import write_run
 from support.tiny_run import QUICK
 
@@ -20,7 +20,7 @@ def page(tmp_path_factory):
     target = directory / "plan.html"
     command = ["plan", str(write_run(directory, **QUICK)), "--world", "2", "--gpu", "t4", "--json"]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(markup, "_plotly", lambda: "/* plotly.js */")
+        patch.setattr(render, "_plotly", lambda: "/* plotly.js */")
         patch.setattr("fullshard.program.cli.plan.DRAWN_WORLDS", (1, 4096))
         plain = printed(command)
         assert printed([*command, "--html", str(target)]) == plain

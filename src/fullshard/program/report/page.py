@@ -1,22 +1,19 @@
-"""The report page: each section is made from the files that exist, and a missing file is named instead."""
+"""The values of the report page; its template says how they look, and names files that are missing."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
-from html import escape
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from fullshard.program.config import changed_settings, flat_settings
 from fullshard.program.data import ONE_ROW
 from fullshard.program.metrics import format_metric, metric_of
-from fullshard.program.report import figures, markup
-from fullshard.program.report.figures import MOST_POINTS, Figure, number, series, share
-from fullshard.program.report.files import RunFiles, read_run
-from fullshard.program.report.markup import PageSection, frame, placeholders
-from fullshard.program.train.reporting.reports import TRACE_NAME, RankTrace, spread
-from fullshard.program.train.reporting.sinks import PREDICTIONS_NAME, RUN_NAME, SUMMARY_NAME
+from fullshard.program.report import figures
+from fullshard.program.report.figures import MEMORY_PARTS, MOST_POINTS, WAITS, Figure, number, series, share
+from fullshard.program.report.files import Record, RunFiles, read_run
+from fullshard.program.report.render import render
+from fullshard.program.train.reporting.reports import RankTrace, spread
 from fullshard.sizes import format_bytes, format_duration
 from fullshard.state.storage import write_text
 
@@ -24,6 +21,8 @@ REPORT_NAME = "report.html"
 
 MOST_RANKS = 8
 """Maximum ranks of the recorded step on the page: the first, the slowest, the fullest and some in between."""
+
+SHOWN_PREDICTIONS = 20
 
 
 def write_report(directory: Path, target: Path | None = None) -> dict[str, Any]:
@@ -48,7 +47,6 @@ def headline(files: RunFiles) -> dict[str, Any]:
     best = files.best or {}
     last = files.steps[-1] if files.steps else {}
     seconds, tokens = (sum(series(files.steps, key)[1]) for key in ("seconds", "tokens"))
-    memory = _memory_ranks(files)
     values = {key: files.summary.get(key, best.get(key)) for key in ("metric", "value", "baseline", "baseline_name")}
     return {
         "finished": files.finished,
@@ -60,7 +58,7 @@ def headline(files: RunFiles) -> dict[str, Any]:
         "train_loss": files.summary.get("train_loss", last.get("loss")),
         "tokens_per_second": files.summary.get("tokens_per_second", tokens / seconds if seconds else None),
         "train_seconds": files.summary.get("train_seconds"),
-        "peak_bytes": max((rank["peak"] for rank in memory), default=None),
+        "peak_bytes": max((rank["peak"] for rank in _memory_ranks(files)), default=None),
         "padding_share": files.fact("padding_share"),
     }
 
@@ -71,157 +69,45 @@ def make_page(files: RunFiles) -> str:
     Raises:
         ConfigError: plotly is missing.
     """
-    name = files.directory.resolve().name
-    sections = [_result(files), _curves(files), _memory(files), _schedule(files), _data(files), _samples(files)]
-    sections.append(_settings(files))
-    return frame(f"{name} · fullshard report", name, _state(files), sections)
-
-
-def _state(files: RunFiles) -> str:
     numbers = headline(files)
-    steps, total = numbers["steps"], numbers["total_steps"]
-    if files.finished:
-        return f'<span class="state">finished</span> after {steps:,} steps'
-    of = f" of {total:,}" if isinstance(total, int) else ""
-    return (
-        f'<span class="state open">not finished</span>: last recorded step {steps:,}{of}. '
-        "The run is still running, or was stopped or killed."
+    config = files.fact("config") or {}
+    ranks = () if files.trace is None else files.trace.ranks
+    # Marking equal texts makes sense for labels; longer texts are hardly ever equal.
+    compared = bool(files.predictions) and metric_of(numbers["metric"]).of_labels
+    return render(
+        "report.html.j2",
+        files.directory.resolve().name,
+        _charts(files),
+        files=files,
+        numbers=numbers,
+        base=files.fact("base") or {},
+        objective=(config.get("training") or {}).get("objective", "sft"),
+        sharers=(config.get("sharding") or {}).get("sequence_parallel", 1),
+        other_metrics=_other_metrics(files, numbers["metric"]),
+        rank_memory=_rank_memory(files),
+        sets=_sets(files),
+        changed=changed_settings(config) if config else {},
+        every=dict(flat_settings(config)),
+        peak_memory=[_peak_memory(rank) for rank in ranks],
+        step_times=[_step_times(rank, files.trace.units[0]) for rank in ranks if files.trace],
+        **_rows_and_notes(files),
+        **_samples(files.predictions, compared=compared),
+        most_points=MOST_POINTS,
+        most_ranks=MOST_RANKS,
     )
 
 
-# Sections
-
-
-def _result(files: RunFiles) -> PageSection:
-    numbers = headline(files)
-    metric, value = numbers["metric"], numbers["value"]
-    if metric is None or value is None:
-        score = markup.note("The model has not been evaluated on held-out rows yet.")
-    else:
-        score = _score(files, metric, value, numbers)
-    return PageSection("result", "Result", score + markup.tiles(_facts(files, numbers)))
-
-
-def _score(files: RunFiles, metric: str, value: float, numbers: dict[str, Any]) -> str:
-    shown = (
-        f'<p class="score"><b>{escape(format_metric(metric, value))}</b><span>{escape(metric)} on held-out rows, '
-        f"after step {numbers['best_step']:,}</span></p>"
-    )
-    baseline = numbers["baseline"]
-    if baseline is None:
-        return shown
-    longest = max(value, baseline, 1.0 if value <= 1 and baseline <= 1 else 0.0)
-    lines = [("this model", value, ""), (f"baseline: {numbers['baseline_name']}", baseline, "plain")]
-    bars = "".join(_bar_line(name, of / longest, format_metric(metric, of), kind) for name, of, kind in lines)
-    further = {name: one for name, one in (files.best or {}).get("metrics", {}).items() if name != metric}
-    baselines = (files.best or {}).get("baselines", {})
-    others = [
-        [name, format_metric(name, one), format_metric(name, baselines[name]) if name in baselines else "none"]
-        for name, one in further.items()
-    ]
-    more = markup.table("Other metrics of the same model", ["", "value", "baseline"], others) if others else ""
-    return f'{shown}<div class="beside">{bars}</div>{more}'
-
-
-def _bar_line(name: str, part: float, value: str, kind: str) -> str:
-    """Return a line with a name, a bar over ``part`` of the width, and a number."""
-    bar = f'<span class="bar"><i class="{kind}" style="width:{100 * part:.1f}%"></i></span>'
-    return f"<div><span>{escape(name)}</span>{bar}<span>{escape(value)}</span></div>"
-
-
-def _facts(files: RunFiles, numbers: dict[str, Any]) -> list[tuple[str, str, str]]:
-    total = numbers["total_steps"]
-    # The score belongs to the best step, which need not be the last one.
-    last, best = f" ({numbers['steps']:,})", ""
-    if numbers["best_step"] is not None:
-        best = f", step {numbers['best_step']:,}"
-    base = files.fact("base") or {}
-    objective = ((files.fact("config") or {}).get("training") or {}).get("objective", "sft")
-    each = {"sft": "per target token", "kto": "per row"}.get(objective, "per pair")
-    what = "desirable and undesirable texts" if objective == "kto" else "preferences of a chosen over a rejected text"
-    known: list[tuple[str, Any, Callable[[Any], str], str]] = [
-        ("base model", base.get("name"), str, f"quantised: {base.get('quantisation')}; {base.get('content')}"),
-        ("objective", None if objective == "sft" else objective, str, what),
-        ("optimizer", files.fact("optimizer"), str, ""),
-        ("training loss", numbers["train_loss"], partial(number, decimals=4), f"{each}, last step{last}"),
-        ("held-out loss", numbers["held_out_loss"], partial(number, decimals=4), f"{each}{best}"),
-        ("steps", numbers["steps"], "{:,}".format, "" if total is None else f"of {total:,}"),
-        ("time", numbers["train_seconds"], format_duration, "including evaluations and saving"),
-        ("tokens per second", numbers["tokens_per_second"], partial(number, decimals=0), "all ranks, without padding"),
-        ("padding", numbers["padding_share"], share, "of the positions in training batches"),
-        ("peak memory", numbers["peak_bytes"], format_bytes, "tensors of the rank with the most"),
-        ("ranks", files.fact("world_size"), "{:,}".format, _about_ranks(files)),
-        ("parameters", files.fact("parameters"), "{:,}".format, "sharded over the ranks"),
-    ]
-    return [(name, form(value), remark) for name, value, form, remark in known if value is not None]
-
-
-def _about_ranks(files: RunFiles) -> str:
-    sharers = ((files.fact("config") or {}).get("sharding") or {}).get("sequence_parallel", 1)
-    shared = f", {sharers} share each row" if sharers > 1 else ""
-    return f"{files.fact('device') or ''}{shared}"
-
-
-def _curves(files: RunFiles) -> PageSection:
-    drawn = figures.curves(files)
-    if not drawn:
-        return PageSection("curves", "Curves", markup.note("No step has been recorded yet."))
-    body = placeholders(drawn) + markup.note("Drag over a chart to zoom in; double-click to reset.")
-    if len(files.steps) > MOST_POINTS:
-        body += markup.note(
-            f"{len(files.steps):,} recorded steps are drawn with {MOST_POINTS:,} points: the minimum and maximum of "
-            "each interval, after smoothing."
-        )
-    return PageSection("curves", "Curves", body, tuple(drawn))
-
-
-def _memory_ranks(files: RunFiles) -> list[dict[str, int]]:
-    """Return the bytes of each rank, from the summary or else from the recorded step."""
-    if files.summary.get("memory"):
-        return list(files.summary["memory"])
-    return [] if files.trace is None else [markup.resting(rank) for rank in files.trace.ranks]
-
-
-def _memory(files: RunFiles) -> PageSection:
-    ranks, drawn, body = _memory_ranks(files), [], ""
-    if ranks:
-        drawn.append(figures.rest_memory(ranks))
-    if files.trace is not None:
-        chosen = _chosen_ranks(files.trace.ranks)
-        drawn.append(figures.memory_timeline(files.trace, chosen))
-    if drawn:
-        plan = files.run.get("plan") or {}
-        planned = {rank["rank"]: rank for rank in plan.get("memory", ())}
-        body = placeholders(drawn) + markup.memory_table(ranks, planned)
-    if files.trace is not None:
-        body += markup.timeline_table(files.trace.ranks)
-        body += markup.note(
-            "The parts sum to the allocator's count. “Other” is memory from before the step that does not belong to "
-            "parameters, gradients or optimizer: data, the model's buffers, and copies for snapshots." + _on_cpu(files)
-        )
-    else:
-        body += markup.note(f"{files.missing.get(TRACE_NAME, '')} The timeline of a step needs it.")
-    return PageSection("memory", "Memory", body, tuple(drawn))
-
-
-def _on_cpu(files: RunFiles) -> str:
-    on_cpu = files.trace is not None and files.trace.device == "cpu"
-    return " On the CPU, recording allocations slowed this step down." if on_cpu else ""
-
-
-def _schedule(files: RunFiles) -> PageSection:
-    title = "Schedule of a step"
-    if files.trace is None:
-        return PageSection("schedule-section", title, markup.note(files.missing.get(TRACE_NAME, "")))
-    trace = files.trace
-    drawn = figures.schedule(trace, _chosen_ranks(trace.ranks))
-    body = placeholders([drawn]) + markup.schedule_table(trace.ranks, trace.units[0])
-    notes = "Gathers and reduces are drawn from issue to completion. The root's bars include the units inside it."
-    if trace.device == "cpu":
-        notes += " On the CPU, a transfer's end is only known once it is waited for." + _on_cpu(files)
-    if len(trace.ranks) > MOST_RANKS:
-        notes += f" {MOST_RANKS} of {len(trace.ranks):,} ranks are shown, including the slowest and the fullest."
-    return PageSection("schedule-section", title, body + markup.note(notes), (drawn,))
+def _charts(files: RunFiles) -> dict[str, list[Figure]]:
+    """Return the charts of each section."""
+    ranks, trace = _memory_ranks(files), files.trace
+    chosen = [] if trace is None else _chosen_ranks(trace.ranks)
+    return {
+        "curves": figures.curves(files),
+        "memory": ([figures.rest_memory(ranks)] if ranks else [])
+        + ([] if trace is None else [figures.memory_timeline(trace, chosen)]),
+        "schedule": [] if trace is None else [figures.schedule(trace, chosen)],
+        "samples": [] if files.confusion is None else [figures.confusion_matrix(files.confusion)],
+    }
 
 
 def _chosen_ranks(ranks: Sequence[RankTrace]) -> list[RankTrace]:
@@ -232,56 +118,147 @@ def _chosen_ranks(ranks: Sequence[RankTrace]) -> list[RankTrace]:
     return sorted(list(kept.values())[:MOST_RANKS], key=lambda rank: rank.rank)
 
 
-def _data(files: RunFiles) -> PageSection:
-    padding, body = files.fact("padding_share"), ""
-    if padding is not None:
-        line = _bar_line("padding, share of all positions in training batches", padding, share(padding), "plain")
-        body = f'<div class="beside">{line}</div>'
-    rows = {"training rows": files.fact("train_rows"), "held-out rows": files.fact("validation_rows")}
-    facts = [(name, f"{count:,}", "") for name, count in rows.items() if count is not None]
-    body += markup.tiles(facts) if facts else ""
-    body += markup.set_table(files.fact("sets"), files.best) if files.fact("sets") else ""
-    shown = files.fact("shown_rows")
-    # One of the notes is a row as text; the section shows it as a table.
-    kept = (str(one) for one in files.fact("notes") or () if not (shown and str(one).startswith(ONE_ROW)))
-    notes = "".join(f"<li>{escape(one)}</li>" for one in kept)
-    body += f'<ul class="notes">{notes}</ul>' if notes else ""
-    body += markup.row_table(shown) if shown else ""
-    return PageSection(
-        "data", "Data", body or markup.note(files.missing.get(RUN_NAME, "The run has recorded nothing about its data."))
-    )
+# Rows of the tables: values by the title of their column
 
 
-def _samples(files: RunFiles) -> PageSection:
-    drawn: tuple[Figure, ...] = ()
-    body, confusion = "", files.confusion
-    if confusion is not None:
-        drawn = (figures.confusion_matrix(confusion),)
-        body = f"{placeholders(drawn)}{markup.mistake_table(confusion)}"
-    if files.predictions:
-        # Marking equal texts makes sense for labels; longer texts are hardly ever equal.
-        compared = metric_of(headline(files)["metric"]).of_labels
-        body += markup.prediction_table(files.predictions, compared=compared)
-    else:
-        body += markup.note(files.missing.get(PREDICTIONS_NAME, "The run has written no predictions."))
-    return PageSection("samples", "Predictions", body, drawn)
+def _other_metrics(files: RunFiles, metric: str | None) -> list[tuple[str, ...]]:
+    """Return the best model's other metrics beside their baselines."""
+    best = files.best or {}
+    values, baselines = best.get("metrics", {}), best.get("baselines", {})
+    return [
+        (name, format_metric(name, value), format_metric(name, baselines[name]) if name in baselines else "none")
+        for name, value in values.items()
+        if name != metric
+    ]
 
 
-def _settings(files: RunFiles) -> PageSection:
-    config, versions, units = files.fact("config"), files.fact("versions"), files.fact("unit_table")
-    body = ""
-    if config:
-        every = dict(flat_settings(config))
-        chosen = files.fact("chosen")
-        body = markup.settings_table("Chosen by the run itself", chosen) if chosen else ""
-        body += markup.settings_table("Settings of the run that differ from the defaults", changed_settings(config))
-        body += _folded(f"All {len(every)} settings", markup.settings_table("With defaults", every))
-    body += markup.settings_table("Versions", versions) if versions else ""
-    if isinstance(units, str):
-        body += _folded("Sharded units", f"<pre>{escape(units)}</pre>")
-    missing = " ".join(files.missing[name] for name in (RUN_NAME, SUMMARY_NAME) if name in files.missing)
-    return PageSection("settings", "Configuration", body or markup.note(missing))
+def _memory_ranks(files: RunFiles) -> list[dict[str, int]]:
+    """Return the bytes of each rank, from the summary or else from the end of the recorded step."""
+    if files.summary.get("memory"):
+        return list(files.summary["memory"])
+    parts = ("parameters", "gradients", "optimizer")
+    return [
+        {"rank": rank.rank, **{part: getattr(rank.memory, part)[-1] for part in parts}, "peak": rank.peak_bytes}
+        for rank in (() if files.trace is None else files.trace.ranks)
+    ]
 
 
-def _folded(title: str, body: str) -> str:
-    return f"<details><summary>{escape(title)}</summary>{body}</details>"
+def _rank_memory(files: RunFiles) -> list[dict[str, str]]:
+    """Return each rank's memory, next to its planned peak if there is a plan, each with the same contents.
+
+    The plan has the bytes of ``peak``, and of ``copies`` for checkpoints and snapshots where the measured tensors
+    include them.
+    """
+    ranks = _memory_ranks(files)
+    planned = {rank["rank"]: rank for rank in (files.run.get("plan") or {}).get("memory", ())}
+    columns = {
+        "parameters": "parameters",
+        "gradients": "gradients",
+        "optimizer": "optimizer",
+        "gathered_peak": "gathered, peak",
+        "gradient_buffer_peak": "gradient buffers, peak",
+        "peak": "all tensors, peak of a step",
+        "reserved": "reserved by the allocator",
+    }
+    there = {key: title for key, title in columns.items() if any(key in rank for rank in ranks)}
+    if not any(rank.get("reserved") for rank in ranks):
+        there.pop("reserved", None)
+    copies = any(of_rank.get("copies") for of_rank in planned.values())
+    title = f"planned for the largest batch{', with all copies for restarts and saving' * copies}"
+    rows = []
+    for rank in ranks:
+        row = {"": f"rank {rank['rank']}", **{there[key]: format_bytes(rank.get(key, 0)) for key in there}}
+        if planned:
+            of_rank = planned.get(rank["rank"])
+            row[title] = "none" if of_rank is None else format_bytes(of_rank["peak"] + of_rank.get("copies", 0))
+        rows.append(row)
+    return rows
+
+
+def _peak_memory(rank: RankTrace) -> dict[str, str]:
+    """Return a rank's memory by part at its peak."""
+    columns = {part: getattr(rank.memory, part) for part in MEMORY_PARTS}
+    totals = [sum(values) for values in zip(*columns.values(), strict=True)]
+    top = totals.index(max(totals))
+    parts = {part: format_bytes(values[top]) for part, values in columns.items()}
+    return {
+        "": f"rank {rank.rank}",
+        "at": format_duration(rank.memory.seconds[top]),
+        **parts,
+        "total": format_bytes(totals[top]),
+    }
+
+
+def _step_times(rank: RankTrace, root: str) -> dict[str, str]:
+    """Return a rank's times in the recorded step."""
+
+    def spent(kind: str, unit: str | None = None) -> float:
+        return sum(e.end_s - e.start_s for e in rank.events if e.kind == kind and unit in (None, e.unit))
+
+    seconds = {
+        "step": rank.seconds,
+        **{kind: spent(kind, root) for kind in ("forward", "backward")},
+        **{label: spent(kind) for kind, label in WAITS.items()},
+        "optimizer": spent("optimizer"),
+    }
+    shown = {f"{label}, ms": number(value * 1e3) for label, value in seconds.items()}
+    waited = sum(spent(kind) for kind in WAITS)
+    return {"": f"rank {rank.rank}", **shown, "waiting": share(waited / rank.seconds)}
+
+
+def _sets(files: RunFiles) -> list[dict[str, str]]:
+    """Return the sets of a mixture, with the metrics of the best model on each."""
+    scores = (files.best or {}).get("sets", {})
+    metrics = list(dict.fromkeys(name for found in scores.values() for name in found["metrics"]))
+    rows = []
+    for one in files.fact("sets") or ():
+        found = scores.get(one["name"], {"metrics": {}})
+        rows.append(
+            {
+                "": one["name"],
+                "weight": "none" if one["weight"] is None else f"{one['weight']:g}",
+                "training rows": f"{one['train_rows']:,}",
+                "rows of an epoch": f"{one['epoch_rows']:,}",
+                "held-out rows": f"{one['validation_rows']:,}",
+                "hash": one["content"][:8],
+                "held-out loss": f"{found['loss']:.4f}" if "loss" in found else "",
+                **{
+                    name: format_metric(name, found["metrics"][name]) if name in found["metrics"] else ""
+                    for name in metrics
+                },
+            }
+        )
+    return rows
+
+
+def _rows_and_notes(files: RunFiles) -> dict[str, Any]:
+    """Return the shown training rows, and the run's notes; the note that is a row as text is left out beside them."""
+    seen = files.fact("shown_rows") or []
+    notes = [str(note) for note in files.fact("notes") or ()]
+    return {
+        "seen_rows": seen,
+        "masked": any(name != "source" for row in seen for name, _ in row[:1]),
+        "notes": [note for note in notes if not (seen and note.startswith(ONE_ROW))],
+    }
+
+
+def _samples(predictions: Sequence[Record], *, compared: bool) -> dict[str, Any]:
+    """Return evenly spaced predictions; with ``compared``, those that equal no reference first."""
+    rows = [
+        {
+            "input": str(row.get("input", "")),
+            "prediction": str(row.get("prediction", "")),
+            "references": [str(text) for text in row.get("references", ())],
+        }
+        for row in predictions
+    ]
+    differ = [compared and not _equals_a_reference(row) for row in rows]
+    wrong, right = ([row for row, of in zip(rows, differ, strict=True) if of is kind] for kind in (True, False))
+    first = spread(wrong, SHOWN_PREDICTIONS)
+    shown = [row | {"differs": True} for row in first]
+    shown += [row | {"differs": False} for row in spread(right, SHOWN_PREDICTIONS - len(first))]
+    return {"samples": shown, "compared": compared, "wrong": len(wrong)}
+
+
+def _equals_a_reference(row: Mapping[str, Any]) -> bool:
+    return row["prediction"].split() in [text.split() for text in row["references"]]

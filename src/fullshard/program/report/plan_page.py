@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fullshard.planner import HOST_LABELS, LABELS, PHASE_LABELS, MemoryTimeline, Plan
-from fullshard.program.report import markup
 from fullshard.program.report.figures import (
     Bar,
     Figure,
@@ -21,7 +19,7 @@ from fullshard.program.report.figures import (
     schedule_height,
     stacked,
 )
-from fullshard.program.report.markup import PageSection, frame, placeholders
+from fullshard.program.report.render import render
 from fullshard.sizes import format_bytes, format_duration
 from fullshard.state.storage import write_text
 
@@ -57,35 +55,43 @@ def write_plan(
         CheckpointError: The page cannot be written.
         ConfigError: plotly is missing.
     """
-    sections = [_result(plan, limit_bytes), _memory(plan, timeline), _schedule(timeline), _ranks(others, limit_bytes)]
-    write_text(target, frame(f"{name} · fullshard plan", name, _lead(plan, limit_bytes), sections))
+    drawn = {
+        "memory": [_memory(plan, timeline)],
+        "schedule": [_schedule(timeline)],
+        "ranks": [_memory_by_ranks(others, limit_bytes), *_time_by_ranks(others)],
+    }
+    page = render(
+        "plan.html.j2",
+        name,
+        drawn,
+        plan=plan,
+        limit=limit_bytes,
+        phases=[
+            ({**PHASE_LABELS, **HOST_LABELS}[phase], format_bytes(size))
+            for phase, size in {**plan.phase_peaks, **plan.host}.items()
+        ],
+        chosen={choice.setting: f"{choice.value} ({choice.why})" for choice in plan.chosen},
+        parts=[(LABELS[part], format_bytes(plan.parts[part])) for part in reversed(COLOURS)],
+        by_ranks=[_of_ranks(other, limit_bytes, timed=any(one.timing for one in others)) for other in others],
+    )
+    write_text(target, page)
 
 
-def _lead(plan: Plan, limit: int | None) -> str:
-    where = "CPU ranks" if plan.device is None else escape(plan.device.name)
-    what = f"rank {plan.rank} of {plan.world_size:,}, {where}"
-    if limit is None:
-        return f"Planned: {what}."
-    fits = plan.fits(limit)
-    return f'<span class="state{"" if fits else " open"}">{"fits" if fits else "does not fit"}</span>: {what}'
+def _of_ranks(plan: Plan, limit: int | None, *, timed: bool) -> dict[str, str]:
+    """Return the row of a number of ranks."""
+    row = {
+        "ranks": f"{plan.world_size:,}",
+        "peak of a step": format_bytes(plan.peak_bytes),
+        "needed": format_bytes(plan.needed_bytes),
+    }
+    if limit is not None:
+        row["fits"] = "yes" if plan.fits(limit) else "no"
+    if timed:
+        row["a step"] = "" if plan.timing is None else format_duration(plan.timing.step_s)
+    return row
 
 
-def _result(plan: RunPlan, limit: int | None) -> PageSection:
-    facts = [
-        ("peak of a step", format_bytes(plan.peak_bytes), "tensors of the fullest rank"),
-        ("needed", format_bytes(plan.needed_bytes), "with some to spare"),
-    ]
-    facts += [] if limit is None else [("memory", format_bytes(limit), "of a rank's device")]
-    facts += [] if plan.timing is None else [("a step", format_duration(plan.timing.step_s), "by the data sheet")]
-    facts += [("sent a step", format_bytes(sum(plan.sent_bytes.values())), "by a rank, to others")]
-    rows = [[PHASE_LABELS[phase], format_bytes(size)] for phase, size in plan.phase_peaks.items()]
-    rows += [[HOST_LABELS[kind], format_bytes(size)] for kind, size in plan.host.items()]
-    chosen = {one.setting: f"{one.value} ({one.why})" for one in plan.chosen}
-    body = markup.tiles(facts) + markup.table("Phases", ["", "bytes"], rows)
-    return PageSection("result", "Result", body + markup.settings_table("Chosen by the run itself", chosen))
-
-
-def _memory(plan: Plan, timeline: MemoryTimeline) -> PageSection:
+def _memory(plan: Plan, timeline: MemoryTimeline) -> Figure:
     totals = [sum(sizes) for sizes in zip(*timeline.parts.values(), strict=True)]
     drawn = kept(totals, MOST_MOMENTS)
     columns = {
@@ -99,45 +105,15 @@ def _memory(plan: Plan, timeline: MemoryTimeline) -> PageSection:
     chart = stacked(places, columns, plan.peak_bytes, (_AXIS, timeline.operators))
     peak = format_bytes(plan.peak_bytes)
     text = f"Stacked areas over the {timeline.operators:,} operators of the fullest step. Peak: {peak}."
-    figure = Figure("memory", "Memory over the fullest step", text, {"": chart}, 360, wide=True)
-    rows = [[LABELS[part], format_bytes(plan.parts[part])] for part in reversed(COLOURS)]
-    body = placeholders([figure]) + markup.table(f"At the peak: {peak}", ["", "bytes"], rows)
-    return PageSection("memory-section", "Memory", body, (figure,))
+    return Figure("memory", "Memory over the fullest step", text, {"": chart}, 360, wide=True)
 
 
-def _schedule(timeline: MemoryTimeline) -> PageSection:
+def _schedule(timeline: MemoryTimeline) -> Figure:
     rows = [*timeline.units, "optimizer"]
     bars = [Bar(span.unit, span.kind, span.start, span.end) for span in timeline.spans]
     chart = gantt(bars, rows, (_AXIS, timeline.operators), "operators")
     text = "One row per unit: gathers and reduces in the upper half, forward and backward in the lower half."
-    figure = Figure("schedule", "Schedule of units", text, {"": chart}, schedule_height(rows), wide=True)
-    note = markup.note(
-        "Gathers and reduces are drawn from issue to the moment they are waited for. The root's bars include the units "
-        "inside it. Lengths are operators, not seconds."
-    )
-    return PageSection("schedule-section", "Schedule", placeholders([figure]) + note, (figure,))
-
-
-def _ranks(plans: Sequence[Plan], limit: int | None) -> PageSection:
-    figures = [_memory_by_ranks(plans, limit)]
-    timed = [plan for plan in plans if plan.timing is not None]
-    if timed:
-        figures.append(_time_by_ranks(timed, plans))
-    rows = [
-        [
-            f"{plan.world_size:,}",
-            format_bytes(plan.peak_bytes),
-            format_bytes(plan.needed_bytes),
-            *([] if limit is None else ["yes" if plan.fits(limit) else "no"]),
-            *([] if not timed else ["" if plan.timing is None else format_duration(plan.timing.step_s)]),
-        ]
-        for plan in plans
-    ]
-    head = ["ranks", "peak of a step", "needed", *([] if limit is None else ["fits"]), *(["a step"] if timed else [])]
-    notes = "Only rank 0 of each is planned. If the data has too few rows for all ranks, steps are shorter."
-    notes += " Plans that do not fit are not timed." if timed else ""
-    body = placeholders(figures) + markup.table("By number of ranks", head, rows) + markup.note(notes)
-    return PageSection("ranks", "Number of ranks", body, tuple(figures))
+    return Figure("schedule", "Schedule of units", text, {"": chart}, schedule_height(rows), wide=True)
 
 
 def _memory_by_ranks(plans: Sequence[Plan], limit: int | None) -> Figure:
@@ -157,7 +133,10 @@ def _memory_by_ranks(plans: Sequence[Plan], limit: int | None) -> Figure:
     return Figure("memory-ranks", "Memory by number of ranks", text, {"": chart}, 400, wide=True)
 
 
-def _time_by_ranks(timed: Sequence[Plan], plans: Sequence[Plan]) -> Figure:
+def _time_by_ranks(plans: Sequence[Plan]) -> list[Figure]:
+    timed = [plan for plan in plans if plan.timing is not None]
+    if not timed:
+        return []
     parts = {
         "a step": ("step_s", "var(--text)"),
         "forward and backward": ("compute_s", "var(--blue)"),
@@ -172,7 +151,7 @@ def _time_by_ranks(timed: Sequence[Plan], plans: Sequence[Plan]) -> Figure:
     ]
     text = "Milliseconds of a step and its parts, by number of ranks on a logarithmic axis."
     chart = _by_ranks(data, [plan.world_size for plan in plans], "ms")
-    return Figure("time-ranks", "Time of a step by number of ranks", text, {"": chart}, 320, wide=True)
+    return [Figure("time-ranks", "Time of a step by number of ranks", text, {"": chart}, 320, wide=True)]
 
 
 def _curve(name: str, ranks: list[int], values: list[float], colour: str, unit: str, dash: str) -> Record:
