@@ -1,4 +1,4 @@
-"""The launcher starts ranks, finds the first that fails, and leaves none behind: as interpreters, and as forks.
+"""The launcher starts ranks, finds the first that fails, and leaves none behind.
 
 Ranks are small Python scripts.
 """
@@ -19,9 +19,6 @@ from fullshard.program.launch import choose_nproc, launch, launched_elsewhere, l
 from fullshard.program.launch.streams import UnreadOutputError
 from support.processes import SOURCE
 
-HOW = "interpreters"
-"""How the ranks of a test are started."""
-
 PRELUDE = """
 import json, os, signal, sys
 rank = int(os.environ["RANK"])
@@ -29,9 +26,9 @@ rank = int(os.environ["RANK"])
 def fail(message, when, code, stopped=None):
     values = (rank, "ValueError", message, "trace of " + message, code, when, stopped)
     failure = dict(zip(("rank", "kind", "message", "trace", "exit_code", "time_s", "stopped"), values))
-    path = os.environ["FULLSHARD_FAILURE_FILE"]
+    path = os.environ["TORCHELASTIC_ERROR_FILE"]
     with open(path + ".tmp", "w") as file:
-        json.dump(failure, file)
+        json.dump({{"fullshard": failure}}, file)
     os.replace(path + ".tmp", path)  # as ranks do: the launcher may end this one in between
     os._exit(code)
 
@@ -41,19 +38,16 @@ def meet(mode):
 """
 
 
-@pytest.fixture(autouse=True, params=["interpreters", "forks"])
-def how(request, monkeypatch, tmp_path):
-    monkeypatch.setattr(sys.modules[__name__], "HOW", request.param)
-    monkeypatch.setattr(local, "_DRIVERS", ())
-    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{SOURCE}")
+@pytest.fixture(autouse=True)
+def sources(monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(SOURCE))
 
 
 def script(tmp_path, text, more=""):
     os.mkfifo(tmp_path / "fifo")
     lines = (PRELUDE + more).format(fifo=str(tmp_path / "fifo")) + textwrap.dedent(text)
-    start = "def main(arguments=None):\n" + textwrap.indent(lines, "    ")
-    (tmp_path / "a_rank.py").write_text(start + "\nif __name__ == '__main__':\n    main()\n")
-    return [sys.executable, *([str(tmp_path / "a_rank.py")] if HOW == "interpreters" else ["-m", "a_rank"])]
+    (tmp_path / "a_rank.py").write_text(lines)
+    return [sys.executable, str(tmp_path / "a_rank.py")]
 
 
 def ends(pid):
@@ -190,6 +184,34 @@ def test_a_rank_that_ends_before_it_can_say_why(tmp_path):
     failure = launch(script(tmp_path, "sys.exit(3)"), nproc=1)
     assert failure.exit_code == 3
     assert failure.text().startswith("ProcessGroupError: rank 0 ended with exit code 3")
+
+
+def test_what_a_script_recorded_in_torchs_format_is_its_failure(tmp_path):
+    record = "from torch.distributed.elastic.multiprocessing.errors import record\n"
+    raises = "def work():\n    raise ValueError('the cause')\nrecord(work)()"
+    failure = launch(script(tmp_path, record + raises), nproc=1)
+    assert (failure.rank, failure.kind, failure.message) == (0, "ValueError", "the cause")
+    assert failure.text().startswith("Rank 0 failed first:\nTraceback")
+
+
+def test_a_launcher_that_was_started_with_ignored_children_sees_how_ranks_end(tmp_path):
+    command = script(tmp_path, "os._exit(7 * rank)")
+    code = f"from fullshard.program.launch import launch; print(launch({command!r}, nproc=2).exit_code)"
+    ignores = (
+        "import os, signal, sys; signal.signal(signal.SIGCHLD, signal.SIG_IGN); os.execv(sys.executable, sys.argv[1:])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", ignores, sys.executable, "-c", code], capture_output=True, text=True, timeout=60
+    )
+    assert done.stdout == "7\n", done.stderr
+
+
+def test_the_launcher_does_without_torch(tmp_path):
+    command = script(tmp_path, "sys.exit(0)")
+    text = "import sys; from fullshard.program.launch import launch; "
+    text += f"print(launch({command!r}, nproc=2), 'torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, timeout=60)
+    assert done.stdout == "None False\n", done.stderr
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -29,7 +29,7 @@ def eight(requested):
 
 
 def test_one_machine_meets_itself_on_a_port_of_its_own():
-    assert plan_machines([LINE], eight) == MachinePlan(Nodes(1, 1), 0, 8, "127.0.0.1", 0, "static", "none")
+    assert plan_machines([LINE], eight) == MachinePlan(Nodes(1, 1), None, 8, "127.0.0.1", 0, "static", "none")
 
 
 def test_the_command_line_goes_before_the_file_and_the_file_before_slurm():
@@ -112,6 +112,17 @@ def test_what_is_missing_or_contradicts_is_told_with_both_values(sources, text):
 def test_an_open_number_of_machines_takes_c10d_and_needs_no_number():
     plan = plan_machines([MachineSettings("the command line", nnodes=Nodes.parse("1:4"), host="a")], eight)
     assert (plan.backend, plan.nnodes, plan.port) == ("c10d", Nodes(1, 4), 29_500)
+
+
+def test_ranks_that_may_start_again_take_c10d_and_keep_the_number():
+    source = MachineSettings("the command line", nnodes=Nodes(2, 2), node_rank=1, host="a")
+    assert plan_machines([source], eight).backend == "static"
+    plan = plan_machines([source], eight, restarts=True)
+    assert (plan.backend, plan.node_rank) == ("c10d", 1)
+    assert plan_machines([LINE], eight, restarts=True).backend == "static"
+    file = MachineSettings("f.yaml", backend="static")
+    with pytest.raises(ConfigError, match=r"f\.yaml sets rdzv_backend static.*--rdzv_backend c10d"):
+        plan_machines([source, file], eight, restarts=True)
 
 
 def test_endpoints():

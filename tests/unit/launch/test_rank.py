@@ -28,7 +28,7 @@ def test_a_rank_whose_output_nothing_reads_ends_without_a_report(monkeypatch, tm
             RowWriter(out, ".jsonl").write([RowPrediction("a", "b").as_dict()])
 
     monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("FULLSHARD_FAILURE_FILE", str(tmp_path / "failure"))
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "failure"))
     monkeypatch.setattr(os, "_exit", end)
     monkeypatch.setattr(rank, "end_with_launcher", lambda: None)
     with pytest.raises(Ended, match="141"):
@@ -41,7 +41,7 @@ def test_a_rank_that_fails_tells_the_launcher_and_the_other_ranks_before_it_ends
     told = []
 
     def end(code):
-        assert Failure.read(tmp_path / "failure").message == "no rows left"
+        assert Failure.read(tmp_path / "failure", 0).message == "no rows left"
         assert [str(error) for error in told] == ["no rows left"]
         raise Ended(code)
 
@@ -49,7 +49,7 @@ def test_a_rank_that_fails_tells_the_launcher_and_the_other_ranks_before_it_ends
         raise ValueError("no rows left")
 
     monkeypatch.setenv("RANK", "0")  # others turn transformers' bars and messages off, also for the tests after this
-    monkeypatch.setenv("FULLSHARD_FAILURE_FILE", str(tmp_path / "failure"))
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "failure"))
     monkeypatch.setattr(os, "_exit", end)
     monkeypatch.setattr(rank, "announce_failure", told.append)
     monkeypatch.setattr(rank, "end_with_launcher", lambda: None)

@@ -75,7 +75,7 @@ def test_the_end_of_an_attempt_is_no_wish_to_save(tmp_path, monkeypatch, capfd):
     """The launcher ends the ranks because one of them has failed."""
     ended = queue.SimpleQueue()
     monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("FULLSHARD_FAILURE_FILE", str(tmp_path / "rank0.json"))
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "rank0.json"))
     monkeypatch.setattr(signals.os, "_exit", ended.put)
     monkeypatch.setattr(signals, "report_saving", lambda: None)
     say_ending(tmp_path / "rank1.json")

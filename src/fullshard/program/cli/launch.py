@@ -24,7 +24,6 @@ from fullshard.program.cli.common import add_json, load_program, positive, whole
 from fullshard.program.launch import choose_nproc, gpu_count
 from fullshard.program.launch.messages import say
 from fullshard.program.launch.script.machines import (
-    DYNAMIC,
     MachineSettings,
     Nodes,
     parse_endpoint,
@@ -190,9 +189,8 @@ def run(options: argparse.Namespace) -> int:
     if "CUDA_VISIBLE_DEVICES" in environment:  # set before GPUs are counted
         os.environ["CUDA_VISIBLE_DEVICES"] = environment["CUDA_VISIBLE_DEVICES"]
     sources = [_of_command_line(options), _of_file(file), slurm_settings(os.environ)]
-    plan = plan_machines([source for source in sources if source], (lambda n: n or 2) if use_cpu else choose_nproc)
-    if plan.backend == DYNAMIC and options.node_rank is not None:
-        say(f"--node_rank has no effect with rdzv_backend {DYNAMIC}")
+    choose = (lambda n: n or 2) if use_cpu else choose_nproc
+    plan = plan_machines([source for source in sources if source], choose, restarts=options.max_restarts > 0)
     program = load_program(PROGRAM)
     outcome = program.run_script(
         program.Job(

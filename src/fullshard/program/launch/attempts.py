@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from fullshard.program.launch.failure import Failure, first_sentence
+from fullshard.program.launch.failure import Failure, brief, first_sentence
 from fullshard.program.launch.messages import say
 from fullshard.variables import ATTEMPT_VARIABLE, SCRATCH_LOCK_NAME, SCRATCH_VARIABLE
 
@@ -93,7 +93,7 @@ class Recovery:
     """The time without steps after a rank was lost, in seconds by the clock of one machine."""
 
     ended_s: float  # from the loss until the launcher started the ranks again
-    start_s: float  # until rank 0 ran its first line: forks, or Python and imports
+    start_s: float  # until rank 0 ran its first line: Python and its imports
     state_s: float  # until its state was restored: data, model, snapshot or checkpoint
     step_s: float  # until its first step was done
 
@@ -218,13 +218,16 @@ class Restarts:
 
     Attributes:
         done: Number of restarts so far.
+        most: Number of restarts allowed.
+        directory: Where rank 0 records its progress.
     """
 
-    def __init__(self, most: int, directory: Path) -> None:
-        """Allow ``most`` restarts; rank 0 records its progress in ``directory``."""
+    def __init__(self, most: int, directory: Path, *, records: bool = True) -> None:
+        """Allow ``most`` restarts; rank 0 records its progress in ``directory``, which a script need not do."""
         self.done = 0
-        self._most = most
-        self._directory = directory
+        self._records = records
+        self.most = most
+        self.directory = directory
         self._kills = memory_kills()
         self._stepped = False  # whether any attempt took a step
         self._before: tuple[int | None, Failure] | None = None  # the last failure, and the steps taken until then
@@ -242,15 +245,18 @@ class Restarts:
             Seconds to wait before the ranks restart; or, if they do not, the failure to report, which is the first one
             if the same happened twice.
         """
-        reached = last_note(self._directory) or Reached(self.done)
+        noted = last_note(self.directory)
+        if noted is None and not self._records:
+            return self._restart(brief(failure), "", None) if failure.may_pass and self.done < self.most else failure
+        reached = noted or Reached(self.done)
         step = reached.step if reached.attempt == self.done else None
         self._stepped |= step is not None and step != reached.began
         ran_out, note = self._ran_out(failure)
         if ran_out is not False:
             failure = replace(
-                failure, message=f"{failure.message}{note} The run's plan: {_noted_plan(self._directory)}."
+                failure, message=f"{failure.message}{note} The run's plan: {_noted_plan(self.directory)}."
             )
-        if self._most == 0 or not failure.may_pass:
+        if self.most == 0 or not failure.may_pass:
             return failure
         what = f"{first_sentence(failure)}, {f'after step {step:,}' if step else 'before the first step'}"
         if ran_out and not self._stepped:
@@ -260,18 +266,21 @@ class Restarts:
         if self._before is not None and comparable and _same((step, failure), self._before):
             say(f"{what}, as in the attempt before: the ranks are not started again")
             return self._before[1]
-        if self.done >= self._most:
-            say(f"{what}: the ranks are not started again, {self._most} restarts are used up (--max-restarts)")
+        if self.done >= self.most:
+            say(f"{what}: the ranks are not started again, {self.most} restarts are used up (--max-restarts)")
             return failure
         self._before = step, failure
+        # A later checkpoint may be complete without a record here; the ranks report from which they resume.
+        return self._restart(what, f", from step {max(reached.saved, in_memory(self.directory)):,} or later", step)
+
+    def _restart(self, what: str, origin: str, step: int | None) -> float:
+        """Count and report a restart after ``step``, from ``origin``; return the seconds to wait before it."""
         self._in_vain = 1 if step is not None and step > self._farthest else self._in_vain + 1
         self._farthest = max(self._farthest, -1 if step is None else step)
         self.done += 1
         seconds = pause_s(self._in_vain)
-        # A later checkpoint may be complete without a record here; the ranks report from which they resume.
-        from_step = f"from step {max(reached.saved, in_memory(self._directory)):,} or later"
         when = f"in {seconds:g} s" if seconds else "now"
-        say(f"{what}; restart {self.done} of {self._most} {when}, {from_step}")
+        say(f"{what}; restart {self.done} of {self.most} {when}{origin}")
         return seconds
 
     def _ran_out(self, failure: Failure) -> tuple[bool | None, str]:

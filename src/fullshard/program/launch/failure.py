@@ -1,4 +1,9 @@
-"""The failure a rank reports to its launcher, so that the user reads one message instead of one per rank."""
+"""The failure a rank reports to its launcher, so that the user reads one message instead of one per rank.
+
+A rank writes it to the file that torch's elastic agent asks for, in the format of
+``torch.distributed.elastic.multiprocessing.errors.record``, whoever started the rank: torchrun's summary shows it, and
+fullshard's launcher shows what a script with ``@record`` has written.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +18,25 @@ from pathlib import Path
 from typing import Any
 
 from fullshard.errors import FullshardError, RunStopped, UserError
+from fullshard.variables import ATTEMPT_VARIABLE
 
-FAILURE_FILE_VARIABLE = "FULLSHARD_FAILURE_FILE"
-"""Path of the file for a rank's failure. Under torchrun it is not set, and a rank prints its failure itself."""
+ERROR_FILE_VARIABLE = "TORCHELASTIC_ERROR_FILE"
+"""Path of the file for a rank's failure, of torch's elastic agent too. Without it a rank prints its failure itself."""
+
+_OWN = "fullshard"
+"""Key of the file, beside torch's, with all fields of a failure."""
+
+
+def error_file() -> Path | None:
+    """Return the file for this rank's failure, if its launcher reads one."""
+    path = os.environ.get(ERROR_FILE_VARIABLE)
+    return Path(path) if path else None
+
+
+def is_forgotten() -> bool:
+    """Return True if this rank's launcher will not show a failure: torch's agent shows only that of the last start."""
+    starts, most = (int(os.environ.get(f"TORCHELASTIC_{name}", "0")) for name in ("RESTART_COUNT", "MAX_RESTARTS"))
+    return error_file() is None or (ATTEMPT_VARIABLE not in os.environ and starts < most)
 
 
 def saving_path(failure_path: Path) -> Path:
@@ -25,10 +46,10 @@ def saving_path(failure_path: Path) -> Path:
 
 def report_saving() -> None:
     """Tell fullshard's launcher, if there is one, that this rank saves before it ends; any rank."""
-    path = os.environ.get(FAILURE_FILE_VARIABLE)
+    path = error_file()
     if path is not None:
         with contextlib.suppress(OSError):  # the launcher has ended, and its directory is gone
-            saving_path(Path(path)).touch()
+            saving_path(path).touch()
 
 
 def say_ending(failure_path: Path) -> None:
@@ -39,8 +60,8 @@ def say_ending(failure_path: Path) -> None:
 
 def is_ending() -> bool:
     """Return True if fullshard's launcher is ending the ranks because one has failed; any rank."""
-    path = os.environ.get(FAILURE_FILE_VARIABLE)
-    return path is not None and Path(path).with_name("ending").exists()
+    path = error_file()
+    return path is not None and path.with_name("ending").exists()
 
 
 @dataclass(frozen=True)
@@ -81,18 +102,34 @@ class Failure:
         return cls(rank, type(error).__name__, str(error), trace, exit_code, time.time(), stopped, transient)
 
     @classmethod
-    def read(cls, path: Path) -> Failure | None:
-        """Read the failure that a rank wrote to ``path``; None if it wrote none."""
+    def read(cls, path: Path, rank: int) -> Failure | None:
+        """Read the failure that ``rank`` wrote to ``path``; None if it wrote none, or not all of it yet."""
         try:
-            return cls(**json.loads(path.read_text(encoding="utf-8")))
-        except FileNotFoundError:
+            content = json.loads(path.read_text(encoding="utf-8"))
+        except (FileNotFoundError, json.JSONDecodeError):  # torch's own writer is not atomic
             return None
+        return cls(**content[_OWN]) if _OWN in content else cls.recorded(content["message"], rank)
+
+    @classmethod
+    def recorded(cls, message: Any, rank: int, exit_code: int = 1) -> Failure:
+        """Return the failure that torch's ``@record`` has written: a text, or an object with a traceback."""
+        content = message if isinstance(message, dict) else {"message": message}
+        more = content.get("extraInfo", {})
+        kind, _, text = content["message"].partition(": ")
+        time_s = float(more.get("timestamp", time.time()))
+        return cls(rank, kind, text, (more.get("py_callstack") or "").rstrip() or None, exit_code, time_s)
 
     def write(self, path: Path) -> None:
         """Write the failure atomically: the launcher may read it at any moment."""
         temporary = path.with_suffix(".tmp")
-        temporary.write_text(json.dumps(asdict(self)), encoding="utf-8")
+        temporary.write_text(json.dumps(self._content()), encoding="utf-8")
         os.replace(temporary, path)
+
+    def _content(self) -> dict[str, object]:
+        # torch's summary prints the call stack in place of the message.
+        more = {"py_callstack": self.trace or self.text(), "timestamp": str(int(self.time_s))}
+        message = {"message": f"{self.kind}: {self.message}", "errorCode": self.exit_code, "extraInfo": more}
+        return {"message": message, _OWN: asdict(self)}
 
     def text(self) -> str:
         """Return the text for the user: the message of a user error or a stop, otherwise the rank and its traceback."""

@@ -1,9 +1,8 @@
-"""The launcher of ``fullshard train``: N ranks as processes of this machine, with torchrun's environment variables.
+"""The launcher of one machine: N ranks as processes, with torchrun's environment variables.
 
 The launcher starts every rank, waits until one fails or all have ended, and leaves no process running
 (:mod:`fullshard.program.launch.ranks`). After a failure that may pass it restarts the ranks if allowed (``attempts``).
-It does so without torch's elastic agent, whose import takes as long as the ranks' own, and with forks of one process
-that has imported what they need (:mod:`fullshard.program.launch.processes`).
+It does so without torch, whose import takes as long as the ranks' own.
 
 A request to stop is passed to the ranks as SIGTERM. They save a checkpoint and exit with ``STOPPED_EXIT_CODE``; ranks
 outside of training just end. This may take as long as their step and the disk need, or the grace time.
@@ -11,7 +10,6 @@ outside of training just end. This may take as long as their step and the disk n
 
 from __future__ import annotations
 
-import contextlib
 import math
 import os
 import signal
@@ -19,7 +17,7 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -36,15 +34,8 @@ from fullshard.program.launch.attempts import (
 )
 from fullshard.program.launch.failure import Failure
 from fullshard.program.launch.messages import say
-from fullshard.program.launch.processes import (
-    INTERRUPTED_EXIT_CODE,
-    LAUNCHER_VARIABLE,
-    ForkServer,
-    ForkServerError,
-    Interpreters,
-    Starter,
-)
-from fullshard.program.launch.ranks import STOPPED_EXIT_CODE, Ranks, StopAsked, listening, silent_failure
+from fullshard.program.launch.processes import INTERRUPTED_EXIT_CODE, LAUNCHER_VARIABLE, Interpreters
+from fullshard.program.launch.ranks import STOPPED_EXIT_CODE, Ranks, StopAsked, listening
 from fullshard.program.launch.streams import UnreadOutputError
 from fullshard.variables import ATTEMPT_VARIABLE, RESTARTS_VARIABLE, SCRATCH_VARIABLE
 
@@ -101,8 +92,7 @@ def launch(
 
     Args:
         command: Program and arguments, the same for every rank. It must write its failure to the file of
-            :mod:`fullshard.program.launch.failure`. Without a GPU, ranks of ``python -m MODULE …`` are forks of one
-            process: the module has a function ``main(arguments)``.
+            :mod:`fullshard.program.launch.failure`.
         nproc: Number of ranks, at least 1.
         saves: True if ranks that train save a checkpoint when they are stopped. Only they know whether they train:
             rank 0 announces that it stops (:mod:`fullshard.program.launch.programs.signals`); other ranks are silent.
@@ -123,12 +113,8 @@ def launch(
             f"Two ranks cannot share a GPU: {nproc} ranks were asked for (nproc), and this machine has {gpus} GPUs. "
             'Set nproc to at most that, or compute on the CPU (CUDA_VISIBLE_DEVICES="").'
         )
-    with (
-        scratch_directory() as scratch,
-        tempfile.TemporaryDirectory(prefix="fullshard-") as failure_files,
-        contextlib.closing(_starter(command, nproc, scratch)) as starter,
-    ):
-        ranks = Ranks(starter, Path(failure_files))
+    with scratch_directory() as scratch, tempfile.TemporaryDirectory(prefix="fullshard-") as failure_files:
+        ranks = Ranks(Interpreters(command, _environment(nproc, scratch)), Path(failure_files))
 
         def look() -> None:
             if notice.file is not None and notice.file.exists():
@@ -137,7 +123,7 @@ def launch(
 
         with listening(ranks):
             try:
-                return _run(ranks, nproc, Restarts(max_restarts, scratch), max_restarts, str(scratch), look)
+                return run_attempts(ranks, nproc, Restarts(max_restarts, scratch), look=look)
             except StopAsked:
                 return _stopped(ranks, str(scratch), notice.grace_s, saves=saves)
             finally:
@@ -145,22 +131,55 @@ def launch(
                 ranks.stop()
 
 
-def _run(
-    ranks: Ranks, nproc: int, restarts: Restarts, most: int, scratch: str, look: Callable[[], None]
+def run_attempts(
+    ranks: Ranks,
+    nproc: int,
+    restarts: Restarts,
+    *,
+    address: str = "127.0.0.1",
+    port: int = 0,
+    look: Callable[[], None] = lambda: None,
 ) -> Failure | None:
-    """Start the ranks, again after each failure that may pass, until they succeed or are not started again."""
+    """Start the ranks, again after each failure that may pass, until they succeed or are not started again.
+
+    Args:
+        ranks: The ranks.
+        nproc: Their number.
+        restarts: Decides about further starts.
+        address: Where rank 0 listens, on this machine.
+        port: The port there; 0: a free one for each attempt.
+        look: Called twice a second while ranks run or are waited for; may raise.
+
+    Returns:
+        None on success, otherwise the failure to report.
+
+    Raises:
+        StopAsked: The run was asked to stop.
+        UnreadOutputError: See :func:`launch`.
+    """
     while True:
-        with socket.create_server(("127.0.0.1", 0)) as probe:
-            port = probe.getsockname()[1]  # free now
         common = {
-            ATTEMPT_VARIABLE: str(restarts.done),
-            RESTARTS_VARIABLE: str(most - restarts.done),
-            "WORLD_SIZE": str(nproc),
-            "LOCAL_WORLD_SIZE": str(nproc),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
+            ATTEMPT_VARIABLE: restarts.done,
+            RESTARTS_VARIABLE: restarts.most - restarts.done,
+            "WORLD_SIZE": nproc,
+            "LOCAL_WORLD_SIZE": nproc,
+            "GROUP_RANK": 0,
+            "GROUP_WORLD_SIZE": 1,
+            "ROLE_NAME": "default",
+            "ROLE_WORLD_SIZE": nproc,
+            "MASTER_ADDR": address,
+            "MASTER_PORT": port or _free_port(),
+            "TORCHELASTIC_RESTART_COUNT": restarts.done,
+            "TORCHELASTIC_MAX_RESTARTS": restarts.most,
+            "TORCHELASTIC_RUN_ID": "none",
         }
-        failure = _attempt(ranks, common, nproc, scratch, look)
+        own = [dict.fromkeys(("RANK", "LOCAL_RANK", "ROLE_RANK"), rank) for rank in range(nproc)]
+        mark_started(restarts.directory)
+        ranks.start([{name: str(value) for name, value in {**common, **numbers}.items()} for numbers in own])
+        ranks.wait_for_end(look)
+        if ranks.any_failed():
+            mark_lost(restarts.directory)
+        failure = _result(ranks, ranks.codes)
         then = None if failure is None else restarts.after(failure)
         if then is None or isinstance(then, Failure):
             return then
@@ -170,27 +189,16 @@ def _run(
             time.sleep(min(0.1, left))
 
 
-def _attempt(
-    ranks: Ranks, common: Mapping[str, str], nproc: int, scratch: str, look: Callable[[], None]
-) -> Failure | None:
-    """Start the ranks and wait until one has failed or all have ended."""
-    mark_started(scratch)
-    try:
-        ranks.start([{**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(nproc)], look)
-    except ForkServerError as error:
-        look()
-        mark_lost(scratch)
-        return silent_failure(None, error.args[0], time.time(), reports=True)
-    ranks.wait_for_end(look)
-    if ranks.any_failed():
-        mark_lost(scratch)
-    return _result(ranks, ranks.codes)
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port: int = probe.getsockname()[1]
+        return port
 
 
 def _result(ranks: Ranks, codes: Sequence[int]) -> Failure | None:
     """End the ranks and return why they ended; ``codes`` are those of the ranks that ended by themselves."""
     ranks.stop()
-    if UNREAD_EXIT_CODE in codes:
+    if ranks.reports and UNREAD_EXIT_CODE in codes:
         raise UnreadOutputError
     return next(iter(ranks.failures()), None)
 
@@ -224,12 +232,9 @@ def _stopped(ranks: Ranks, scratch: str, grace_s: float | None, *, saves: bool) 
     return _result(ranks, codes)
 
 
-def _starter(command: Sequence[str], nproc: int, scratch: Path) -> Starter:
-    """Return how to start ranks: as forks on Linux, unless there may be a GPU.
-
-    A fork of a process that has initialised a GPU cannot use it, and it is unverified that no import does so.
-    """
-    environment = {
+def _environment(nproc: int, scratch: Path) -> dict[str, str]:
+    """Return the variables of fullshard's programs, without those of one rank."""
+    return {
         # glibc asks for huge pages: until its first step was done a rank took 24,500 page faults in place of 176,000,
         # and a recovery 0.3 s less. Later steps take as long as before.
         "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
@@ -238,9 +243,6 @@ def _starter(command: Sequence[str], nproc: int, scratch: Path) -> Starter:
         SCRATCH_VARIABLE: str(scratch),
         LAUNCHER_VARIABLE: str(os.getpid()),
     }
-    if command[1] == "-m" and sys.platform == "linux" and not _has_gpu_driver():
-        return ForkServer(command, environment)
-    return Interpreters(command, environment)
 
 
 def default_variables(nproc: int) -> dict[str, str]:

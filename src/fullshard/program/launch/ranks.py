@@ -1,7 +1,7 @@
 """The ranks of one machine: how they are started, watched, asked to stop and ended, and which failure was the cause.
 
-All launchers use it: that of ``fullshard train`` and the other programs (:mod:`~fullshard.program.launch.local`), and
-``fullshard launch`` for scripts. The rules:
+The launcher of one machine uses it (:mod:`~fullshard.program.launch.local`), for fullshard's programs and for scripts.
+The rules:
 
 - A first request to stop (Ctrl-C, SIGTERM, Slurm's SIGUSR1, the SIGHUP of a terminal that closes) is passed to the
   ranks, which may save. A second Ctrl-C or SIGTERM kills them.
@@ -26,9 +26,9 @@ from types import FrameType
 from typing import Any, BinaryIO
 
 from fullshard.errors import RunStopped
-from fullshard.program.launch.failure import FAILURE_FILE_VARIABLE, Failure, saving_path, say_ending
+from fullshard.program.launch.failure import ERROR_FILE_VARIABLE, Failure, saving_path, say_ending
 from fullshard.program.launch.output import Output, Stream
-from fullshard.program.launch.processes import LOOK_SECONDS, Starter
+from fullshard.program.launch.processes import LOOK_SECONDS, Interpreters
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 """Signals that ask a run to save and stop."""
@@ -76,7 +76,7 @@ class _Rank:
     """A started rank."""
 
     number: int
-    process: subprocess.Popen[bytes] | int  # of a fork, the process id
+    process: subprocess.Popen[bytes]
     failure_path: Path
     code: int | None = None  # exit code, or minus the signal that ended it; None while it runs
     ended_s: float = 0.0
@@ -87,7 +87,7 @@ class _Rank:
     @property
     def pid(self) -> int:
         """Its process id, valid until :meth:`reap`, and its process group's."""
-        return self.process if isinstance(self.process, int) else self.process.pid
+        return self.process.pid
 
     def signal(self, *numbers: int) -> None:
         """Send signals to the rank and its children."""
@@ -107,10 +107,7 @@ class _Rank:
     def reap(self) -> None:
         """Forget the process as soon as it has ended."""
         self.threads[-1].join()
-        if isinstance(self.process, int):
-            os.waitpid(self.process, 0)
-        else:
-            self.process.wait()
+        self.process.wait()
 
 
 class Ranks:
@@ -120,9 +117,10 @@ class Ranks:
         asked: True after the first request to stop.
         insisted: True after a second one, which has killed the ranks.
         ending: True once the ranks of the last start are ended because one has failed.
+        reports: True for ranks of fullshard's programs, which report every error; scripts end in any way.
     """
 
-    def __init__(self, starter: Starter, failure_files: Path, output: Output | None = None) -> None:
+    def __init__(self, starter: Interpreters, failure_files: Path, output: Output | None = None) -> None:
         """Prepare; nothing is started yet.
 
         Args:
@@ -135,8 +133,8 @@ class Ranks:
         self._starter = starter
         self._failure_files = failure_files
         self._output = output
-        self._reports = output is None
-        self._good = (0, STOPPED_EXIT_CODE) if self._reports else (0,)
+        self.reports = output is None
+        self._good = (0, STOPPED_EXIT_CODE) if self.reports else (0,)
         self._ranks: list[_Rank] = []
         self._starts = 0
         self._stopped = True
@@ -160,15 +158,13 @@ class Ranks:
         """Exit codes, or minus signals, of the ranks that have ended."""
         return [rank.code for rank in self._ranks if rank.code is not None]
 
-    def start(self, environments: Sequence[Mapping[str, str]], look: Callable[[], None] = lambda: None) -> None:
+    def start(self, environments: Sequence[Mapping[str, str]]) -> None:
         """Start one rank with each of the environments, in place of the last ones.
 
         Args:
             environments: Variables of each rank, with its number, ``RANK``.
-            look: Called now and then meanwhile; may raise.
 
         Raises:
-            ForkServerError: There is no process to fork.
             StopAsked: The run was asked to stop meanwhile.
         """
         self._starts += 1
@@ -178,30 +174,22 @@ class Ranks:
         directory.mkdir()
         numbers = [int(variables["RANK"]) for variables in environments]
         paths = [directory / f"rank{number}.json" for number in numbers]
-        own = [{**env, FAILURE_FILE_VARIABLE: str(path)} for env, path in zip(environments, paths, strict=True)]
-
-        def look_too() -> None:
-            self._release()
-            look()
-
+        own = [{**env, ERROR_FILE_VARIABLE: str(path)} for env, path in zip(environments, paths, strict=True)]
         self._starting = True
         try:
-            for place, process in enumerate(self._starter.start(own, look_too)):
+            for place, process in enumerate(self._starter.start(own)):
                 self._ranks.append(_Rank(numbers[place], process, paths[place]))
                 self._watch(self._ranks[-1])
         finally:
             self._starting = False
-            self._release()
-
-    def _release(self) -> None:
-        held, self._held = self._held, None
-        if held is not None:
-            raise held
+            held, self._held = self._held, None
+            if held is not None:
+                raise held
 
     def _watch(self, rank: _Rank) -> None:
         """Start the threads that see the rank's end and read its output."""
         process = rank.process
-        if self._output is not None and not isinstance(process, int):
+        if self._output is not None:
             for stream, pipe in (("stdout", process.stdout), ("stderr", process.stderr)):
                 rank.threads.append(threading.Thread(target=self._read, args=(rank, stream, pipe), daemon=True))
         rank.threads.append(threading.Thread(target=self._wait, args=(rank,), daemon=True))
@@ -248,7 +236,7 @@ class Ranks:
     def _has_failed(self, rank: _Rank) -> bool:
         if rank.code is not None:
             return rank.code not in self._good
-        report = Failure.read(rank.failure_path)
+        report = Failure.read(rank.failure_path, rank.number)
         return report is not None and report.stopped is None
 
     def ask(self, number: int, grace_s: float = math.inf) -> bool:
@@ -268,12 +256,12 @@ class Ranks:
             return True
         for rank in self._ranks:
             rank.signal(number)
-            if self._reports:  # it saves, or ends by itself: a crash meanwhile is a failure
+            if self.reports:  # it saves, or ends by itself: a crash meanwhile is a failure
                 rank.sent.discard(number)
         began = time.monotonic()
-        while not self.all_ended() and not (self._reports and self.any_failed()):
+        while not self.all_ended() and not (self.reports and self.any_failed()):
             passed_s = time.monotonic() - began
-            if passed_s > grace_s or not (self._reports or passed_s <= STOP_SECONDS or self._any_saving()):
+            if passed_s > grace_s or not (self.reports or passed_s <= STOP_SECONDS or self._any_saving()):
                 self.kill()
                 return False
             self.wait(_LOOK_SECONDS)
@@ -329,14 +317,14 @@ class Ranks:
     def _causes(self) -> Iterator[tuple[tuple[bool, bool, float, int], Failure]]:
         for rank in self._ranks:
             code = rank.code or 0
-            failure = Failure.read(rank.failure_path)
+            failure = Failure.read(rank.failure_path, rank.number)
             # The kernel may kill a rank for memory just before this launcher signals it.
             by_us = bool(rank.sent) and (code != -signal.SIGKILL or signal.SIGKILL in rank.sent)
             if failure is not None:
                 stopped = failure.stopped is not None
                 yield (True, stopped, 0.0 if stopped else failure.time_s, rank.number), failure
             elif code not in self._good and not by_us:
-                failure = silent_failure(rank.number, code, rank.ended_s, reports=self._reports)
+                failure = silent_failure(rank.number, code, rank.ended_s, reports=self.reports)
                 yield (code >= 0 or code == -signal.SIGABRT, False, failure.time_s, rank.number), failure
 
     def hear(self, number: int, _frame: FrameType | None = None) -> None:
@@ -381,8 +369,8 @@ def heard_signals() -> tuple[signal.Signals, ...]:
     return tuple(number for number in STOP_SIGNALS if number not in ignored)
 
 
-def silent_failure(rank: int | None, code: int, ended_s: float, *, reports: bool) -> Failure:
-    """Return the failure of a rank, or of the process to be forked (None), that did not report one itself.
+def silent_failure(rank: int, code: int, ended_s: float, *, reports: bool) -> Failure:
+    """Return the failure of a rank that did not report one itself.
 
     Args:
         rank: The rank.
@@ -390,7 +378,7 @@ def silent_failure(rank: int | None, code: int, ended_s: float, *, reports: bool
         ended_s: Unix time of its end.
         reports: True if its program reports every error, so that it failed in its imports, which would come again.
     """
-    who = "the process that imports for all ranks" if rank is None else f"rank {rank}"
+    who = f"rank {rank}"
     noticed_s = ended_s - (0.0 if code == -signal.SIGABRT else _SILENT_DEATH_SECONDS)
     if code >= 0 and reports:
         message = f"{who} ended with exit code {code} before it could report why; see its output above."

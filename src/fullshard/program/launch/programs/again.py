@@ -21,7 +21,7 @@ class ReachedSink(Sink):
         """Continue from the previous attempt's record, if there is one; ``began_s``: Unix time of the first line."""
         self._began_s = began_s
         self._restored_s: float | None = None  # None in a first attempt, and after its first step in a later one
-        self._before = last_note(os.environ.get(SCRATCH_VARIABLE)) if attempt_number() else None
+        self._before = last_note(os.environ.get(SCRATCH_VARIABLE))  # the launcher's directory is new in a first attempt
         self._reached = replace(self._before or Reached(0), attempt=attempt_number(), step=None)
 
     def _note(self, **changes: object) -> None:
@@ -71,7 +71,7 @@ def resume_again(resume: str | Path) -> list[str]:
     own: resume=never would delete that one.
     """
     reached = last_note(os.environ.get(SCRATCH_VARIABLE))
-    if attempt_number() == 0 or reached is None:
+    if reached is None:
         return []
     if reached.finished:  # lost after the run was marked as finished, which resume=auto would refuse
         return [f"resume={reached.path or 'never'}"]

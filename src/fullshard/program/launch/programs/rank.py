@@ -8,16 +8,16 @@ import json
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 
 from transformers.utils import logging
 
 from fullshard.core.comm import ENDINGS, announce_failure
 from fullshard.errors import DataError, RunStopped
-from fullshard.program.launch.failure import FAILURE_FILE_VARIABLE, Failure
+from fullshard.program.launch.failure import Failure, error_file, is_forgotten
 from fullshard.program.launch.local import UNREAD_EXIT_CODE
 from fullshard.program.launch.processes import INTERRUPTED_EXIT_CODE, end_with_launcher
 from fullshard.program.launch.streams import UnreadOutputError, guard_streams
+from fullshard.variables import ATTEMPT_VARIABLE
 from fullshard.version import TESTED, untested
 
 
@@ -78,10 +78,10 @@ def run_as_rank(
 
 def _report_stop(stop: Failure, *, as_json: bool) -> int:
     """Report that the run has saved and stopped, to fullshard's launcher or, under another one, to the user."""
-    path = os.environ.get(FAILURE_FILE_VARIABLE)
+    path = error_file()
     if path is not None:
-        stop.write(Path(path))
-    elif stop.rank == 0:
+        stop.write(path)
+    if ATTEMPT_VARIABLE not in os.environ and stop.rank == 0:  # torch's agent shows none if a signal ended it
         print(stop.text(), file=sys.stderr, flush=True)
         if as_json:
             print(json.dumps(stop.as_dict()), flush=True)
@@ -89,16 +89,17 @@ def _report_stop(stop: Failure, *, as_json: bool) -> int:
 
 
 def _report_failure(error: BaseException, rank: int) -> None:
-    """Report this rank's failure to fullshard's launcher or, under another one, to the user; then end the process."""
+    """Report this rank's failure to its launcher or, if that does not show it, to the user; then end the process."""
     failure = Failure.of(error, rank)
     with contextlib.suppress(UnreadOutputError, DataError):  # standard output may have caused the failure
         sys.stdout.flush()
-    path, written = os.environ.get(FAILURE_FILE_VARIABLE), False
+    path, shown = error_file(), not is_forgotten()
     if path is not None:
-        with contextlib.suppress(OSError):  # the disk is full
-            failure.write(Path(path))
-            written = True
-    if not written:
+        try:
+            failure.write(path)
+        except OSError:  # the disk is full
+            shown = False
+    if not shown:
         print(f"[rank {failure.rank}] {failure.text()}", file=sys.stderr, flush=True)
     announce_failure(error)
     os._exit(failure.exit_code)

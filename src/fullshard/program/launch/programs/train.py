@@ -6,7 +6,6 @@ Fullshard's launcher starts it (:mod:`fullshard.program.launch.local`); under to
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import sys
 import time
@@ -16,7 +15,7 @@ from pathlib import Path
 from rich.console import Console
 
 from fullshard.core.comm import init_from_env, shutdown
-from fullshard.errors import RunStopped, UserError
+from fullshard.errors import RunStopped
 from fullshard.program.config import RunConfig, load_run, require_base, require_output_dir
 from fullshard.program.launch.attempts import note_plan
 from fullshard.program.launch.local import gpu_count
@@ -25,8 +24,6 @@ from fullshard.program.launch.programs.again import ReachedSink, resume_again
 from fullshard.program.launch.programs.rank import run_as_rank
 from fullshard.program.launch.programs.signals import StopSignals
 from fullshard.program.launch.progress import WorkProgress
-from fullshard.program.models import import_peft
-from fullshard.program.models.float8 import import_float8
 from fullshard.program.sharing import PushSink, push_finished
 from fullshard.program.train import ConsoleSink, FileSink, Sink, train
 from fullshard.program.train.auto import choices_without_plan, chosen_precision, chosen_settings, chosen_ways
@@ -51,17 +48,6 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--no-plan", action="store_true")
     parser.add_argument("--stop-when-file", type=Path)
     return parser
-
-
-def import_more(arguments: Sequence[str]) -> None:
-    """Import what only some runs need, before ranks are forked; ranks report errors in the run file."""
-    options, _ = make_parser().parse_known_args(arguments)
-    with contextlib.suppress(UserError):
-        config = load_run(options.config, options.overrides)
-        if config.model.adapter is not None:
-            import_peft("model.adapter")
-        if config.training.precision == "fp8":
-            import_float8()
 
 
 def _train(options: argparse.Namespace, *, is_first: bool) -> None:

@@ -22,9 +22,9 @@ from collections.abc import Callable
 from pathlib import Path
 from types import CodeType, ModuleType, TracebackType
 
-FAILURE_FILE_VARIABLE = "FULLSHARD_FAILURE_FILE"
+ERROR_FILE_VARIABLE = "TORCHELASTIC_ERROR_FILE"
 LAUNCHER_VARIABLE = "FULLSHARD_LAUNCHER_PID"
-"""The same names as in :mod:`fullshard.program.launch.failure` and :mod:`fullshard.program.launch.local`."""
+"""The same names as in :mod:`fullshard.program.launch.failure` and :mod:`fullshard.program.launch.processes`."""
 
 INTERRUPTED = 130
 
@@ -120,20 +120,23 @@ def _report(error: BaseException) -> None:
     elif _has_hook():
         sys.excepthook(type(error), error, own)  # the script's hook prints the traceback
         trace = None
-    path = os.environ.get(FAILURE_FILE_VARIABLE)
-    if path is None:
+    path = os.environ.get(ERROR_FILE_VARIABLE)
+    if not path:
         print(str(error) if isinstance(error, SystemExit) else trace or "", file=sys.stderr)
         return
+    kind, text, now = type(error).__name__, str(error), time.time()
     failure = {
         "rank": int(os.environ.get("RANK", "0")),
-        "kind": type(error).__name__,
-        "message": str(error),
+        "kind": kind,
+        "message": text,
         "trace": trace,
         "exit_code": 1,
-        "time_s": time.time(),
+        "time_s": now,
     }
+    more = {"py_callstack": trace or text, "timestamp": str(int(now))}
+    content = {"message": {"message": f"{kind}: {text}", "errorCode": 1, "extraInfo": more}, "fullshard": failure}
     temporary = Path(f"{path}.tmp")
-    temporary.write_text(json.dumps(failure), encoding="utf-8")
+    temporary.write_text(json.dumps(content), encoding="utf-8")
     os.replace(temporary, path)  # atomic: the launcher may read it at any moment
 
 

@@ -11,10 +11,10 @@ from typing import Any
 from fullshard.errors import ConfigError
 
 STATIC = "static"
-"""Machines have fixed numbers and meet at machine 0; torchrun's default."""
+"""Torch's backend for machines with fixed numbers; its ranks cannot start again. The default without restarts."""
 
 DYNAMIC = "c10d"
-"""Machines are numbered in order of arrival; their number may lie between a minimum and a maximum."""
+"""Torch's backend that numbers machines itself; their number may lie between a minimum and a maximum."""
 
 DEFAULT_PORT = 29500
 
@@ -65,7 +65,7 @@ class MachinePlan:
     """The machines of one run, on this machine; the fields are those of :class:`MachineSettings`."""
 
     nnodes: Nodes
-    node_rank: int
+    node_rank: int | None  # None: torch numbers the machines
     nproc: int
     host: str
     port: int
@@ -83,18 +83,23 @@ class MachinePlan:
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
-def plan_machines(sources: Sequence[MachineSettings], choose_nproc: Callable[[int | None], int]) -> MachinePlan:
+def plan_machines(
+    sources: Sequence[MachineSettings], choose_nproc: Callable[[int | None], int], *, restarts: bool = False
+) -> MachinePlan:
     """Combine the sources; the first one that has a setting wins.
 
     Args:
         sources: The command line, the file and Slurm, in this order.
         choose_nproc: Returns the number of ranks here for the requested number, or for None.
+        restarts: Whether ranks may start again.
 
     Raises:
         ConfigError: A setting is missing, or settings contradict each other.
     """
     nnodes, _ = _first(sources, "nnodes", Nodes(1, 1))
-    backend, backend_from = _first(sources, "backend", DYNAMIC if nnodes.least < nnodes.most else STATIC)
+    several = nnodes.most > 1
+    moving = nnodes.least < nnodes.most or (several and restarts)
+    backend, backend_from = _first(sources, "backend", DYNAMIC if moving else STATIC)
     if backend not in (STATIC, DYNAMIC):
         raise ConfigError(
             f"The rendezvous backend is {STATIC} or {DYNAMIC}; {backend_from} sets {backend}. {STATIC} needs only "
@@ -105,8 +110,12 @@ def plan_machines(sources: Sequence[MachineSettings], choose_nproc: Callable[[in
             f"--nnodes {nnodes} is a range, and {backend_from} sets rdzv_backend {STATIC}, "
             f"which needs a fixed one. Use --rdzv_backend {DYNAMIC}, or --nnodes {nnodes.most}."
         )
+    if backend == STATIC and moving:
+        raise ConfigError(
+            f"--max_restarts starts the ranks of {nnodes} machines again, and {backend_from} sets rdzv_backend "
+            f"{STATIC}, under which they would find addresses of the ranks before. Use --rdzv_backend {DYNAMIC}."
+        )
     _agree_with_slurm(sources)
-    several = nnodes.most > 1
     host, _ = _first(sources, "host", None if several else "127.0.0.1")
     if host is None:
         raise ConfigError(
@@ -127,7 +136,7 @@ def _first(sources: Sequence[MachineSettings], name: str, otherwise: Any) -> tup
     return otherwise, "the default"
 
 
-def _node_rank(sources: Sequence[MachineSettings], nnodes: Nodes, *, needed: bool) -> int:
+def _node_rank(sources: Sequence[MachineSettings], nnodes: Nodes, *, needed: bool) -> int | None:
     rank, source = _first(sources, "node_rank", None)
     if rank is None and needed:
         raise ConfigError(
@@ -139,7 +148,7 @@ def _node_rank(sources: Sequence[MachineSettings], nnodes: Nodes, *, needed: boo
             f"With --nnodes {nnodes}, machines are numbered from 0 to {nnodes.most - 1}; {source} says that "
             f"this one is number {rank}. Correct --node_rank or --nnodes."
         )
-    return rank or 0
+    return rank
 
 
 def _nproc(sources: Sequence[MachineSettings], nnodes: Nodes, choose_nproc: Callable[[int | None], int]) -> int:

@@ -2,37 +2,34 @@
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
-import logging
 import os
 import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from fullshard.program.launch.attempts import scratch_directory
-from fullshard.program.launch.failure import Failure, brief, in_words
-from fullshard.program.launch.local import default_variables
+from fullshard.program.launch.attempts import Restarts, scratch_directory
+from fullshard.program.launch.local import default_variables, run_attempts
 from fullshard.program.launch.output import Output, Stream, terminal_columns
 from fullshard.program.launch.processes import LAUNCHER_VARIABLE, Interpreters
-from fullshard.program.launch.ranks import Ranks, listening
-from fullshard.program.launch.script.agent import Agent
+from fullshard.program.launch.ranks import Ranks, StopAsked, listening
 from fullshard.program.launch.script.machines import MachinePlan
-from fullshard.program.launch.script.rendezvous import interface_to
+from fullshard.program.launch.script.network import interface_to
+from fullshard.program.launch.script.outcome import Ended, Outcome, outcome_of, print_outcome
 from fullshard.variables import RESTARTS_VARIABLE, SCRATCH_VARIABLE
 
 CHILD = Path(__file__).with_name("child.py")
 
-_NAMED = 3
-"""Number of ranks that failed after the first and are reported by name."""
+_ELASTIC = "fullshard.program.launch.script.elastic"
 
-_LEVEL_ERROR = 2
+_LOG_LEVEL = "TORCH_CPP_LOG_LEVEL"
+
+_OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
+"""Variable by which torch's c10d rendezvous gives the ranks of each start a store of their own."""
 
 
 @dataclass(frozen=True)
@@ -47,124 +44,77 @@ class Job:
     as_json: bool = False  # write the ranks' standard output to standard error
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """How a script ended on this machine."""
-
-    ranks: Sequence[int]  # the ranks of this machine
-    exit_code: int  # exit code of the command
-    duration_s: float  # seconds from start to end
-    failure: Failure | None = None  # the failure that ended it, or None
-    machine: str | None = None  # the machine of the failure, if it is another one
-    signal: str | None = None  # the signal that ended it, or None
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the object that ``--json`` prints."""
-        failure = None
-        if self.failure is not None:
-            failure = {"kind": self.failure.kind, "message": self.failure.message, "rank": self.failure.rank}
-            failure |= {"machine": self.machine, "traceback": self.failure.trace}
-        return {
-            "ranks": list(self.ranks),
-            "exit_code": self.exit_code,
-            "duration_s": round(self.duration_s, 3),
-            "signal": self.signal,
-            "failure": failure,
-        }
-
-
 def run_script(job: Job) -> Outcome:
     """Run a script as this machine's ranks; called once, in the main thread of its own process.
 
-    The ranks' output is printed line by line; the first failure is printed once, at the end.
+    The first failure is printed once, at the end. On one machine the ranks' output is printed line by line; on several
+    the ranks inherit this process's.
 
     Raises:
         ProcessGroupError: Not all machines arrived in time.
     """
-    _silence_torch()
     started = time.monotonic()
     standard: Mapping[Stream, Any] = {
         "stdout": sys.stderr.buffer if job.as_json else sys.stdout.buffer,
         "stderr": sys.stderr.buffer,
     }
     output = Output(standard, columns=terminal_columns(sys.stderr.buffer))
-    environment = _defaults(job.plan) | dict(job.environment)
-    with tempfile.TemporaryDirectory(prefix="fullshard-") as failure_files, scratch_directory() as scratch:
-        environment |= {SCRATCH_VARIABLE: str(scratch), RESTARTS_VARIABLE: str(job.max_restarts)}
-        environment = {**os.environ, **environment, LAUNCHER_VARIABLE: str(os.getpid())}
-        command = [sys.executable, str(CHILD), *job.arguments]
-        ranks = Ranks(Interpreters(command, environment, piped=True), Path(failure_files), output)
-        agent = Agent(job.plan, ranks, output, scratch, max_restarts=job.max_restarts, timeout_s=job.timeout_s)
-        with listening(ranks):
-            agent.run()
-        failures = ranks.failures()
-    outcome = _outcome(agent, ranks.numbers, failures, time.monotonic() - started)
-    _print_outcome(outcome, failures, output)
+    with tempfile.TemporaryDirectory(prefix="fullshard-") as directory, scratch_directory() as scratch:
+        environment = {
+            **default_variables(job.plan.nproc),
+            **job.environment,
+            SCRATCH_VARIABLE: str(scratch),
+            LAUNCHER_VARIABLE: str(os.getpid()),
+        }
+        if job.plan.several:
+            ended = _on_machines(job, environment, Path(directory))
+        else:
+            ended = _here(job, environment, Path(directory), scratch, output)
+    outcome = outcome_of(ended, time.monotonic() - started)
+    print_outcome(outcome, ended.failures, output)
     return outcome
 
 
-def _silence_torch() -> None:
-    """Silence the logs of torch's agent and store, whose errors are reported here instead."""
-    logger = logging.getLogger("torch.distributed.elastic")
-    logger.addHandler(logging.NullHandler())  # without a handler Python prints warnings
-    logger.propagate = False
-    if "TORCH_CPP_LOG_LEVEL" not in os.environ:
-        # torch has read the variable on import; if this symbol does not exist, warnings just stay visible.
-        with contextlib.suppress(OSError, ValueError):
-            library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
-            ctypes.c_int.in_dll(library, "FLAGS_caffe2_log_level").value = _LEVEL_ERROR
+def _here(job: Job, environment: Mapping[str, str], directory: Path, scratch: Path, output: Output) -> Ended:
+    """Run the ranks on this machine alone, without torch in this process."""
+    command = [sys.executable, str(CHILD), *job.arguments]
+    ranks = Ranks(Interpreters(command, {**os.environ, **environment}, piped=True), directory, output)
+    restarts = Restarts(job.max_restarts, scratch, records=False)
+    plan, stop, failure = job.plan, None, None
+    with listening(ranks):
+        try:
+            failure = run_attempts(ranks, plan.nproc, restarts, address=plan.host, port=plan.port)
+        except StopAsked as asked:
+            stop = asked.number
+            ranks.ask(stop)
+        finally:
+            ranks.asked = True  # a request that comes now is too late
+            ranks.stop()
+    found = ranks.failures()
+    first = [failure] if failure is not None else found[:1]
+    return Ended(ranks.numbers, [*first, *found[1:]], stop)
 
 
-def _defaults(plan: MachinePlan) -> dict[str, str]:
-    """Return default variables of the ranks, without those that the user has set."""
-    defaults = default_variables(plan.nproc)
-    interface = interface_to(plan.host, plan.port) if plan.several else None
-    if interface is not None and "GLOO_SOCKET_IFNAME" not in os.environ:
-        defaults["GLOO_SOCKET_IFNAME"] = interface
-    return defaults
-
-
-def _outcome(agent: Agent, ranks: Sequence[int], failures: Sequence[Failure], duration_s: float) -> Outcome:
-    failure = failures[0] if failures else None
-    if agent.signal is not None:
-        saved = failure if failure is not None and failure.stopped is not None else None
-        code = 128 + agent.signal if saved is None else saved.exit_code
-        return Outcome(ranks, code, duration_s, saved, signal=agent.signal.name)
-    machine = None
-    if agent.failed is not None:
-        failure = agent.failed.failure
-        machine = None if failure.rank in ranks else agent.failed.machine
-    return Outcome(ranks, 0 if failure is None else failure.exit_code, duration_s, failure, machine)
-
-
-def _print_outcome(outcome: Outcome, failures: Sequence[Failure], output: Output) -> None:
-    """Print why the run ended; the cause comes last, where a terminal shows it."""
-    if outcome.signal is not None:
-        for failed in filter(_is_exit_message, failures):
-            _print_as_rank(failed, output)
-        output.say(f"fullshard: stopped by {outcome.signal}; nothing is left running.")
-    failure = outcome.failure
-    if failure is None:
-        return
-    same = (failure.kind, failure.message) if _is_exit_message(failure) else None
-    others = [other for other in failures if other.rank != failure.rank and (other.kind, other.message) != same]
-    others = [other for other in others if other.stopped is None]
-    for other in others[:_NAMED]:
-        output.say(f"fullshard: then {brief(other)}")
-    if len(others) > _NAMED:
-        output.say(f"fullshard: then {len(others) - _NAMED} more ranks failed")
-    if outcome.machine is not None and failure.rank is not None:
-        output.say(f"fullshard: ended by {outcome.machine}, where rank {failure.rank} runs; its output is there")
-    if _is_exit_message(failure):
-        _print_as_rank(failure, output)
-    else:
-        output.say(failure.text() if failure.trace is not None else f"fullshard: {in_words(failure)}")
-
-
-def _is_exit_message(failure: Failure) -> bool:
-    """Return whether the script ended with ``sys.exit("reason")``, which Python prints without a traceback."""
-    return failure.kind == SystemExit.__name__ and not failure.message.startswith(f"rank {failure.rank} ended with ")
-
-
-def _print_as_rank(failure: Failure, output: Output) -> None:
-    output.feed(failure.rank or 0, "stderr", f"{failure.message}\n".encode(errors="replace"))
+def _on_machines(job: Job, environment: Mapping[str, str], directory: Path) -> Ended:
+    """Run the ranks of this machine under torch's elastic agent, which gives them the variables of this process."""
+    plan = job.plan
+    # Otherwise ranks that start again share a store with those before, and a machine that joins them waits for it.
+    os.environ.update(environment, **{_OWN_STORE: "1", RESTARTS_VARIABLE: str(job.max_restarts)})
+    interface = interface_to(plan.host, plan.port)
+    if interface is not None:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+    logged = os.environ[_LOG_LEVEL]
+    os.environ[_LOG_LEVEL] = "FATAL"  # read on import: torch's store logs stacks in C++ before it raises an error
+    elastic = import_module(_ELASTIC)  # imports torch, which one machine does without
+    os.environ[_LOG_LEVEL] = logged
+    own = os.dup(1)
+    if job.as_json:
+        os.dup2(2, 1)
+    try:
+        ended: Ended = elastic.run_elastic(
+            plan, [str(CHILD), *job.arguments], directory, max_restarts=job.max_restarts, timeout_s=job.timeout_s
+        )
+    finally:
+        os.dup2(own, 1)
+        os.close(own)
+    return ended
