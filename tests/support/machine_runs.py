@@ -30,10 +30,9 @@ def by_launch(number, restarts):
 def by_torchrun(number, restarts):
     """The same by torchrun."""
     options = ["--nnodes=2", f"--node-rank={number}", "--nproc-per-node=1", f"--rdzv-endpoint={ENDPOINT}"]
-    if restarts:  # the machines' names do not resolve
-        options += ["--rdzv-backend=c10d", "--rdzv-id=a", f"--rdzv-conf=is_host={int(number == 0)}"]
+    if restarts:
         options = [one for one in options if not one.startswith("--node-rank")]
-        options.append(f"--local-addr={ADDRESSES[number]}")
+        options += ["--rdzv-backend=c10d", "--rdzv-id=a", "--rdzv-conf=join_timeout=300"]
     return [sys.executable, "-m", "torch.distributed.run", *options, f"--max-restarts={restarts}"]
 
 
