@@ -11,7 +11,7 @@ from support.tiny_run import QUICK, read_jsonl, write_run_file
 
 SETTINGS = QUICK | {
     "training__per_device_train_batch_size": 1,
-    "training__num_train_epochs": 20,
+    "training__num_train_epochs": 6,
     "training__save_strategy": "steps",
     "training__save_steps": 5,
     "training__eval_strategy": "no",

@@ -108,7 +108,7 @@ mount --bind /dev/shm/hosts /etc/hosts
 
 
 class Machines:
-    """Machines at one switch that are started, lost and cut off one by one; each has a /dev/shm of its own and knows the names.
+    """Machines at one switch that are started, lost and cut off one by one; each has its /dev/shm and all names.
 
     A machine that is lost takes what it kept in memory with it; started again, it is a new one with the same address.
     """
