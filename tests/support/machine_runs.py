@@ -68,7 +68,7 @@ class Run:
             return [one for one in read_jsonl(self.directory / "out" / "metrics.jsonl") if one["kind"] == "step"]
         return []
 
-    def until(self, condition, seconds=90):
+    def until(self, condition, seconds=240):
         deadline = time.monotonic() + seconds
         while not condition():
             assert time.monotonic() < deadline, self.said()
