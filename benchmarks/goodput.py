@@ -149,9 +149,9 @@ class Run:
         raise SystemExit(f"the run ended before step {step}:\n{self.said.read_text()}")
 
     def ranks(self) -> list[int]:
-        """The ids of the ranks' processes: the launcher's children but the oldest, of which they are forks."""
+        """The ids of the ranks' processes, the launcher's children."""
         children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
-        return [int(pid) for pid in children[1:]]
+        return [int(pid) for pid in children]
 
     def stop(self) -> tuple[int, float]:
         """Stop the run after the step that it is in; the steps before, and when the last of them was recorded."""

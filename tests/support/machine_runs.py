@@ -11,29 +11,45 @@ from support.tiny_run import QUICK, read_jsonl, write_run_file
 
 SETTINGS = QUICK | {
     "training__per_device_train_batch_size": 1,
-    "training__num_train_epochs": 20,
-    "training__save_strategy": "no",
+    "training__num_train_epochs": 6,
+    "training__save_strategy": "steps",
+    "training__save_steps": 5,
     "training__eval_strategy": "no",
 }
-"""With dropout, and no checkpoint on disk."""
+"""With dropout."""
+
+ENDPOINT = f"{ADDRESSES[0]}:29500"
 
 
-ELASTIC = ["--nnodes", "1:2", "--rdzv_backend", "c10d"]
-"""One machine or two, in place of a fixed number."""
+def by_launch(number, restarts):
+    """The command that starts machine ``number`` of two by ``fullshard launch``."""
+    options = ["--nnodes", "2", "--node_rank", str(number), "--nproc_per_node", "1", "--rdzv_endpoint", ENDPOINT]
+    return [sys.executable, "-m", "fullshard", "launch", *options, "--max_restarts", str(restarts)]
+
+
+def by_torchrun(number, restarts):
+    """The same by torchrun."""
+    options = ["--nnodes=2", f"--node-rank={number}", "--nproc-per-node=1", f"--rdzv-endpoint={ENDPOINT}"]
+    if restarts:
+        options = [one for one in options if not one.startswith("--node-rank")]
+        options += ["--rdzv-backend=c10d", "--rdzv-id=a", "--rdzv-conf=join_timeout=300"]
+    return [sys.executable, "-m", "torch.distributed.run", *options, f"--max-restarts={restarts}"]
 
 
 class Run:
-    """A run on some machines of one rank each."""
+    """A run on two machines of one rank each."""
 
-    def __init__(self, directory, count, options=(), **changes):
-        """Start it on all of them."""
+    def __init__(self, directory, start=by_launch, restarts=3, **changes):
+        """Start it on both by ``start``."""
         directory.mkdir()
-        self.directory, self.count = directory, count
+        self.directory, self.count = directory, 2
         file = write_run_file(directory, **(SETTINGS | changes))
-        self.options = ["--max_restarts", "3", *(options or ("--nnodes", str(count)))]
         self.train = ["-m", "fullshard", "train", str(file), "--no-plan"]
+        self.command, self.restarts = start, restarts
         env = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "RANK", "WORLD_"))}
         env |= {"PYTHONPATH": str(SOURCE), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+        if start is by_torchrun:
+            env["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
         self.machines = Machines(directory, env)
 
     def __enter__(self):
@@ -45,21 +61,17 @@ class Run:
         self.machines.__exit__()
 
     def start(self, number):
-        place = ["--nproc_per_node", "1", "--rdzv_endpoint", f"{ADDRESSES[0]}:29500"]
-        if "c10d" not in self.options:
-            place += ["--node_rank", str(number)]
-        launch = [sys.executable, "-m", "fullshard", "launch", *self.options, *place]
-        self.machines.start(number, [*launch, *self.train])
+        self.machines.start(number, [*self.command(number, self.restarts), *self.train])
 
     def steps(self):
         with contextlib.suppress(FileNotFoundError):
             return [one for one in read_jsonl(self.directory / "out" / "metrics.jsonl") if one["kind"] == "step"]
         return []
 
-    def until(self, condition, seconds=90):
+    def until(self, condition, seconds=240):
         deadline = time.monotonic() + seconds
         while not condition():
-            assert time.monotonic() < deadline, [self.machines.said(number) for number in range(self.count)]
+            assert time.monotonic() < deadline, self.said()
             time.sleep(0.05)  # between looks at a file of another process
 
     def trains_past(self, step):
@@ -68,13 +80,19 @@ class Run:
         metrics = self.directory / "out" / "metrics.jsonl"
         self.until(lambda: self.steps() and self.steps()[-1]["step"] > step and metrics.stat().st_mtime > asked)
 
+    def said(self):
+        """What each machine has said."""
+        return [self.machines.said(number) for number in range(self.count)]
+
+    def codes(self):
+        """The exit codes, when the run has ended on all machines."""
+        return [self.machines.wait(number, 200) for number in range(self.count)]
+
     def finish(self):
         """What was said, by machine, when the run has ended on all of them without an error."""
-        said = [self.machines.said(number) for number in range(self.count)]
-        codes = [self.machines.wait(number, 150) for number in range(self.count)]
-        said = [self.machines.said(number) for number in range(self.count)]
-        assert codes == [0] * self.count, said
-        return said
+        codes = self.codes()
+        assert codes == [0] * self.count, self.said()
+        return self.said()
 
     def facts(self):
         """Everything that two equal runs have in common: steps, losses, tokens, and the weights."""

@@ -100,13 +100,15 @@ def set_link(machines, number, state):
     subprocess.run([*inside, "ip", "link", "set", ends()[number], state], check=True, env=os.environ | {"PATH": _PATH})
 
 
-LOST = """
+ALONE = """
 mount -t tmpfs memory /dev/shm
+printf "127.0.0.1 localhost\\n{hosts}" > /dev/shm/hosts
+mount --bind /dev/shm/hosts /etc/hosts
 """
 
 
 class Machines:
-    """Machines at one switch that are started, lost and cut off one by one; each has a /dev/shm of its own.
+    """Machines at one switch that are started, lost and cut off one by one; each has its /dev/shm and all names.
 
     A machine that is lost takes what it kept in memory with it; started again, it is a new one with the same address.
     """
@@ -135,7 +137,8 @@ class Machines:
         self.starts += 1
         ends = [f"{self.name}{side}{self.starts}" for side in "ms"]
         address = f"{ADDRESSES[0].rpartition('.')[0]}.{number + 1}"
-        inside = LOST + INSIDE.format(number=number, address=address, end=ends[0])
+        hosts = "".join(f"{address} node{place}\\n" for place, address in enumerate(ADDRESSES))
+        inside = ALONE.format(hosts=hosts) + INSIDE.format(number=number, address=address, end=ends[0])
         with self._file(number).open("a") as said:
             machine = subprocess.Popen(
                 [*UNSHARE, "sh", "-c", inside, "sh", *command],

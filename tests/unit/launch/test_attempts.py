@@ -101,8 +101,8 @@ def test_the_same_step_twice_in_the_same_way_ends_with_the_first_cause(run, tmp_
         reach(7)
         if rank == 1:
             with open(os.environ["TORCHELASTIC_ERROR_FILE"], "w") as file:
-                json.dump(dict(fullshard=dict(rank=1, kind="ConnectionError", message=f"of attempt {attempt}", trace=None,
-                                              exit_code=1, time_s=1.0, transient=True)), file)
+                json.dump(dict(fullshard=dict(rank=1, kind="ConnectionError", message=f"of attempt {attempt}",
+                                              trace=None, exit_code=1, time_s=1.0, transient=True)), file)
             sys.exit(1)
         signal.pause()
         """

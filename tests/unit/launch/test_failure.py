@@ -65,17 +65,21 @@ def test_torchs_summary_shows_what_a_rank_wrote(tmp_path, monkeypatch):
     assert (read.rank, read.kind, read.message, read.exit_code) == (4, "ValueError", "the cause", 1)
 
 
+AGENT = {"TORCHELASTIC_USE_AGENT_STORE": "False"}
+"""A variable that torch's agent alone sets."""
+
+
 @pytest.mark.parametrize(
     ("variables", "forgotten"),
     [
         ({"TORCHELASTIC_ERROR_FILE": ""}, True),  # nobody reads one
-        ({"TORCHELASTIC_RESTART_COUNT": "1", "TORCHELASTIC_MAX_RESTARTS": "1"}, False),
-        ({"TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_MAX_RESTARTS": "1"}, True),
-        ({"TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_MAX_RESTARTS": "1", "FULLSHARD_ATTEMPT": "0"}, False),
+        ({"TORCHELASTIC_RESTART_COUNT": "1", "TORCHELASTIC_MAX_RESTARTS": "1"} | AGENT, False),
+        ({"TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_MAX_RESTARTS": "1"}, False),  # fullshard's launcher
+        ({"TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_MAX_RESTARTS": "1"} | AGENT, True),
     ],
 )
 def test_a_rank_prints_what_its_launcher_will_not(monkeypatch, variables, forgotten):
-    for name in ("TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS", "FULLSHARD_ATTEMPT"):
+    for name in ("TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS", "TORCHELASTIC_USE_AGENT_STORE"):
         monkeypatch.delenv(name, raising=False)
     for name, value in ({"TORCHELASTIC_ERROR_FILE": "f.json"} | variables).items():
         monkeypatch.setenv(name, value)

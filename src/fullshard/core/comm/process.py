@@ -361,8 +361,7 @@ def _join(timeout: datetime.timedelta) -> Comm:
 def _await_store(seconds: float) -> None:
     """Wait until rank 0's store accepts connections, for ``seconds`` at most; torch then reports what is wrong.
 
-    Ranks that are forks arrive within milliseconds of each other. torch tries a refused connection again only after 0.3
-    to 0.6 s, which was a fifth of a recovery.
+    torch tries a refused connection again only after 0.3 to 0.6 s, which was a fifth of a recovery.
     """
     address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     deadline, pause_s = time.monotonic() + seconds, _FIRST_PAUSE_S

@@ -40,13 +40,13 @@ DESCRIPTION = """\
 Run a script as ranks, one per GPU (or 2 on the CPU), with torchrun's variables: RANK, LOCAL_RANK, WORLD_SIZE,
 MASTER_ADDR, MASTER_PORT. Put options before the script; everything after it is passed to the script.
 
-Each output line is prefixed with its rank. When a rank fails, the others are ended, the traceback of the rank that
-failed first is printed last, and its exit code is returned (128 + n for signal n). Ctrl-C and SIGTERM end all ranks;
-those of fullshard train save first, and the exit code is 75.
+On one machine each output line is prefixed with its rank. When a rank fails, the others are ended, the traceback of the
+rank that failed first is printed last, and its exit code is returned (128 + n for signal n). Ctrl-C and SIGTERM end all
+ranks; those of fullshard train save first, and the exit code is 75.
 
-On several machines, start the same command on each, with its own --node_rank; they meet at machine 0 (--rdzv_endpoint).
-Under Slurm, srun --ntasks-per-node=1 fullshard launch ... needs neither option. The command line overrides the file,
-the file overrides Slurm.
+On several machines, start the same command on each, with its own --node_rank; they meet at machine 0 (--rdzv_endpoint),
+and torchrun's agent starts and restarts the ranks. Under Slurm, srun --ntasks-per-node=1 fullshard launch ... needs
+neither option. The command line overrides the file, the file overrides Slurm.
 
 The options of accelerate launch work as well, before the script: --mixed_precision, --use_fsdp, --fsdp_*, --dynamo_*,
 --parallelism_config_*, --cpu, --gpu_ids, --debug, --num_cpu_threads_per_process. They override the file.
@@ -101,7 +101,7 @@ def _add_machines(parser: argparse.ArgumentParser) -> None:
         *spellings("num_machines"),
         metavar="N",
         type=_nodes,
-        help="number of machines (default 1); MIN:MAX with --rdzv_backend c10d",
+        help="number of machines (default 1), or MIN:MAX",
     )
     parser.add_argument(
         *spellings("node_rank"),
@@ -126,7 +126,7 @@ def _add_machines(parser: argparse.ArgumentParser) -> None:
         "--rdzv_backend",
         "--rdzv-backend",
         metavar="NAME",
-        help="how machines are numbered: static, by --node_rank (default); c10d, in order of arrival",
+        help="torch's: static, or c10d, the default with --max_restarts or MIN:MAX machines",
     )
     parser.add_argument("--rdzv_id", "--rdzv-id", metavar="ID", help="distinguishes runs with the same endpoint")
     parser.add_argument(

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 from fullshard.errors import FullshardError, RunStopped, UserError
-from fullshard.variables import ATTEMPT_VARIABLE
 
 ERROR_FILE_VARIABLE = "TORCHELASTIC_ERROR_FILE"
 """Path of the file for a rank's failure, of torch's elastic agent too. Without it a rank prints its failure itself."""
@@ -36,7 +35,7 @@ def error_file() -> Path | None:
 def is_forgotten() -> bool:
     """Return True if this rank's launcher will not show a failure: torch's agent shows only that of the last start."""
     starts, most = (int(os.environ.get(f"TORCHELASTIC_{name}", "0")) for name in ("RESTART_COUNT", "MAX_RESTARTS"))
-    return error_file() is None or (ATTEMPT_VARIABLE not in os.environ and starts < most)
+    return error_file() is None or ("TORCHELASTIC_USE_AGENT_STORE" in os.environ and starts < most)
 
 
 def saving_path(failure_path: Path) -> Path:

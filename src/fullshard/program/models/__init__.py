@@ -8,7 +8,6 @@ from fullshard.program.models.adapters import (
     AdapterWeights as AdapterWeights,
     add_adapter as add_adapter,
     base_of as base_of,
-    import_peft as import_peft,
     init_of as init_of,
     load_adapter as load_adapter,
     magnitude_layers as magnitude_layers,

@@ -121,8 +121,9 @@ def _report(error: BaseException) -> None:
         sys.excepthook(type(error), error, own)  # the script's hook prints the traceback
         trace = None
     path = os.environ.get(ERROR_FILE_VARIABLE)
-    if not path:
+    if not path or _is_forgotten():
         print(str(error) if isinstance(error, SystemExit) else trace or "", file=sys.stderr)
+    if not path:
         return
     kind, text, now = type(error).__name__, str(error), time.time()
     failure = {
@@ -138,6 +139,12 @@ def _report(error: BaseException) -> None:
     temporary = Path(f"{path}.tmp")
     temporary.write_text(json.dumps(content), encoding="utf-8")
     os.replace(temporary, path)  # atomic: the launcher may read it at any moment
+
+
+def _is_forgotten() -> bool:
+    """Return True if torch's agent will not show a failure of this start; as in the launcher's own module."""
+    starts, most = (int(os.environ.get(f"TORCHELASTIC_{name}", "0")) for name in ("RESTART_COUNT", "MAX_RESTARTS"))
+    return "TORCHELASTIC_USE_AGENT_STORE" in os.environ and starts < most
 
 
 def _has_hook() -> bool:

@@ -16,7 +16,7 @@ from torch.distributed.elastic.rendezvous import RendezvousClosedError, Rendezvo
 from torch.distributed.launcher.api import elastic_launch
 
 from fullshard.errors import ProcessGroupError
-from fullshard.program.launch.failure import Failure, brief
+from fullshard.program.launch.failure import Failure
 from fullshard.program.launch.messages import say
 from fullshard.program.launch.ranks import heard_signals, silent_failure
 from fullshard.program.launch.script.machines import STATIC, MachinePlan
@@ -96,7 +96,7 @@ def _options(plan: MachinePlan, directory: Path, max_restarts: int, timeout_s: f
 
 
 class _Starts(DefaultLogsSpecs):
-    """Counts the starts of ranks, which torch does not count if another machine has failed, and says why they restart.
+    """Counts the starts of ranks, which torch does not count if another machine has failed, and says so.
 
     Attributes:
         ranks: Numbers of the ranks of the last start.
@@ -112,8 +112,7 @@ class _Starts(DefaultLogsSpecs):
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
         """Return the files of a start; the agent calls it before each."""
         if self._count:
-            failures = self.failures()
-            say(f"{brief(failures[0])}; the ranks start again" if failures else "the ranks start again")
+            say("the ranks start again")
         for env in envs.values():
             env[ATTEMPT_VARIABLE] = str(self._count)
         self._count += 1
