@@ -1,13 +1,12 @@
 """Ranks and machines that die at random moments of a run: does it end, with the same bits, and what does that cost?
 
-    python benchmarks/faults.py [--kills 200] [--machines 50] [--terms 100] [--stops 50] [--servers 20] [--minutes 60]
+    python benchmarks/faults.py [--kills 220] [--machines 50] [--terms 100] [--stops 50] [--minutes 60]
 
 Each run is ``fullshard train --max-restarts`` of a tiny T5 with dropout, two CPU ranks, evaluations and background
-saves. Faults come at random moments, also while processes start: SIGKILL of one rank, or of one and of the process that
-ranks are forks of; the end of the machine (launcher, ranks and what they keep in memory), after which the same command
-is given again; SIGTERM of the launcher, then the same command; SIGSTOP of a rank for up to 5 s. At the end metrics,
-predictions and weights are compared with an undisturbed run's. Every finished run is recorded at once (``--out``), and
-the next call continues after it.
+saves. Faults come at random moments, also while processes start: SIGKILL of one rank; the end of the machine (launcher,
+ranks and what they keep in memory), after which the same command is given again; SIGTERM of the launcher, then the same
+command; SIGSTOP of a rank for up to 5 s. At the end metrics, predictions and weights are compared with an undisturbed
+run's. Every finished run is recorded at once (``--out``), and the next call continues after it.
 """
 
 import argparse
@@ -36,7 +35,7 @@ LATEST = Path(__file__).parent / "results" / "faults.json"
 GOODPUT = LATEST.with_name("goodput.json")
 """What benchmarks/goodput.py measured."""
 
-COUNTS = {"kill": 200, "machine": 50, "term": 100, "stop": 50, "server": 20}
+COUNTS = {"kill": 220, "machine": 50, "term": 100, "stop": 50}
 PER_RUN = 12
 LONGEST_S = 300.0
 STOPPED, INTERRUPTED = 75, 130
@@ -72,7 +71,7 @@ class Run:
             self.process = subprocess.Popen(arguments, env=env, stdout=said, stderr=said)
 
     def processes(self):
-        """The ids of the launcher's children: the process that ranks are forks of, then ranks."""
+        """The ids of the ranks' processes."""
         with contextlib.suppress(OSError):
             children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
             return [int(child) for child in children]
@@ -109,19 +108,15 @@ class Run:
 
 def strike(run, kind, draw):
     """Do harm of a kind; True if there was anything to harm."""
-    server, *ranks = run.processes() or [None]
-    if server is None or run.process.poll() is not None:
+    ranks = run.processes()
+    if not ranks or run.process.poll() is not None:
         return False
     with contextlib.suppress(ProcessLookupError):
         if kind == "kill":
-            os.kill(draw.choice(ranks or [server]), signal.SIGKILL)
-        elif kind == "server":
-            os.kill(server, signal.SIGKILL)
-            if ranks:  # which go on; the next attempt has to import again
-                os.kill(draw.choice(ranks), signal.SIGKILL)
+            os.kill(draw.choice(ranks), signal.SIGKILL)
         elif kind == "machine":
             kept = run.kept()
-            for pid in (run.process.pid, server, *ranks):
+            for pid in (run.process.pid, *ranks):
                 os.kill(pid, signal.SIGKILL)
             run.process.wait()
             time.sleep(0.2)  # the kernel ends ranks a moment later, which write until then
@@ -130,7 +125,7 @@ def strike(run, kind, draw):
         elif kind == "term":
             run.process.terminate()
         else:
-            rank = draw.choice(ranks or [server])
+            rank = draw.choice(ranks)
             os.kill(rank, signal.SIGSTOP)
             time.sleep(draw.uniform(0.2, 5.0))
             os.kill(rank, signal.SIGCONT)

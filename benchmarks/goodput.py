@@ -77,7 +77,7 @@ def rank(directory: Path, steps: int) -> None:
                 checkpoints.in_memory.wait()
             lines.append(time.perf_counter() - started)
         checkpoints.in_memory.wait()
-        kept = [path.stat().st_size for path in Path(os.environ["FULLSHARD_KEEP_DIR"]).rglob("state.bin")]
+        kept = [path.stat().st_size for path in Path(os.environ["FULLSHARD_KEEP_DIR"]).rglob("*.safetensors")]
         end = {"every": checkpoints.in_memory.every, "kept_bytes": sum(kept), "seconds": lines}
         end["costs_s"] = checkpoints.in_memory.costs
     (directory / f"rank{number}.json").write_text(json.dumps(end))
@@ -149,9 +149,9 @@ class Run:
         raise SystemExit(f"the run ended before step {step}:\n{self.said.read_text()}")
 
     def ranks(self) -> list[int]:
-        """The ids of the ranks' processes: the launcher's children but the oldest, of which they are forks."""
+        """The ids of the ranks' processes: the launcher's children."""
         children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
-        return [int(pid) for pid in children[1:]]
+        return [int(pid) for pid in children]
 
     def stop(self) -> tuple[int, float]:
         """Stop the run after the step that it is in; the steps before, and when the last of them was recorded."""

@@ -1,6 +1,6 @@
 """Machines with a network, processes and memory of their own: ranks die, machines are lost, cables are pulled.
 
-Every run ends with the bits of the undisturbed one, and nothing is on disk to resume from.
+Every run ends with the bits of the undisturbed one.
 """
 
 import os
@@ -58,19 +58,6 @@ def test_resume_never_holds_for_the_first_attempt_on_all_machines(tmp_path, calm
         assert run.facts() == calm(2)
 
 
-@pytest.mark.parametrize(("count", "victim"), [(2, 1), (2, 0), (3, 1)])
-def test_a_machine_that_is_lost_and_started_again_continues_from_its_peers_copy(tmp_path, calm, count, victim):
-    with Run(tmp_path / "run", count) as run:
-        run.trains_past(6)
-        run.machines.lose(victim)
-        run.start(victim)
-        said = run.finish()
-        others = [text for number, text in enumerate(said) if number != victim]
-        assert all("restart 1 of 3" in text for text in others)
-        assert FROM_MEMORY in said[0]
-        assert run.facts() == calm(count)
-
-
 def test_a_cut_shorter_than_the_limit_ends_nothing(tmp_path, calm):
     with Run(tmp_path / "run", 2) as run:
         run.trains_past(6)
@@ -109,20 +96,6 @@ def assert_close(steps, right):
     for key in ("step", "tokens"):
         assert [one[key] for one in steps] == [one[key] for one in right]
     assert max(abs(one["loss"] - other["loss"]) for one, other in zip(steps, right, strict=True)) < 1e-5
-
-
-def test_without_a_machine_that_does_not_return_a_run_goes_on_from_the_copies_of_its_ranks(tmp_path):
-    with Run(tmp_path / "calm", 2, **SMOOTH) as run:
-        run.finish()
-        right = run.steps()
-    with Run(tmp_path / "run", 2, ELASTIC, **SMOOTH) as run:
-        run.trains_past(6)
-        run.machines.lose(1)
-        run.count = 1
-        (said,) = run.finish()
-        assert "from the snapshots in memory of 2 ranks" in said
-        assert ALONE in said
-        assert_close(run.steps(), right)
 
 
 def test_a_machine_that_returns_is_taken_in_after_a_save(tmp_path):

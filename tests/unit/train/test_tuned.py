@@ -29,7 +29,7 @@ from fullshard.program.train.setup.tuned import (
     with_others,
     write_tuned,
 )
-from fullshard.state.resilience import ScratchDirectory
+from fullshard.state.saving.scratch import ScratchDirectory
 from support.tiny_run import QUICK, write_run_file
 
 GPU = hardware("h100")
