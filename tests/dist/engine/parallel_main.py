@@ -2,6 +2,7 @@
 
 import inspect
 import json
+import os
 import re
 import sys
 import tempfile
@@ -37,11 +38,9 @@ from fullshard.core.optim.average import ExponentialMovingAverage
 from fullshard.core.shards import run_of
 from fullshard.errors import CheckpointError, ConfigError, MismatchError, ProcessGroupError, ShardingError, WrapError
 from fullshard.optim import Adafactor
-from fullshard.state.resilience import OfOtherRanks, Snapshot, SnapshotHeader
 from fullshard.state.saving.export import ExportOptions, export
-from fullshard.state.saving.snapshot import put_back, take
-from fullshard.state.storage import as_json
 from fullshard.state.storage.contents import verify
+from fullshard.variables import SCRATCH_VARIABLE
 from support.models import batches, causal_loss, llama, lm_loss, seq2seq_loss, t5_untied
 from support.rank_script import parse, print_result, run_checks
 
@@ -551,28 +550,21 @@ def checkpoints_of_a_llama_fit_other_meshes(directory):
 
 
 def snapshots_are_put_back(directory):
-    """A rank's own state, bit for bit; refused on another mesh; and saved as a checkpoint for other ranks."""
-    (model, optimizer), rank = trained("sequence"), dist.get_rank()
-    tensors, plain = take(model, optimizer, None, torch.device("cpu"), cut=True)
-    tensors, plain = {name: one.clone() for name, one in tensors.items()}, as_json(plain)
-    expected, held = full(model), held_by(model, optimizer)
+    """A rank's own state, bit for bit; refused on another mesh."""
+    (model, optimizer), kept = trained("sequence"), Path(directory) / "snapshots"
+    held = held_by(model, optimizer)
+    os.environ[SCRATCH_VARIABLE] = str(kept / "keep")
+    with fullshard.Checkpoints(kept / "run", in_memory=1) as checkpoints:
+        assert checkpoints.snapshot(model, optimizer, step=STEPS)
+        checkpoints.in_memory.wait()
+        path = checkpoints.in_memory.newest()
+    del os.environ[SCRATCH_VARIABLE]
     train(model, lm_loss, mesh_of(2, 2), optimizer=optimizer)
-    put_back(model, optimizer, None, tensors, plain)
+    assert fullshard.load_checkpoint(model, optimizer, path).rng_restored
     assert_same(held_by(model, optimizer), held)
     other = sharded("sequence", 1, 4)
     with expect(CheckpointError, "Shard the model as before"):
-        put_back(other, adamw(other), None, tensors, plain)
-    described = [SnapshotHeader(STEPS, rank, 4, 0, 0, 1, plain=plain)]
-    own = Snapshot(Path(directory), described[0], tensors)
-    dist.broadcast_object_list(described)
-    with fullshard.Checkpoints(path := Path(directory) / "snapshots") as checkpoints:
-        checkpoints.save_snapshots(OfOtherRanks(described[0], (own,)), model)
-    found, _, restored = loaded(sharded("sequence"), path)
-    assert restored.rng_restored
-    assert_same(found, held)
-    alone = core(sequence(), mesh=mesh_of(4, 1)["dp"])
-    assert not loaded(alone, path)[2].rng_restored
-    assert_same(full(alone), expected)
+        fullshard.load_checkpoint(other, adamw(other), path)
 
 
 def buffers_that_are_dtensors_are_saved(directory):

@@ -24,6 +24,7 @@ from fullshard.program.train.run.step import StepSpec, issue_step
 from fullshard.program.train.run_plan import largest_steps
 from fullshard.program.train.setup.prepare import prepare
 from fullshard.state.saving import Checkpoints, load_checkpoint, save
+from fullshard.state.storage import dtype_of, find_checkpoints, read_index
 from fullshard.state.storage.shard_file import BLOCK_BYTES
 from fullshard.variables import RESTARTS_VARIABLE, SCRATCH_VARIABLE
 from support.planned import OPTIONS, RUNS, build
@@ -95,7 +96,9 @@ def around(meter, parts, config, directory):
         for step in (3, 4):
             checkpoints.snapshot(parts.model, parts.optimizer, step=step)
             checkpoints.in_memory.wait()
-        snapshots = sum(file.stat().st_size for file in directory.glob(f"*/rank-{ranks.rank:05d}/*/state.bin"))
+        kept = [read_index(path) for path in find_checkpoints(*directory.glob(f"*/rank-{ranks.rank:05d}"))]
+        runs = [(entry, piece) for index in kept for entry in index.tensors.values() for piece in entry.pieces]
+        snapshots = sum((piece.stop - piece.start) * dtype_of(entry).itemsize for entry, piece in runs)
     gc.collect()  # what is freed after this mark would be missing from what a resumed run holds
     marks.append(time.perf_counter())
     again = assemble(config, ranks)

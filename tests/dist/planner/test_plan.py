@@ -120,6 +120,7 @@ def test_saving_and_resuming_take_what_is_planned(case, ranks, plans):
 def test_host_memory_has_the_copies_of_a_save_and_the_snapshots_for_restarts(case, ranks, plans):
     for plan, rank in zip(plans(case), ranks, strict=True):
         found = rank[case]["around"]
-        assert plan.host["snapshots"] == found["snapshots"]
+        # The random state is text of varying length.
+        assert plan.host["snapshots"] == pytest.approx(found["snapshots"], abs=1000)
         if "checkpoint_copies" in plan.host:
             assert plan.host["checkpoint_copies"] == pytest.approx(found["checkpoint_copies"], rel=0.01)

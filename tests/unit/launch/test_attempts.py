@@ -17,7 +17,7 @@ from fullshard.program.launch.attempts import Reached, Restarts, scratch_directo
 from fullshard.program.launch.failure import Failure
 from fullshard.program.launch.programs import again
 from fullshard.program.launch.programs.again import ReachedSink, resume_again
-from fullshard.state.resilience import ScratchDirectory
+from fullshard.state.saving.scratch import ScratchDirectory
 
 PRELUDE = """
 import json, os, signal, sys
@@ -276,17 +276,11 @@ def test_directories_of_killed_launchers_are_removed_and_those_of_others_are_not
     assert not mine.exists()
 
 
-def snapshot_of(keep, rank, number, step):
-    path = keep / "run" / f"rank-{rank:05d}" / str(number) / "manifest.json"
-    path.parent.mkdir(parents=True)
-    path.write_text(json.dumps({"step": step}))
-
-
 def test_the_line_says_the_step_of_a_snapshot_that_all_ranks_have(tmp_path, capfd):
     (tmp_path / "reached.json").write_text(json.dumps({"attempt": 0, "step": 9, "saved": 2}))
-    for rank, number, step in ((0, 0, 8), (0, 1, 9), (1, 0, 8)):
-        snapshot_of(tmp_path, rank, number, step)
-    (tmp_path / "run" / "rank-00001" / "1").mkdir()  # rank 1 was killed before it had completed the one of step 9
+    # Rank 1 was killed before it had completed the one of step 9.
+    for rank, name in ((0, "step-00000008"), (0, "step-00000009"), (1, "step-00000008"), (1, "step-00000009.tmp")):
+        (tmp_path / "run" / f"rank-{rank:05d}" / name).mkdir(parents=True)
     Restarts(3, tmp_path).after(failure())
     assert "from step 8 or later" in capfd.readouterr().err
 
@@ -311,9 +305,7 @@ def test_a_stop_between_attempts_says_what_was_in_memory_only(run, monkeypatch, 
         run(
             """
             reach(7, 4)
-            path = f"{keep}/run/rank-{rank}/0"
-            os.makedirs(path)
-            open(path + "/manifest.json", "w").write('{"step": 7}')
+            os.makedirs(f"{keep}/run/rank-{rank}/step-00000007")
             open(f"{out}/ready{rank}", "w")
             while not os.path.exists(f"{out}/ready{1 - rank}"):
                 pass

@@ -1,12 +1,9 @@
 """A snapshot gives back what a rank held, one that is not whole is never taken for one, and a failure ends no run."""
 
 import errno
-import json
 import os
 import re
-import resource
-import tempfile
-from pathlib import Path
+import shutil
 from types import SimpleNamespace
 
 import pytest
@@ -18,13 +15,12 @@ from fullshard.core.optim import AdamW8bit, Muon, step_in_backward
 from fullshard.core.optim.average import ExponentialMovingAverage
 from fullshard.core.testing import run_ranks
 from fullshard.errors import CheckpointError
-from fullshard.state.resilience import checksums, scratch, snapshot_buffer, snapshots
-from fullshard.state.resilience.snapshot_buffer import SnapshotBuffer, SnapshotHeader
-from fullshard.state.resilience.snapshots import _interval
+from fullshard.state.saving import memory, scratch
+from fullshard.state.saving.memory import InMemory, _interval
 from fullshard.state.saving.parameter_state import stepped
-from fullshard.state.saving.pieces import plan_save
-from fullshard.state.saving.snapshot import take
-from fullshard.state.storage import find_checkpoints, seal
+from fullshard.state.saving.pieces import frozen_digest
+from fullshard.state.saving.scratch import ScratchDirectory
+from fullshard.state.storage import find_checkpoints, shard_name, verify
 from support.models import TinyLM, batches, lm_loss
 from support.parity import replicas
 from support.states import assert_same_bits, rank_runs, whole
@@ -82,10 +78,10 @@ def attempt(size, directory, steps, *, optimizer_of=adamw, mesh_of=lambda comm: 
     return began[0], whole(runs)
 
 
-def buffers(keep, rank):
-    """A rank's buffers with a snapshot, by its step."""
-    found = [SnapshotBuffer(path).read() for path in sorted(keep.glob(f"*/rank-{rank:05d}/*"))]
-    return {one.described.step: one.directory for one in found if one is not None}
+def snapshots_of(keep, rank):
+    """A rank's complete snapshots, by step."""
+    directory = ScratchDirectory.of(keep.parent / "run").directory / f"rank-{rank:05d}"
+    return {int(path.name.removeprefix("step-")): path for path in find_checkpoints(directory)}
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
@@ -93,6 +89,9 @@ def test_a_later_attempt_continues_to_the_bit(size, tmp_path, keep, monkeypatch)
     _, undisturbed = attempt(size, tmp_path / "other", 5)
     assert attempt(size, tmp_path / "run", 3)[0] == 0
     monkeypatch.setenv("FULLSHARD_ATTEMPT", "1")
+    for rank in range(size):
+        assert list(snapshots_of(keep, rank)) == [2, 3]
+        assert verify(snapshots_of(keep, rank)[3]).problems == 0
     began, state = attempt(size, tmp_path / "run", 5, fill=-7)
     assert began == 3
     assert_same_bits(state, undisturbed)
@@ -128,25 +127,30 @@ def test_replicas_keep_their_own(tmp_path, monkeypatch):
     assert_same_bits(state, undisturbed)
 
 
-def break_bytes(directory):
-    content = bytearray((directory / snapshot_buffer.BYTES_NAME).read_bytes())
-    content[100] ^= 4
-    (directory / snapshot_buffer.BYTES_NAME).write_bytes(content)
+def break_bytes(path):
+    file = path / shard_name(1, 2)
+    content = bytearray(file.read_bytes())
+    content[-100] ^= 4
+    file.write_bytes(content)
 
 
-def break_manifest(directory):
-    path = directory / snapshot_buffer.MANIFEST_NAME
-    path.write_text(path.read_text().replace('"step":3', '"step":4'))
+def break_index(path):
+    file = path / "index.json"
+    file.write_text(file.read_text().replace('"step":3', '"step":4'))
 
 
-def cut_short(directory):
-    os.truncate(directory / snapshot_buffer.BYTES_NAME, 8192)
+def cut_short(path):
+    os.truncate(path / shard_name(1, 2), 100)
 
 
-@pytest.mark.parametrize("damage", [break_bytes, break_manifest, cut_short])
-def test_a_damaged_snapshot_on_one_rank_sends_all_to_the_one_before(damage, tmp_path, keep, monkeypatch):
+def leave_unfinished(path):
+    path.rename(path.with_name(f"{path.name}.tmp"))
+
+
+@pytest.mark.parametrize("damage", [break_bytes, break_index, cut_short, leave_unfinished])
+def test_a_snapshot_that_is_not_whole_on_one_rank_sends_all_to_the_one_before(damage, tmp_path, keep, monkeypatch):
     attempt(2, tmp_path / "run", 3)
-    damage(buffers(keep, 1)[3])
+    damage(snapshots_of(keep, 1)[3])
     monkeypatch.setenv("FULLSHARD_ATTEMPT", "1")
     _, undisturbed = attempt(2, tmp_path / "other", 4)
     began, state = attempt(2, tmp_path / "run", 4, fill=-7)
@@ -154,24 +158,74 @@ def test_a_damaged_snapshot_on_one_rank_sends_all_to_the_one_before(damage, tmp_
     assert_same_bits(state, undisturbed)
 
 
-def test_a_rank_that_is_killed_in_the_middle_leaves_the_one_before(tmp_path, keep, monkeypatch):
-    attempt(2, tmp_path / "run", 3)
-    newest = SnapshotBuffer(buffers(keep, 1)[3])
-    newest.write({"x": torch.ones(3)}, lambda pairs: lambda: None)  # what completes it is never called
-    assert newest.read() is None
-    monkeypatch.setenv("FULLSHARD_ATTEMPT", "1")
-    assert attempt(2, tmp_path / "run", 3, fill=-7)[0] == 2
-
-
 def test_snapshots_of_a_given_up_attempt_are_not_mixed_with_later_ones(tmp_path, keep, monkeypatch):
     attempt(2, tmp_path / "run", 3)
-    (buffers(keep, 1)[3] / snapshot_buffer.MANIFEST_NAME).unlink()
+    shutil.rmtree(snapshots_of(keep, 1)[3])
     monkeypatch.setenv("FULLSHARD_ATTEMPT", "1")
-    assert attempt(2, tmp_path / "run", 3, fill=-7)[0] == 2
-    # Rank 0 has step 3 of both attempts' numbering; rank 1 loses that of the later one.
-    (buffers(keep, 1)[3] / snapshot_buffer.MANIFEST_NAME).unlink()
-    monkeypatch.setenv("FULLSHARD_ATTEMPT", "2")
-    assert attempt(2, tmp_path / "run", 3, fill=-7)[0] == 2
+    assert attempt(2, tmp_path / "run", 2, fill=-7)[0] == 2
+    # Rank 0 had the one of step 3, which this attempt has not reached.
+    assert list(snapshots_of(keep, 0)) == list(snapshots_of(keep, 1)) == [2]
+
+
+def test_a_snapshot_that_one_rank_has_replaced_by_another_of_its_step_is_not_taken(tmp_path, keep, monkeypatch):
+    """As in a run that is killed after an evaluation: values differ, and so would ranks."""
+
+    def work(comm, steps):
+        model = fully_shard(torch.nn.BatchNorm1d(3), comm)
+        with Checkpoints(tmp_path / "run", ranks=comm, in_memory=1) as checkpoints:
+            restored = checkpoints.load(model)
+            for number, values in steps:
+                assert checkpoints.in_memory.take(model, None, step=number, values={"of": values})
+        return restored and (restored.step, restored.values)
+
+    run_ranks(2, lambda comm: work(comm, [(1, 0), (2, 0), (3, 0)]))
+    (directory,) = keep.glob("*/rank-00001")
+    shutil.copytree(directory, tmp_path / "rank 1")
+    shutil.rmtree(keep)
+    keep.mkdir()
+    run_ranks(2, lambda comm: work(comm, [(1, 0), (2, 0), (3, 0), (3, 1)]))
+    assert list(snapshots_of(keep, 0)) == [2, 3]
+    shutil.rmtree(directory)
+    shutil.copytree(tmp_path / "rank 1", directory)
+    monkeypatch.setenv("FULLSHARD_ATTEMPT", "1")
+    assert run_ranks(2, lambda comm: work(comm, [])) == [(2, {"of": 0})] * 2
+
+
+@pytest.mark.parametrize("lost", [None, 1])
+def test_ranks_of_two_machines_agree_on_what_each_sees_alone(lost, tmp_path, monkeypatch):
+    """The lost one's ranks have no snapshot, so that all ranks begin at the newest checkpoint on disk."""
+
+    def work(comm, number):
+        model = fully_shard(torch.nn.BatchNorm1d(3), comm)
+        with Checkpoints(tmp_path / "run", ranks=comm, in_memory=1) as checkpoints:
+            checkpoints.in_memory = InMemory(comm, ScratchDirectory(tmp_path / f"machine{comm.rank}", number), 1)
+            restored = checkpoints.load(model)
+            if number == 0:
+                checkpoints.save(model, step=1)
+                assert checkpoints.snapshot(model, step=2)
+            return restored and restored.step
+
+    run_ranks(2, lambda comm: work(comm, 0))
+    monkeypatch.setenv("FULLSHARD_ATTEMPT", "1")
+    if lost is not None:
+        shutil.rmtree(tmp_path / f"machine{lost}")
+    assert run_ranks(2, lambda comm: work(comm, 1)) == [2 if lost is None else 1] * 2
+
+
+def test_buffers_that_differ_between_ranks_are_each_ranks_own(tmp_path, monkeypatch):
+    def work(comm):
+        model = fully_shard(torch.nn.BatchNorm1d(3), comm)
+        with Checkpoints(tmp_path / "run", ranks=comm, in_memory=1) as checkpoints:
+            if checkpoints.load(model) is None:
+                model.running_mean.fill_(comm.rank + 1)
+                checkpoints.snapshot(model, step=1)
+                checkpoints.in_memory.wait()
+                model.running_mean.fill_(0)
+        return model.running_mean.tolist()
+
+    assert run_ranks(2, work) == [[0.0] * 3] * 2
+    monkeypatch.setenv("FULLSHARD_ATTEMPT", "1")
+    assert run_ranks(2, work) == [[1.0] * 3, [2.0] * 3]
 
 
 @pytest.mark.parametrize(("saved", "steps", "begins"), [((1,), 3, 3), ((3,), 3, 3), ((2,), 2, 2)])
@@ -186,8 +240,7 @@ def test_the_later_of_memory_and_disk_is_taken(saved, steps, begins, tmp_path, m
 def test_without_snapshots_damaged_checkpoints_are_passed_over(tmp_path, keep, monkeypatch):
     attempt(2, tmp_path / "run", 3, save=(1, 3))
     (find_checkpoints(tmp_path / "run")[-1] / "index.json").write_text("{}")
-    for path in keep.rglob(snapshot_buffer.MANIFEST_NAME):
-        path.unlink()
+    shutil.rmtree(keep)
     monkeypatch.setenv("FULLSHARD_ATTEMPT", "1")
     assert attempt(2, tmp_path / "run", 3, fill=-7)[0] == 1
 
@@ -323,56 +376,10 @@ def test_each_rank_has_its_own_state_again(model_of, optimizer_of, tmp_path, mon
             assert [name for name, tensor in one.items() if not torch.equal(tensor, other[name])] == []
 
 
-@pytest.mark.parametrize(("dtype", "of_buffer"), [(torch.bfloat16, torch.float32), (torch.float32, torch.int64)])
-def test_a_snapshot_of_another_dtype_is_refused(dtype, of_buffer, tmp_path, monkeypatch):
-    def work(comm, dtype, of_buffer):
-        model = torch.nn.Linear(4, 4, bias=False).to(dtype)
-        torch.nn.init.ones_(model.weight)
-        model.register_buffer("middle", torch.tensor([1.5, 2.5]).to(of_buffer))
-        model = fully_shard(model, comm)
-        with Checkpoints(tmp_path / "run", ranks=comm, in_memory=1) as checkpoints:
-            if checkpoints.load(model) is None:
-                checkpoints.snapshot(model, step=1)
-
-    run_ranks(2, lambda comm: work(comm, torch.float32, torch.float32))
-    monkeypatch.setenv("FULLSHARD_ATTEMPT", "1")
-    with pytest.raises(
-        CheckpointError, match=rf"model/\w+ is {dtype if dtype != torch.float32 else of_buffer} on this"
-    ):
-        run_ranks(2, lambda comm: work(comm, dtype, of_buffer))
-
-
-def test_a_snapshot_of_another_format_is_none(tmp_path, keep):
-    attempt(1, tmp_path / "run", 1)
-    (directory,) = buffers(keep, 0).values()
-    path = directory / snapshot_buffer.MANIFEST_NAME
-    values = json.loads(path.read_text())
-    del values["own_sha256"], values["format"]
-    path.write_text(seal(json.dumps(values)))
-    assert SnapshotBuffer(directory).read() is None
-    assert SnapshotBuffer(directory).described() is None
-
-
-def test_plain_state_in_a_checkpoint_made_from_snapshots_is_that_of_the_rank_that_saves_it():
-    models = replicas(lambda: torch.nn.Linear(3, 4), 2)[1]
-
-    def work(comm):
-        model = fully_shard(models[comm.rank], comm)
-        optimizer = Counting(model.parameters(), lr=1e-2)
-        model(torch.ones(2, 3)).sum().backward()
-        optimizer.step()
-        _, plain = take(model, optimizer, None, comm.device, cut=True)
-        return plain["written"]["scalars"], plan_save(model, optimizer, gradients=False).scalars
-
-    (first, saved), (second, saved_by_second) = run_ranks(2, work)
-    assert first == saved == {"weight": {"steps/all": 1}}
-    assert second == saved_by_second == {"bias": {"steps/all": 1}}
-
-
 def test_a_snapshot_of_other_shards_is_refused_and_names_both_runs(tmp_path, monkeypatch):
     attempt(2, tmp_path / "run", 1)
     monkeypatch.setenv("FULLSHARD_ATTEMPT", "1")
-    holds = r"holds elements 0 to [\d,]+ of model/\S+, and the snapshot has 0 to [\d,]+\."
+    holds = r"holds elements 0 to [\d,]+ of \w+/\S+, and the snapshot has 0 to [\d,]+\."
     with pytest.raises(CheckpointError, match=holds):
         attempt(2, tmp_path / "run", 2, strategy=ShardingStrategy.NO_SHARD)
 
@@ -389,7 +396,7 @@ def train_with_trouble(tmp_path):
 
 
 def test_too_little_memory_is_said_and_ends_snapshots_only(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(snapshots, "free_memory", lambda device: {"machine: here": 100_000})
+    monkeypatch.setattr(memory, "free_memory", lambda device: {"machine: here": 100_000})
     assert train_with_trouble(tmp_path) == [[False] * 3] * 2
     assert "the ranks of a machine would take" in caplog.text
     assert caplog.text.count("No snapshots are kept in memory") == 1
@@ -399,21 +406,25 @@ def test_a_small_file_system_is_left_to_others(tmp_path, monkeypatch, caplog):
     """64 MB of /dev/shm in a container: filled to the last page, it would end loaders' workers and NCCL."""
     real = os.statvfs(tmp_path)
     small = SimpleNamespace(f_bavail=25, f_frsize=4096)
-    monkeypatch.setattr(snapshots.os, "statvfs", lambda path: small)
+    monkeypatch.setattr(memory.os, "statvfs", lambda path: small)
     assert real.f_bavail > small.f_bavail
     assert train_with_trouble(tmp_path) == [[False] * 3] * 2
     assert re.search(r"the ranks of a file system \(.*/keep\) would take .* 100\.0 KiB free", caplog.text)
 
 
-def test_checksums_of_tensors_tell_a_bit_a_place_and_a_part():
-    one, other = torch.arange(5000.0), torch.arange(3, dtype=torch.uint8)
-    sums = checksums([one, other, torch.empty(0)])
-    assert checksums([one.clone(), other.clone()]) == sums
-    changed = one.clone()
-    changed[4999] += 1
-    assert checksums([changed, other]) != sums
-    assert checksums([other, one]) != sums
-    assert checksums([]) == [0, 0]
+def test_the_digest_of_frozen_weights_tells_a_bit_and_leaves_trained_ones_out():
+    def work(comm):
+        model = fully_shard(torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Linear(3, 2)), comm)
+        model[0].requires_grad_(False)
+        found = [frozen_digest(model)]
+        for one in (model[1].weight, model[0].weight):
+            with torch.no_grad():
+                one.view(-1)[0] += 1
+            found.append(frozen_digest(model))
+        return found
+
+    ((first, trained, frozen),) = run_ranks(1, work)
+    assert first == trained != frozen
 
 
 def test_a_full_file_system_is_said_and_ends_snapshots_only(tmp_path, monkeypatch, caplog):
@@ -423,6 +434,7 @@ def test_a_full_file_system_is_said_and_ends_snapshots_only(tmp_path, monkeypatc
     monkeypatch.setattr(os, "posix_fallocate", full)
     assert train_with_trouble(tmp_path) == [[True, False, False]] * 2
     assert "No space left on device" in caplog.text
+    assert not list(tmp_path.glob("keep/*/rank-*/*"))
 
 
 def test_the_interval_keeps_the_cost_below_one_percent():
@@ -442,10 +454,10 @@ def test_how_long_attempts_last_is_known_from_the_second_on(tmp_path, monkeypatc
     (tmp_path / "lock").touch()
     now = (tmp_path / "lock").stat().st_mtime + 90
     monkeypatch.setattr(scratch, "time", SimpleNamespace(time=lambda: now))
-    lives = [scratch.ScratchDirectory(tmp_path / "run", number).mean_life_s() for number in range(3)]
+    lives = [ScratchDirectory(tmp_path / "run", number).mean_life_s() for number in range(3)]
     assert lives == [None, 90.0, 45.0]
     (tmp_path / "lock").unlink()
-    assert scratch.ScratchDirectory(tmp_path / "run", 1).mean_life_s() is None
+    assert ScratchDirectory(tmp_path / "run", 1).mean_life_s() is None
 
 
 def kept_by(directory, number, life_s=None):
@@ -453,89 +465,27 @@ def kept_by(directory, number, life_s=None):
     return SimpleNamespace(directory=directory, attempt=number, last=False, mean_life_s=lambda: life_s)
 
 
-def test_a_later_attempt_takes_over_how_long_snapshots_and_steps_took(tmp_path):
-    pace, lives = (0.08, 0.1, 1.0), (600.0, 60.0)
-
-    def before(comm):
-        one = SnapshotBuffer(tmp_path / f"rank-{comm.rank:05d}" / "0")
-        seal_it = one.write({"x": torch.zeros(4)}, lambda pairs: [t.copy_(s) for t, s in pairs] and int)
-        seal_it(SnapshotHeader(8, comm.rank, 2, 0, 0, every=8, pace=pace))
-
-    def after(comm):
-        later = snapshots.Snapshots(comm, kept_by(tmp_path, 1, lives[comm.rank]), "auto")
-        assert later.newest().described.step == 8
-        every = later.every
-        assert [later.due(step) for step in (7 + every, 8 + every)] == [False, True]
-        later.write(lambda: ({"x": torch.zeros(4)}, {}), 8 + every, {})
-        later.wait()
-        return every, SnapshotBuffer(tmp_path / f"rank-{comm.rank:05d}" / "1").read().described.pace
-
-    run_ranks(2, before)
-    shortest = _interval(*pace, life_s=60.0)
-    assert shortest not in (snapshots.FIRST_GAP, _interval(*pace, life_s=600.0))
-    assert run_ranks(2, after) == [(shortest, list(pace))] * 2  # and the attempt after that, if this one is as short
-
-
 def test_one_slow_snapshot_does_not_make_them_rare(tmp_path, monkeypatch):
     clock = iter(range(1000))
 
     def work(comm):
-        one = snapshots.Snapshots(comm, kept_by(tmp_path, 0), "auto")
+        model = fully_shard(torch.nn.Linear(3, 3), comm)
+        one = InMemory(comm, kept_by(tmp_path, 0), "auto")
         one.costs += [3.0, 3.0, 0.05, 0.05, 0.09]  # new memory twice, three as they are
         one.tick()
         one.tick()
-        one.write(lambda: ({"x": torch.zeros(4)}, {}), 9, {})
+        one.take(model, None, step=9, values={})
         one.wait()
         return one.every
 
-    monkeypatch.setattr(snapshots, "time", SimpleNamespace(monotonic=lambda: next(clock), thread_time=lambda: 0.0))
+    monkeypatch.setattr(memory, "time", SimpleNamespace(monotonic=lambda: next(clock)))
     assert run_ranks(1, work) == [_interval(0.05, 0.0, 1.0)]
-
-
-@pytest.mark.skipif(not os.access("/dev/shm", os.W_OK), reason="there is no directory in memory")
-def test_a_later_attempt_takes_no_fault_for_every_page():
-    tensors, faults = {"x": torch.ones(4 << 20)}, []
-
-    def copy(pairs):
-        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-        for target, source in pairs:
-            target.copy_(source)
-        faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
-        return lambda: None
-
-    with tempfile.TemporaryDirectory(dir="/dev/shm") as directory:
-        for _ in range(2):
-            SnapshotBuffer(Path(directory)).write(tensors, copy)(SnapshotHeader(1, 0, 1, 0, 0, 4))
-    assert faults[1] < tensors["x"].nbytes / resource.getpagesize() / 4
-
-
-def test_both_sums_notice_what_the_other_does_not():
-    words = torch.zeros(3 * 1024, dtype=torch.int64)
-    words[0] = 5
-    before = snapshot_buffer.checksum(words.view(torch.uint8))
-    words[0], words[2000] = 0, 5
-    assert snapshot_buffer.checksum(words.view(torch.uint8))[1] != before[1]
-    words[2000] = 4
-    assert snapshot_buffer.checksum(words.view(torch.uint8))[0] != before[0]
-
-
-def test_an_empty_slot_has_no_snapshot(tmp_path):
-    assert SnapshotBuffer(tmp_path / "0").read() is None
-    one = SnapshotBuffer(tmp_path / "0")
-    one.write({"x": torch.arange(5.0), "none": torch.empty(0)}, lambda pairs: [t.copy_(s) for t, s in pairs] and int)(
-        SnapshotHeader(1, 0, 1, 0, 0, 4)
-    )
-    read = SnapshotBuffer(tmp_path / "0").read()
-    assert read.described.key == (0, 0, 1)
-    assert torch.equal(read.tensors["x"], torch.arange(5.0))
-    assert read.tensors["none"].numel() == 0
 
 
 def test_the_last_attempt_continues_and_takes_none(tmp_path, keep, monkeypatch):
     attempt(2, tmp_path / "run", 3)
     monkeypatch.setenv("FULLSHARD_ATTEMPT", "1")
     monkeypatch.setenv("FULLSHARD_MAX_RESTARTS", "0")
-    before = {path: path.read_bytes() for path in keep.rglob(snapshot_buffer.MANIFEST_NAME)}
     _, models = replicas(TinyLM, 2)
 
     def work(comm):
@@ -546,17 +496,4 @@ def test_the_last_attempt_continues_and_takes_none(tmp_path, keep, monkeypatch):
             return restored.step, checkpoints.snapshot(model, optimizer, step=4)
 
     assert run_ranks(2, work) == [(3, False)] * 2
-    assert {path: path.read_bytes() for path in keep.rglob(snapshot_buffer.MANIFEST_NAME)} == before
-
-
-def test_only_the_newest_is_added_up_unless_a_rank_lacks_it(tmp_path, keep, monkeypatch):
-    attempt(1, tmp_path / "run", 3)
-    monkeypatch.setenv("FULLSHARD_ATTEMPT", "1")
-    looked, real = [], snapshot_buffer.checksum
-    monkeypatch.setattr(snapshot_buffer, "checksum", lambda buffer: looked.append(1) or real(buffer))
-    assert attempt(1, tmp_path / "run", 3)[0] == 3
-    assert len(looked) == 1
-    break_bytes(buffers(keep, 0)[3])
-    looked.clear()
-    assert attempt(1, tmp_path / "run", 2)[0] == 2
-    assert len(looked) == 3  # the newest twice, and the one before
+    assert [list(snapshots_of(keep, rank)) for rank in (0, 1)] == [[2, 3]] * 2

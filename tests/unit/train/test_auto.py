@@ -19,7 +19,7 @@ from fullshard.program.train.setup import devices as devices_module
 from fullshard.program.train.setup.devices import Devices, usable
 from fullshard.program.train.setup.prepare import prepare
 from fullshard.program.train.setup.resume import checkpoints_directory
-from fullshard.state.resilience import ScratchDirectory
+from fullshard.state.saving.scratch import ScratchDirectory
 from support.planned import write_run
 from support.tiny_run import QUICK
 

@@ -292,12 +292,6 @@ def test_host_memory_counts_on_cpu_ranks_and_not_on_a_gpu(tmp_path):
     assert "host: snapshots for restarts" in str(plan)
 
 
-def test_machines_keep_snapshots_of_their_peers(tmp_path):
-    path = write_run(tmp_path, **NO_TEXTS)
-    one, several = (planned_roughly(path, ranks_each=each).host["snapshots"] for each in (2, 1))
-    assert several == 2 * one
-
-
 def test_offloaded_shards_are_the_hosts_on_a_gpu_and_change_nothing_on_the_cpu(tmp_path):
     path, offload = write_run(tmp_path), "sharding.cpu_offload=true"
     assert planned_roughly(path, offload).as_dict() == planned_roughly(path).as_dict()

@@ -180,14 +180,10 @@ def in_memory(directory: str | Path) -> int:
 
     Its bytes are not verified here: the ranks do that, and report the step from which they continue.
     """
-    found = []
-    for rank in Path(directory).glob("*/rank-*"):
-        steps = set()
-        for manifest in rank.glob("*/manifest.json"):
-            with contextlib.suppress(OSError, ValueError, KeyError):  # a damaged one
-                steps.add(json.loads(manifest.read_bytes())["step"])
-        found.append(steps)
-    return max(set.intersection(*found), default=0) if found else 0
+    ranks = [{path.name for path in rank.glob("step-*")} for rank in Path(directory).glob("*/rank-*")]
+    names = set.intersection(*ranks) if ranks else set()
+    # One that is being written or deleted has another ending.
+    return max((int(name.removeprefix("step-")) for name in names if not name.endswith((".tmp", ".old"))), default=0)
 
 
 @contextlib.contextmanager

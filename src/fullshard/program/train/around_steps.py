@@ -25,11 +25,10 @@ from fullshard.program.train.run.loop import saves_between_steps
 from fullshard.program.train.setup.model import loss_sum
 from fullshard.program.train.setup.prepare import Prepared
 from fullshard.program.train.setup.quantization import describe_quantization
-from fullshard.state.resilience import room_of
 from fullshard.state.saving.full import stream_start
 from fullshard.state.saving.loading import resume_unread
-from fullshard.state.saving.pieces import HostCopies, plan_save, rng_bytes, rng_name
-from fullshard.state.saving.snapshot import take
+from fullshard.state.saving.memory import needed_bytes, plan_rank
+from fullshard.state.saving.pieces import HostCopies, plan_save, rng_piece
 from fullshard.state.storage import Piece
 
 _FULL_SAVE_STEPS = 16
@@ -54,9 +53,9 @@ def assumed() -> float:
 class AroundSteps:
     """The phases of a run before, between and after its steps, for one rank whose tensors have no memory."""
 
-    def __init__(self, config: RunConfig, data: Prepared, held_out: HeldOutBatches | None, *, several: bool) -> None:
-        """Store the run's data; ``held_out`` is None if it never evaluates, ``several`` True for several machines."""
-        self._config, self._data, self._held_out, self._several = config, data, held_out, several
+    def __init__(self, config: RunConfig, data: Prepared, held_out: HeldOutBatches | None) -> None:
+        """Store the run's data; ``held_out`` is None if it never evaluates."""
+        self._config, self._data, self._held_out = config, data, held_out
         self._frozen = describe_quantization(config) is None
         self._writes = _Writing(GenerationSpec.of(data.settled(config)))
 
@@ -122,9 +121,8 @@ class AroundSteps:
             return sum(host.nbytes for host, _ in pairs)
 
         def snapshots() -> int:
-            # Frozen parameters are as files or seeds made them, so snapshots hold only their checksums.
-            frozen = [] if any(not param.requires_grad for param in model.parameters()) else None
-            return room_of(take(model, optimizer, average, comm.device, frozen)[0], several=self._several)
+            # Frozen parameters are as files or seeds made them, so snapshots hold only their digest.
+            return needed_bytes(plan_rank(model, optimizer, average, comm.device, frozen=False))
 
         saves = saves_between_steps(self._config.training, evaluates=self._held_out is not None)
         return {**({"checkpoint_copies": copies} if saves else {}), "snapshots": snapshots}
@@ -135,8 +133,7 @@ class AroundSteps:
 
     def _pieces(self, model: Any, optimizer: Any, comm: Comm, average: ExponentialMovingAverage | None) -> list[Piece]:
         plan = plan_save(model, optimizer, gradients=False, average=average, frozen=self._frozen)
-        rng = rng_bytes(comm.device)
-        return [*plan.pieces, Piece(rng_name(comm.rank), tuple(rng.shape), 0, rng)]
+        return [*plan.pieces, rng_piece(comm.rank, comm.device)]
 
 
 @dataclass(frozen=True)

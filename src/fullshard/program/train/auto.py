@@ -23,7 +23,7 @@ from fullshard.program.train.setup.prepare import Prepared
 from fullshard.program.train.setup.resume import checkpoints_directory
 from fullshard.program.train.setup.ways import WAYS_SETTING, ways_choice
 from fullshard.sizes import format_bytes, format_duration
-from fullshard.state.resilience import ScratchDirectory
+from fullshard.state.saving.scratch import ScratchDirectory
 from fullshard.state.storage import as_place, find_checkpoints, read_index
 
 _CPU = Hardware(

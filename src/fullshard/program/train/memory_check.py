@@ -8,7 +8,6 @@ import gc
 import hashlib
 import json
 import math
-import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -49,7 +48,7 @@ from fullshard.program.train.setup.quantization import require_kernels
 from fullshard.program.train.setup.resume import checkpoints_directory
 from fullshard.program.train.setup.steps import learning_rate_schedule, make_plan
 from fullshard.sizes import format_bytes
-from fullshard.state.resilience import ScratchDirectory
+from fullshard.state.saving.scratch import ScratchDirectory
 
 _TABLES = {"Embedding", "Linear"}
 """Classes of units outside the blocks, which tokens may travel to: then they are not gathered."""
@@ -505,8 +504,7 @@ def _tried(
         epoch = make_plan(config, data.train_set, comm.size, causal=data.causal)
         total = learning_rate_schedule(config, epoch.num_steps).total_steps
         most = max(most, OPERATORS_A_BATCH * total * config.training.gradient_accumulation_steps)
-        each = int(os.environ.get("LOCAL_WORLD_SIZE", comm.size))
-        how = {"roughly": comm.rank, "listed": listed, "ranks_each": each, "progress": progress}
+        how = {"roughly": comm.rank, "listed": listed, "progress": progress}
         with work_limit(most):
             # What was chosen is in the settings by now, and recorded with the run's start.
             return replace(plan_prepared(config, data, comm.size, device, **how), chosen=())

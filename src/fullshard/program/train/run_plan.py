@@ -294,7 +294,6 @@ def plan_prepared(  # noqa: PLR0913 (each caller needs another part)
     roughly: int | None = None,
     around: bool = True,
     listed: bool = False,
-    ranks_each: int | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> RunPlan:
     """Return what the fullest of ``world_size`` ranks holds and sends in a step; one process, without weights.
@@ -310,8 +309,6 @@ def plan_prepared(  # noqa: PLR0913 (each caller needs another part)
         roughly: Plan this rank only, with at most two micro-batches a step and a step less; None: exactly.
         around: Whether to plan evaluations, saving and resuming too, which take as long as the steps.
         listed: See :func:`largest_steps`.
-        ranks_each: Ranks of each machine; None: ``nproc`` of the run file, else those of a machine with such GPUs, else
-            all.
         progress: Called with the steps taken and those to take, of all ranks that are planned.
 
     Raises:
@@ -345,9 +342,8 @@ def plan_prepared(  # noqa: PLR0913 (each caller needs another part)
     if roughly is None:  # of ranks that share rows the first have most tokens and heads
         ranks = sorted({one for rank in ranks for one in (rank, rank - rank % config.sharding.sequence_parallel)})
     told = _Told(progress, len(ranks) * len(simulated), partial(choices, asked, devices, before=before))
-    each = ranks_each or config.nproc or (world_size if device is None else device.devices_each)
     held_out = _largest_held_out(config, data, world_size) if around else None
-    phases = AroundSteps(config, data, held_out, several=world_size > each) if around else None
+    phases = AroundSteps(config, data, held_out) if around else None
     found = highest(partial(_build, config, data, simulated, phases, told), ranks, world_size, device)
     values = {one.name: getattr(found, one.name) for one in fields(Plan)}
     at_once = {name: size for name, size in found.phase_peaks.items() if name.endswith(AT_ONCE)}

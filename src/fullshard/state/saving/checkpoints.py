@@ -3,56 +3,46 @@
 from __future__ import annotations
 
 import logging
-import platform
 import secrets
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
-from math import isnan
 from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import Any
 
-import torch
 from torch import nn
 
 from fullshard.core.comm import Mesh, as_mesh, await_all, device_of, together, together_in_background
-from fullshard.core.engine import divided_by, mesh_of, units
+from fullshard.core.engine import mesh_of
 from fullshard.core.optim.average import ExponentialMovingAverage
 from fullshard.core.policy import ShardingStrategy
 from fullshard.errors import CheckpointError
-from fullshard.state.resilience import Every, OfOtherRanks, ScratchDirectory, SnapshotHeader
 from fullshard.state.saving.full import JOIN_SECONDS, write_assets
 from fullshard.state.saving.loading import Restored, load_checkpoint
+from fullshard.state.saving.memory import Every, InMemory
 from fullshard.state.saving.parameter_state import Stepping
-from fullshard.state.saving.pieces import HostCopies, plan_save, require_between_steps, rng_bytes, rng_name
-from fullshard.state.saving.snapshot import InMemory, checkpoint_plans
+from fullshard.state.saving.pieces import HostCopies, index_of, plan_save, require_between_steps, rng_piece
+from fullshard.state.saving.scratch import ScratchDirectory
 from fullshard.state.storage import (
     GIVEN_UP,
     Base,
-    Index,
     Keep,
     Lock,
     ObjectPath,
-    Piece,
     Place,
     Save,
     SaveJob,
     SavePlan,
     Survey,
-    as_json,
     as_place,
     backend_of,
     begin,
-    commit_save,
     read_index,
-    read_part,
     survey,
-    write_part,
 )
-from fullshard.version import __version__
 
 
 @dataclass(frozen=True)
@@ -64,24 +54,6 @@ class SaveReport:
     nbytes: int  # bytes of tensors that this rank wrote
     seconds: float  # from the start of the save to its commit; on ranks other than 0 to the end of their own file
     stall_seconds: float  # time during which ``save`` and ``wait`` blocked training on this rank
-
-
-def index_of(
-    model: nn.Module, step: int, values: Mapping[str, Any], metric: float | None, keep: Keep, base: Base | None = None
-) -> Index:
-    """Return a checkpoint's index without its tensors; any rank, no communication.
-
-    Raises:
-        CheckpointError: JSON cannot hold ``values``.
-    """
-    if metric is not None:
-        metric = None if isnan(metric) else float(metric)
-    versions = {"fullshard": __version__, "torch": torch.__version__, "python": platform.python_version()}
-    table = [f"{row.unit}: {row.kind}, {row.tensors} tensors" for row in units(model).rows]
-    greater = None if metric is None else keep.greater_is_better
-    plain = as_json(values)
-    written = Index(step, mesh_of(model).size, metric, plain, (), {}, versions, table)
-    return replace(written, greater_is_better=greater, base=base, divided_by=divided_by(model))
 
 
 def begin_files(ranks: Mesh, job: SaveJob, lock: Lock | None, assets: Callable[[Path], None]) -> None:
@@ -112,36 +84,6 @@ def begin_files(ranks: Mesh, job: SaveJob, lock: Lock | None, assets: Callable[[
 
     together_in_background(ranks, make if job.rank == 0 else lambda: None)
     together_in_background(ranks, require_shared)
-
-
-def write_others(ranks: Mesh, job: SaveJob, plans: Mapping[int, SavePlan]) -> None:
-    """Write the files of other ranks and complete the checkpoint; every rank calls it.
-
-    Args:
-        ranks: The current ranks.
-        job: The save, described for all of them.
-        plans: The content of each file that this rank writes.
-
-    Raises:
-        CheckpointError: The file system refused; on every rank.
-    """
-
-    def write() -> None:
-        for rank, plan in plans.items():
-            write_part(replace(job, rank=rank, plan=plan))
-
-    def finish() -> None:
-        if ranks.rank == 0:
-            commit_save(job, [read_part(job, rank) for rank in range(job.index.world_size)])
-
-    def told(action: Callable[[], None]) -> None:
-        try:
-            action()
-        except OSError as error:
-            raise CheckpointError(f"Could not write to {job.temporary}: {error}.") from error
-
-    together_in_background(ranks, lambda: told(write))
-    together_in_background(ranks, lambda: told(finish))
 
 
 _log = logging.getLogger("fullshard")
@@ -215,13 +157,16 @@ class Checkpoints:
         self._lock: Lock | None = None
         self._saves = 0
         kept = None if in_memory is None else ScratchDirectory.of(self.directory)
-        self.in_memory = None if in_memory is None or kept is None else InMemory(self.ranks, kept, in_memory)
         if (keep_last is not None and keep_last < 1) or keep_best < 0:
             raise CheckpointError(
                 f"keep_last must be at least 1 and keep_best at least 0; got {keep_last} and {keep_best}."
             )
         together_in_background(self.ranks, self._take)
-        self._run = self.ranks.all_gather_object(secrets.token_hex(4))[0]
+        told = self.ranks.all_gather_object((secrets.token_hex(4), kept is not None))
+        self._run = told[0][0]
+        self.in_memory: InMemory | None = None
+        if in_memory is not None and kept is not None and all(keeps for _, keeps in told):
+            self.in_memory = InMemory(self.ranks, kept, in_memory)
 
     def _take(self) -> None:
         """Lock the directory and delete leftovers; on rank 0."""
@@ -318,26 +263,6 @@ class Checkpoints:
         except BaseException:
             save.cancel()  # after Ctrl-C or a lost rank the shards may change, which the thread still reads
             raise
-        return job.final
-
-    def save_snapshots(
-        self,
-        others: OfOtherRanks,
-        model: nn.Module,
-        *,
-        assets: Callable[[Path], None] | None = None,
-        base: Base | None = None,
-    ) -> Place:
-        """Save the snapshots of another number of ranks as a checkpoint, and return it; every rank calls it.
-
-        The model is sharded over the current ranks; ``assets``, ``base`` and errors are those of :meth:`save`.
-        """
-        self.wait()
-        was, frozen = others.described, base is None
-        plan = partial(self._job, model, SavePlan, was.step, was.values, None, base, of_others=was)
-        job = together(self.ranks, plan)
-        begin_files(self.ranks, job, self._lock, assets or partial(write_assets, model))
-        write_others(self.ranks, job, together(self.ranks, lambda: checkpoint_plans(others, model, frozen=frozen)))
         return job.final
 
     def snapshot(
@@ -482,8 +407,8 @@ class Checkpoints:
         """Load a checkpoint of any world size and strategy; every rank calls it.
 
         With ``in_memory``, an attempt after the first loads the newest snapshot if its step is later than that of the
-        newest complete checkpoint, and passes over damaged ones. Rank 0 logs which it is. Complete snapshots of another
-        number of ranks are first saved as a checkpoint.
+        newest complete checkpoint, and passes over damaged ones. Rank 0 logs which it is. Snapshots are loaded on as
+        many ranks as took them, sharded alike.
 
         Args:
             model: The sharded model; its shards and persistent buffers are filled in place.
@@ -509,21 +434,19 @@ class Checkpoints:
         if self.in_memory is None or self.in_memory.attempt == 0:
             chosen = self._newest(previous=previous)
         else:
-            kept, others = self.in_memory.newest(), self.in_memory.of_other_ranks()
-            chosen = newest = self._newest(previous=True, in_memory=kept is not None or others is not None)
-            on_disk = 0 if newest is None else together_in_background(self.ranks, lambda: read_index(newest).step)
-            if others is not None and others.described.step > max(on_disk, 0 if kept is None else kept.described.step):
-                chosen, on_disk = self.save_snapshots(others, model), others.described.step
-            if kept is not None and kept.described.step > on_disk:
-                self._say(kept.described.step, "the snapshot in memory")
-                return self.in_memory.load(kept, model, optimizer, average)
-            self._say(on_disk, "the start" if chosen is None else str(chosen))
-        return None if chosen is None else load_checkpoint(model, optimizer, chosen, average=average)
+            kept = self.in_memory.newest()
+            on_disk = self._newest(previous=True, in_memory=kept is not None)
 
-    def _say(self, step: int, source: str) -> None:
-        assert self.in_memory is not None, "asked only with snapshots"
-        if self.ranks.rank == 0:
-            _log.warning("attempt %d continues after step %d from %s", self.in_memory.attempt, step, source)
+            def steps() -> list[int]:
+                return [0 if path is None else read_index(path).step for path in (kept, on_disk)]
+
+            in_memory, saved = together_in_background(self.ranks, steps)
+            chosen = kept if in_memory > saved else on_disk
+            source = "the start" if chosen is None else "the snapshot in memory" if chosen is kept else str(chosen)
+            if self.ranks.rank == 0:
+                step = max(in_memory, saved)
+                _log.warning("attempt %d continues after step %d from %s", self.in_memory.attempt, step, source)
+        return None if chosen is None else load_checkpoint(model, optimizer, chosen, average=average)
 
     def close(self) -> None:
         """Wait for the background save and release the directory; every rank calls it.
@@ -552,21 +475,15 @@ class Checkpoints:
         values: Mapping[str, Any],
         metric: float | None,
         base: Base | None,
-        *,
-        of_others: SnapshotHeader | None = None,
     ) -> SaveJob:
-        """Check and describe what this rank writes; ``of_others``: the snapshot of other ranks that it comes from.
+        """Check and describe what this rank writes.
 
         Raises:
             CheckpointError: The state cannot be saved as it is.
         """
         require_between_steps(self.ranks, model, step)
         plan, index = make_plan(), index_of(model, step, values, metric, self.keep, base)
-        if of_others is None:
-            rng = rng_bytes(self.ranks.device)
-            plan.pieces.append(Piece(rng_name(mesh_of(model).rank), tuple(rng.shape), 0, rng))
-        else:
-            index = replace(index, world_size=of_others.world_size, divided_by=of_others.plain["ranks"][1])
+        plan.pieces.append(rng_piece(mesh_of(model).rank, self.ranks.device))
         # In the foreground, the writer thread reads the shards themselves: wait for the streams that write them.
         ready = device_of(self.ranks.device).copy_to_host([])
         self._saves += 1

@@ -24,6 +24,7 @@ from fullshard.state.saving.pieces import (
     MODEL,
     OPTIMIZER,
     UPDATES,
+    frozen_digest,
     plan_save,
     restore_rng,
     rng_name,
@@ -91,9 +92,10 @@ def load_checkpoint(
         CheckpointError: The checkpoint is damaged or of another model; on every rank, with the same text. If it does
             not fit, nothing has changed; if a file turns out to be damaged, part of the model has changed.
     """
-    require_one_state(model)
     ranks, path = mesh_of(model), as_place(path)
     index = together_in_background(ranks, lambda: read_index(path))
+    if index.part is None:
+        require_one_state(model)
     target = together(ranks, lambda: Target(model, optimizer, index, average))
     device = device_of(ranks.device)
     together_in_background(ranks, device.for_thread(lambda: target.compare(CheckpointReader(path, index))))
@@ -168,30 +170,29 @@ class Target:
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        optimizer: Stepping | None,
-        index: Index,
-        average: ExponentialMovingAverage | None,
-        *,
-        source: str = "checkpoint",
-        frozen: bool = True,
+        self, model: nn.Module, optimizer: Stepping | None, index: Index, average: ExponentialMovingAverage | None
     ) -> None:
-        """Plan what will be read; changes nothing yet. Without ``frozen``, frozen parameters keep their values.
+        """Plan what will be read; changes nothing yet.
 
         Raises:
-            CheckpointError: Names or shapes do not fit, or the optimizer's state or the average of the weights is to be
-                loaded and was not saved.
+            CheckpointError: Names or shapes do not fit, the optimizer's state or the average of the weights is to be
+                loaded and was not saved, or frozen parameters that were left out are others now.
         """
-        self.index, self.plan, self._source = index, LoadPlan(), source
+        self.index, self.plan = index, LoadPlan()
+        left_out = None if index.part is None else index.part.frozen
+        if left_out is not None and frozen_digest(model) != left_out:
+            raise CheckpointError(
+                "The frozen weights differ from those that the snapshot was taken with: the files of the model have "
+                "changed since. Restore them, and give the command again: it resumes from the newest checkpoint."
+            )
         self._specs = {name: TensorSpec(name, e.shape, dtype_of(e)) for name, e in index.tensors.items()}
         self._own: list[ParameterState] = []
         self._gradients: list[tuple[nn.Parameter, torch.Tensor | None]] = []
         self._average, self._updates = average, torch.zeros(1, dtype=torch.int64)
         held = [_as_saved(local, index) for local in local_tensors(model)]
-        kept = [local for local in held if frozen or not local.is_frozen]
+        kept = [local for local in held if left_out is None or not local.is_frozen]
         stored = {name.removeprefix(MODEL): spec for name, spec in self._specs.items() if name.startswith(MODEL)}
-        self.plan.add_model(kept, stored, f"The {source}", index.base)
+        self.plan.add_model(kept, stored, "The checkpoint", index.base)
         for local in kept:
             if local.param is not None:
                 self._gradients.append((local.param, self._gradient(local, local.param)))
@@ -234,9 +235,9 @@ class Target:
         return gradient
 
     def _add_optimizer(self) -> None:
-        # A rank without rows of any parameter has no optimizers of step_in_backward, and its own snapshot no groups.
+        # A rank without rows of any parameter has no optimizers of step_in_backward, and its own part no groups.
         if self._own and not self.index.groups:
-            raise CheckpointError(f"The {self._source} was saved without an optimizer: load it with optimizer=None.")
+            raise CheckpointError("The checkpoint was saved without an optimizer: load it with optimizer=None.")
         states: dict[str, dict[str, Any]] = {name: dict(values) for name, values in self.index.scalars.items()}
         known = {name for group in self.index.groups for name in group["params"]}
         for name, spec in self._specs.items():
@@ -248,7 +249,7 @@ class Target:
     def _add_average(self, average: ExponentialMovingAverage, held: Sequence[LocalTensor]) -> None:
         if UPDATES not in self._specs:
             raise CheckpointError(
-                f"The {self._source} was saved without an average of the weights: load it without average."
+                "The checkpoint was saved without an average of the weights: load it without average."
             )
         self.plan.pieces.append(Piece(UPDATES, (), 0, self._updates))
         names = {name: local for local in held for name in (local.name, *local.aliases)}

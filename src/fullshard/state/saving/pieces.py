@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import base64
 import json
+import platform
 import random
-from collections.abc import Collection, Sequence
+import zlib
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from math import isnan
 from typing import Any
 
 import numpy as np
@@ -14,12 +17,13 @@ import torch
 from torch import nn
 
 from fullshard.core.comm import Mesh, device_of, together
-from fullshard.core.engine import LocalTensor, local_tensors, mesh_of, require_one_state, unreduced
+from fullshard.core.engine import LocalTensor, divided_by, local_tensors, mesh_of, require_one_state, units, unreduced
 from fullshard.core.optim.average import ExponentialMovingAverage
 from fullshard.core.shards import on_rows
 from fullshard.errors import CheckpointError
 from fullshard.state.saving.parameter_state import ParameterState, StateValue, Stepping, stepped
-from fullshard.state.storage import Piece, SaveJob, SavePlan
+from fullshard.state.storage import Base, Index, Keep, Piece, SaveJob, SavePlan, as_json
+from fullshard.version import __version__
 
 
 def rng_bytes(device: torch.device) -> torch.Tensor:
@@ -70,6 +74,12 @@ def rng_name(rank: int) -> str:
     return f"rank/{rank:05d}/rng"
 
 
+def rng_piece(rank: int, device: torch.device) -> Piece:
+    """Return this rank's current random state, as a checkpoint holds it."""
+    state = rng_bytes(device)
+    return Piece(rng_name(rank), tuple(state.shape), 0, state)
+
+
 MODEL, OPTIMIZER, GRADIENT, AVERAGE = "model/", "optimizer/", "gradient/", "average/"
 
 UPDATES = "averaged"
@@ -77,6 +87,39 @@ UPDATES = "averaged"
 
 _SPLIT_NUMEL = 1 << 14
 """Size from which on the ranks that hold copies of a tensor each write a share, in elements."""
+
+
+_PART_BYTES = 1 << 26
+"""Bytes of frozen parameters that a digest has in host memory at a time."""
+
+
+def index_of(
+    model: nn.Module, step: int, values: Mapping[str, Any], metric: float | None, keep: Keep, base: Base | None = None
+) -> Index:
+    """Return a checkpoint's index without its tensors; any rank, no communication.
+
+    Raises:
+        CheckpointError: JSON cannot hold ``values``.
+    """
+    if metric is not None:
+        metric = None if isnan(metric) else float(metric)
+    versions = {"fullshard": __version__, "torch": torch.__version__, "python": platform.python_version()}
+    table = [f"{row.unit}: {row.kind}, {row.tensors} tensors" for row in units(model).rows]
+    greater = None if metric is None else keep.greater_is_better
+    plain = as_json(values)
+    written = Index(step, mesh_of(model).size, metric, plain, (), {}, versions, table)
+    return replace(written, greater_is_better=greater, base=base, divided_by=divided_by(model))
+
+
+@on_rows
+def frozen_digest(model: nn.Module) -> str:
+    """Return a digest of the frozen parameters that this rank holds; no communication."""
+    digest = 0
+    for local in local_tensors(model):
+        if local.is_frozen and local.tensor.numel():
+            for part in local.tensor.detach().reshape(-1).view(torch.uint8).split(_PART_BYTES):
+                digest = zlib.crc32(part.cpu().numpy().data, digest)
+    return f"crc32 {digest:08x}"
 
 
 def require_between_steps(ranks: Mesh, model: nn.Module, step: int) -> None:
@@ -234,11 +277,7 @@ class HostCopies:
 
     def take(self, job: SaveJob) -> SaveJob:
         """Return the job with its pieces copied; every rank calls it."""
-        pairs = together(self._ranks, lambda: self.pairs(job.plan.pieces))
-        ready = device_of(self._ranks.device).copy_to_host(pairs)
-        hosts = (host for host, _ in pairs)
-        copies = [replace(piece, tensor=host) for piece, host in zip(job.plan.pieces, hosts, strict=True)]
-        return replace(job, plan=replace(job.plan, pieces=copies), ready=ready)
+        return copied(self._ranks, job, together(self._ranks, lambda: self.pairs(job.plan.pieces)))
 
     def clear(self) -> None:
         """Free the memory."""
@@ -257,3 +296,10 @@ class HostCopies:
             pairs.append((host, piece.tensor))
         self._host = used
         return pairs
+
+
+def copied(ranks: Mesh, job: SaveJob, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> SaveJob:
+    """Return the job with its pieces copied to the host memory of ``pairs``; no communication."""
+    ready = device_of(ranks.device).copy_to_host(pairs)
+    copies = [replace(piece, tensor=host) for piece, (host, _) in zip(job.plan.pieces, pairs, strict=True)]
+    return replace(job, plan=replace(job.plan, pieces=copies), ready=ready)

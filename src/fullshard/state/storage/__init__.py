@@ -23,6 +23,7 @@ from fullshard.state.storage.contents import (
     WEIGHT_SUFFIXES as WEIGHT_SUFFIXES,  # the command line looks it up by name
     Kind as Kind,
     kind_of as kind_of,
+    verify as verify,
 )
 from fullshard.state.storage.digest import (
     content_of as content_of,
@@ -30,16 +31,13 @@ from fullshard.state.storage.digest import (
     same_content as same_content,
 )
 from fullshard.state.storage.disk import DirectoryLock as DirectoryLock
-from fullshard.state.storage.index import Index as Index, PieceEntry as PieceEntry, TensorEntry as TensorEntry
-from fullshard.state.storage.json_file import (
-    SMALL as SMALL,
-    as_json as as_json,
-    parse_bounded as parse_bounded,
-    read_bounded as read_bounded,
-    read_json as read_json,
-    require_sealed as require_sealed,
-    seal as seal,
+from fullshard.state.storage.index import (
+    Index as Index,
+    Part as Part,
+    PieceEntry as PieceEntry,
+    TensorEntry as TensorEntry,
 )
+from fullshard.state.storage.json_file import as_json as as_json, read_bounded as read_bounded, read_json as read_json
 from fullshard.state.storage.object_path import (
     ObjectPath as ObjectPath,
     Place as Place,
@@ -49,12 +47,18 @@ from fullshard.state.storage.object_path import (
 )
 from fullshard.state.storage.reader import CheckpointReader as CheckpointReader
 from fullshard.state.storage.rules import shown as shown
-from fullshard.state.storage.safetensors_file import SafetensorsWriter as SafetensorsWriter, TensorSpec as TensorSpec
+from fullshard.state.storage.safetensors_file import (
+    SafetensorsWriter as SafetensorsWriter,
+    TensorSpec as TensorSpec,
+    mapped_file as mapped_file,
+)
 from fullshard.state.storage.shard_file import (
     Piece as Piece,
     SavePlan as SavePlan,
     dtype_of as dtype_of,
     is_shard_name as is_shard_name,
+    shard_name as shard_name,
+    specs_of as specs_of,
 )
 from fullshard.state.storage.store import (
     Keep as Keep,

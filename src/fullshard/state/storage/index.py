@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from math import prod
 from typing import Any
 
@@ -64,6 +64,14 @@ class TensorEntry:
 
 
 @dataclass(frozen=True)
+class Part:
+    """Whose state a checkpoint has that one rank wrote alone: one run of each tensor, which is all that it held."""
+
+    rank: int  # the rank
+    frozen: str | None = None  # digest of its frozen parameters, which are left out; None: they are there
+
+
+@dataclass(frozen=True)
 class Index:
     """The contents of a checkpoint's ``index.json``."""
 
@@ -81,6 +89,7 @@ class Index:
     base: Base | None = None  # the model whose frozen weights are left out; None: all weights are here
     serial: int | None = None  # its number in the order of saving, as in ``complete.json``; None: version 1
     divided_by: int | None = None  # number of ranks that divided its parameters (tensor parallel); None: none did
+    part: Part | None = None  # the only rank that wrote it, with its own state alone; None: all ranks did
 
     def as_json(self) -> str:
         """Return the text of the file.
@@ -94,6 +103,7 @@ class Index:
             **{name: getattr(self, name) for name in (*_PLAIN, *_LATER)},
             **({} if self.base is None else {"base": self.base.as_plain()}),
             **({} if self.divided_by is None else {"divided_by": self.divided_by}),
+            **({} if self.part is None else {"part": asdict(self.part)}),
             "tensors": tensors_as_plain(self.tensors),
         }
         try:
@@ -158,7 +168,7 @@ def tensors_as_plain(tensors: Mapping[str, TensorEntry]) -> dict[str, Any]:
 
 
 def parse_index(content: bytes, path: Place) -> Index:
-    """Parse the index in the file ``path``; check its values, its own checksum, and that its pieces cover all tensors.
+    """Parse the index in the file ``path``; check its values, its own checksum, and what its pieces cover.
 
     Raises:
         CheckpointError: It is not JSON, of another program or a later version, damaged, contradicts itself, or has
@@ -180,13 +190,22 @@ def parse_index(content: bytes, path: Place) -> Index:
         plain |= {name: values.get(name) for name in _LATER}
         plain["divided_by"] = values.get("divided_by")
         plain["base"] = None if values.get("base") is None else Base.from_plain(rules.mapping(values["base"], "base"))
+        plain["part"] = _part_from_plain(values.get("part"), values["world_size"])
         index = Index(**plain, tensors=tensors_from_plain(values["tensors"]))
     except KeyError as error:
         raise CheckpointError(f"{path} cannot be read as a checkpoint's index: it has no {error}.") from error
     except (ValueError, TypeError) as error:
         raise CheckpointError(f"{path} cannot be read as a checkpoint's index: {error}.") from error
-    require_covered(index.tensors, path)
+    require_covered(index.tensors, path, alone=index.part is not None)
     return index
+
+
+def _part_from_plain(values: Any, world_size: int) -> Part | None:
+    if values is None:
+        return None
+    frozen = rules.mapping(values, "part")["frozen"]
+    rank = rules.count(values["rank"], "the rank of part", most=world_size - 1)
+    return Part(rank, None if frozen is None else rules.name(frozen, "the digest of frozen parameters"))
 
 
 def _require_plain_rules(values: Mapping[str, Any]) -> None:
@@ -236,13 +255,19 @@ def merge_tensors(parts: Iterable[Mapping[str, TensorEntry]]) -> dict[str, Tenso
     return merged
 
 
-def require_covered(tensors: Mapping[str, TensorEntry], where: object) -> None:
+def require_covered(tensors: Mapping[str, TensorEntry], where: object, *, alone: bool = False) -> None:
     """Check that the pieces of each tensor cover every element exactly once; ``where`` names the file in the message.
+
+    With ``alone``, of one rank's :class:`Part`: that they are one run of each tensor.
 
     Raises:
         CheckpointError: An element is missing or covered twice.
     """
     for name, entry in tensors.items():
+        if alone:
+            if len(entry.pieces) == 1 and entry.pieces[0].start <= entry.pieces[0].stop <= entry.numel:
+                continue
+            raise CheckpointError(f"{where}: {name} {entry.shape} must be one run of its {entry.numel:,} elements.")
         reached = 0
         for piece in entry.pieces:
             if piece.start != reached or piece.stop <= piece.start:

@@ -79,13 +79,26 @@ class CheckpointReader:
 
         Raises:
             CheckpointError: There is no such tensor, it has another shape, or a file is damaged; tensors may be partly
-                overwritten.
+                overwritten. Or the checkpoint has only another rank's elements; nothing is overwritten.
         """
+        for piece in pieces if self.index.part is not None else ():
+            self._require_held(piece)
         blocks = (block for piece in pieces for block in self._blocks(piece))
         for block, content in _ahead(self._fetch, blocks, backend_of(self.path).fetches):
             if content is not None:
                 for one in block.wanted:
                     one.copy_from(content)
+
+    def _require_held(self, piece: Piece) -> None:
+        """Check that the rank that wrote the checkpoint alone held all elements of a piece."""
+        entry, (order, first) = self.entry(piece.name), place_in_order(piece.shape, piece.block)
+        low, high, held = first + piece.start, first + piece.stop, entry.pieces[0]
+        if low < high and (order != entry.order or not held.start <= low < high <= held.stop):
+            raise CheckpointError(
+                f"{self.path} does not fit the model: this rank holds elements {low:,} to {high:,} of {piece.name}, "
+                f"and the snapshot has {held.start:,} to {held.stop:,}{'' if order == entry.order else ' of a block'}. "
+                "Shard the model as before."
+            )
 
     def _blocks(self, piece: Piece) -> Iterator[_Block]:
         """Yield the stored blocks that have elements of a piece."""

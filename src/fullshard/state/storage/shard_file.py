@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -94,13 +95,21 @@ def crc_of(block: torch.Tensor) -> int:
     return zlib.crc32(block.view(torch.uint8).numpy().data)
 
 
-def write_shard_file(path: Place, pieces: Sequence[Piece], progress: Callable[[int], None]) -> dict[str, TensorEntry]:
+def specs_of(pieces: Sequence[Piece]) -> dict[str, TensorSpec]:
+    """Return the tensors of a shard file with these pieces, by name."""
+    return {piece.name: TensorSpec(piece.name, (piece.tensor.numel(),), piece.tensor.dtype) for piece in pieces}
+
+
+def write_shard_file(
+    path: Place, pieces: Sequence[Piece], progress: Callable[[int], None], *, mapped: bool = False
+) -> dict[str, TensorEntry]:
     """Write one rank's pieces and flush them to disk, with one block of additional memory.
 
     Args:
         path: File to create.
         pieces: Non-empty runs of tensors, each name once, on any device.
         progress: Called with the number of bytes written since the last call; may raise to give up.
+        mapped: Whether the pieces are the file's own memory, by ``mapped_file``, so that nothing is left to write.
 
     Returns:
         This rank's part of the index.
@@ -109,18 +118,19 @@ def write_shard_file(path: Place, pieces: Sequence[Piece], progress: Callable[[i
         CheckpointError: A dtype cannot be stored.
         OSError: The file system refused.
     """
-    specs = {piece.name: TensorSpec(piece.name, (piece.tensor.numel(),), piece.tensor.dtype) for piece in pieces}
+    specs = specs_of(pieces)
     # In the file's order, so that it can be streamed. The names in the index keep the order of the pieces.
     ordered = sorted(pieces, key=lambda piece: file_order(specs[piece.name]))
     entries: dict[str, TensorEntry] = {}
-    with SafetensorsWriter(path, list(specs.values())) as writer:
+    with nullcontext() if mapped else SafetensorsWriter(path, list(specs.values())) as writer:
         for piece in ordered:
             per_block = BLOCK_BYTES // piece.tensor.dtype.itemsize
             crcs = []
             for start in range(0, piece.tensor.numel(), per_block):
                 block = piece.tensor[start : start + per_block].cpu()
                 crcs.append(crc_of(block))
-                writer.write_run(piece.name, start, block)
+                if writer is not None:
+                    writer.write_run(piece.name, start, block)
                 progress(block.nbytes)
             order, first = place_in_order(piece.shape, piece.block)
             entry = PieceEntry(path.name, first + piece.start, first + piece.stop, tuple(crcs))

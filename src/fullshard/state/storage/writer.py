@@ -3,7 +3,7 @@
 Every rank writes its file and, when that is on disk, its part of the index next to it. Rank 0 waits for all parts by
 polling the directory, not in a collective: training may continue, and a slow disk blocks no other rank. Then it writes
 the index, marks the checkpoint as complete, makes it appear (``finish``) and
-deletes the checkpoints not to be kept.
+deletes the checkpoints not to be kept. A rank may also save its own state alone (:class:`Part`).
 """
 
 from __future__ import annotations
@@ -58,6 +58,13 @@ class SaveJob:
     ready: Callable[[], None]  # called in the thread; returns once the pieces may be read
     timeout_s: float  # longest time without progress, in seconds
     require_commit: Callable[[], None]  # called on rank 0 right before the commit; raises if another run writes here
+    mapped: bool = False  # whether the pieces are the memory of this rank's file
+
+    @property
+    def writers(self) -> Sequence[int]:
+        """The ranks whose parts make up the checkpoint; the first one completes it."""
+        part = self.index.part
+        return range(self.index.world_size) if part is None else [part.rank]
 
     @property
     def temporary(self) -> Place:
@@ -92,6 +99,7 @@ class Save:
         done_bytes: Bytes written so far.
         total_bytes: Bytes that this rank writes.
         seconds: Duration; set once the save is finished.
+        busy_seconds: Processor time of its thread; set once the save is finished.
         reported: True if its commit was reported to the caller.
     """
 
@@ -100,7 +108,7 @@ class Save:
         self.job = job
         self.done_bytes = 0
         self.total_bytes = sum(piece.tensor.nbytes for piece in job.plan.pieces)
-        self.seconds = 0.0
+        self.seconds = self.busy_seconds = 0.0
         self.reported = False
         self._started = self._moved_at = time.monotonic()
         self._problem: str | None = None
@@ -142,8 +150,8 @@ class Save:
         """Run the save in the thread."""
         try:
             self._write_mine()
-            if self.job.rank == 0:
-                parts = [self._wait_for_part(rank) for rank in range(self.job.index.world_size)]
+            if self.job.rank == self.job.writers[0]:
+                parts = [self._wait_for_part(rank) for rank in self.job.writers]
                 commit_save(self.job, parts, self._count)
         except OSError as error:
             self._problem = str(_refused(self.final, error))
@@ -152,8 +160,8 @@ class Save:
         except BaseException as error:
             # Any error: if this thread ended unreported, the other ranks would wait for it.
             self._problem = f"{self.final}: rank {self.job.rank} could not write its part: {error!r}"
-        self.seconds = time.monotonic() - self._started
-        if self._problem is not None and self.job.rank == 0:
+        self.seconds, self.busy_seconds = time.monotonic() - self._started, time.thread_time()
+        if self._problem is not None and self.job.rank == self.job.writers[0]:
             # Delete what was written; the next save deletes the remainder.
             with contextlib.suppress(OSError, StoreError):
                 backend_of(self.job.directory).remove(self.job.temporary)
@@ -204,7 +212,7 @@ def write_part(job: SaveJob, count: Callable[[int], None] = lambda nbytes: None)
         OSError, CheckpointError: It could not be written, or ``count``, which receives the number of bytes, raised.
     """
     name = shard_name(job.rank, job.index.world_size)
-    tensors = write_shard_file(job.temporary / name, job.plan.pieces, count)
+    tensors = write_shard_file(job.temporary / name, job.plan.pieces, count, mapped=job.mapped)
     part = {"tensors": tensors_as_plain(tensors), "groups": job.plan.groups, "scalars": job.plan.scalars}
     backend_of(job.directory).write_text(_part_path(job, job.rank), json.dumps(part))
 
@@ -221,14 +229,14 @@ def read_part(job: SaveJob, rank: int) -> dict[str, Any]:
 def commit_save(
     job: SaveJob, parts: Sequence[Mapping[str, Any]], count: Callable[[int], None] = lambda nbytes: None
 ) -> None:
-    """Make a complete checkpoint under its final name from all ranks' parts; on rank 0.
+    """Make a complete checkpoint under its final name from all ranks' parts; on the first of its writers.
 
     Raises:
         OSError, CheckpointError: It could not be written, a part is missing, or ``count`` raised.
     """
     backend = backend_of(job.directory)
     tensors = merge_tensors(tensors_from_plain(part["tensors"]) for part in parts)
-    require_covered(tensors, job.final)
+    require_covered(tensors, job.final, alone=job.index.part is not None)
     scalars = {name: values for part in parts for name, values in part["scalars"].items()}
     groups = merge_groups([part["groups"] for part in parts])
     serial = next_serial(job.directory)
@@ -237,7 +245,7 @@ def commit_save(
     count(0)
     # The marker comes after everything that it vouches for, and the deletion of old checkpoints after the commit:
     # whenever the process is killed, the previous checkpoint or this one is complete.
-    for rank in range(job.index.world_size):
+    for rank in job.writers:
         _part_path(job, rank).unlink(missing_ok=True)
     job.require_commit()
     backend.finish(job.temporary, job.final, lambda: _mark(job, index))

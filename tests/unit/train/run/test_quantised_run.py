@@ -21,9 +21,8 @@ from fullshard.program.report.page import make_page
 from fullshard.program.train.evaluation.predict import predict
 from fullshard.program.train.evaluation.trained import find_trained, load_trained
 from fullshard.program.train.reporting.card import CardSink
-from fullshard.state.resilience.snapshot_buffer import SnapshotBuffer
 from fullshard.state.saving.export import ExportOptions, export
-from fullshard.state.storage import content_of, read_index
+from fullshard.state.storage import content_of, find_checkpoints, read_index
 from fullshard.state.storage.contents import Kind, inspect_path, verify
 from support.interrupted_run import OFTEN, metrics, run, run_until_killed, run_until_stopped
 from support.quantized import bitsandbytes_stored
@@ -106,12 +105,12 @@ def test_killed_it_goes_on_from_memory_to_the_bit_without_a_copy_of_its_base(bas
     monkeypatch.setenv("FULLSHARD_KEEP_DIR", str(tmp_path / "keep"))
     monkeypatch.setenv("FULLSHARD_ATTEMPT", "0")
     run_until_killed(killed, ("step", 4), training__save_strategy="no", **options(base))
-    kept = [one for path in (tmp_path / "keep").glob("*/rank-*/*") if (one := SnapshotBuffer(path).read()) is not None]
+    kept = [read_index(path) for rank in (tmp_path / "keep").glob("*/rank-*") for path in find_checkpoints(rank)]
     assert kept
     assert all("lora_" in name for one in kept for name in one.tensors if name.startswith("model/"))
     monkeypatch.setenv("FULLSHARD_ATTEMPT", "1")
     memory = run(killed, training__save_strategy="no", **options(base))
-    assert memory.begun[0].resumed_step == max(one.described.step for one in kept) > 0
+    assert memory.begun[0].resumed_step == max(one.step for one in kept) > 0
     assert metrics(killed) == metrics(calm)
     assert (killed / "out" / ADAPTER).read_bytes() == (calm / "out" / ADAPTER).read_bytes()
 

@@ -1,8 +1,6 @@
-"""A run that is killed continues from the snapshots in memory, also on fewer ranks, and ends as if undisturbed."""
+"""A run that is killed continues from the snapshots in memory, and ends as if undisturbed."""
 
-import os
 import shutil
-import threading
 
 import pytest
 from safetensors.torch import load_file, save_file
@@ -10,9 +8,8 @@ from safetensors.torch import load_file, save_file
 from fullshard.errors import CheckpointError, ConfigError
 from fullshard.program.train.run.checkpoints import RunCheckpoints
 from fullshard.program.train.setup import resume
-from fullshard.state.resilience import snapshots
-from fullshard.state.resilience.snapshot_buffer import SnapshotBuffer
-from fullshard.state.storage import find_checkpoints
+from fullshard.state.saving import memory as snapshots
+from fullshard.state.storage import find_checkpoints, read_index
 from support.interrupted_run import OFTEN, STEPS, assert_same, metrics, run, run_until_killed, run_until_stopped
 from support.t5_directory import write_t5
 from support.tiny_run import WORDS
@@ -109,7 +106,7 @@ def test_frozen_weights_are_read_again_and_not_kept(tmp_path, keep, monkeypatch)
     run(tmp_path / "calm", **options)
     shutil.rmtree(keep)
     run_until_killed(tmp_path / "killed", ("step", 6), training__save_strategy="no", **options)
-    kept = [SnapshotBuffer(path).read() for path in keep.glob("*/rank-*/*")]
+    kept = [read_index(path) for rank in keep.glob("*/rank-*") for path in find_checkpoints(rank)]
     names = {name for one in kept for name in one.tensors if name.startswith("model/")}
     assert len(kept) == 2
     assert names
@@ -154,23 +151,6 @@ def test_a_run_file_that_was_changed_meanwhile_is_an_error(tmp_path, monkeypatch
         run(tmp_path, training__learning_rate=0.5, **changes)
 
 
-@pytest.fixture
-def of_several(monkeypatch):
-    """Ranks are threads here, each of which is a machine of its own."""
-    monkeypatch.setattr(os, "getpid", threading.get_native_id)
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
-
-
-@pytest.mark.usefixtures("of_several")
-def test_fewer_ranks_share_out_the_snapshots_that_several_of_them_have(tmp_path, monkeypatch):
-    """Of four machines one is lost: those that are left have some snapshots twice, and each passes some on."""
-    options = {"training__eval_strategy": "no", "training__save_strategy": "no"}
-    options |= {"training__per_device_train_batch_size": 1, "training__gradient_accumulation_steps": 1}
-    run_until_killed(tmp_path, ("step", 5), ranks=4, **options)
-    monkeypatch.setenv("FULLSHARD_ATTEMPT", "1")
-    assert run(tmp_path, ranks=2, **options).begun[0].resumed_step == 4
-
-
 def damage_newest(directory):
     newest = find_checkpoints(directory / "out" / "checkpoints")[-1]
     (newest / "index.json").write_text("{}")
@@ -186,16 +166,3 @@ def test_the_only_checkpoint_may_be_damaged_where_memory_has_a_later_step(tmp_pa
     assert memory.begun[0].resumed_step == 5
     assert any(note.startswith(f"{newest.name} is damaged and is ") for note in memory.begun[0].notes)
     assert_same(tmp_path, uninterrupted)
-
-
-@pytest.mark.usefixtures("of_several")
-def test_the_checkpoint_made_of_other_ranks_snapshots_replaces_a_damaged_one(tmp_path, monkeypatch):
-    options = {"training__eval_strategy": "no", "training__save_strategy": "steps", "training__save_steps": 2}
-    options |= {"training__save_total_limit": 9, "training__gradient_accumulation_steps": 1}
-    run_until_killed(tmp_path, ("step", 5), ranks=2, **options)
-    newest = damage_newest(tmp_path)
-    assert newest.name == "step-00000004"
-    monkeypatch.setenv("FULLSHARD_ATTEMPT", "1")
-    memory = run(tmp_path, **options)
-    assert memory.begun[0].resumed_step == 4
-    assert newest in find_checkpoints(newest.parent)

@@ -19,7 +19,7 @@ import os
 import shutil
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -38,7 +38,7 @@ from fullshard.program.train.run.assemble import Assembly
 from fullshard.program.train.run.record import Record
 from fullshard.program.train.setup.devices import recorded_choices
 from fullshard.program.train.setup.resume import EVALUATION_NAME, StartingPoint
-from fullshard.state.saving import Checkpoints, Restored, SaveReport, save
+from fullshard.state.saving import Checkpoints, SaveReport, save
 from fullshard.state.saving.full import write_assets
 from fullshard.state.storage import Place, add_small_file, read_completion, read_index, same_content, survey, write_text
 
@@ -74,7 +74,7 @@ class BestModel:
         self.directory = output_dir / BEST_NAME
         self._comm = comm
         self._named: dict[int, int] = {}  # of the last two checkpoints: step -> step of the best model they name
-        self._in_snapshots: list[int] = []  # steps of the best models that the last two snapshots name
+        self._in_snapshots: list[int] = []  # steps of the best models that the last three snapshots name
 
     def keep(self, model: Any, tokenizer: Any, report: EvaluationReport) -> None:
         """Save the model as the best so far; every rank calls it.
@@ -99,8 +99,8 @@ class BestModel:
             self._named[checkpoint_step] = best.step
 
     def named_by_snapshot(self, best: EvaluationReport | None) -> None:
-        """Record that a snapshot being taken names ``best``; two snapshots exist at any time."""
-        self._in_snapshots = [*self._in_snapshots, 0 if best is None else best.step][-2:]
+        """Record that a snapshot being taken names ``best``; the two before it may exist until it is complete."""
+        self._in_snapshots = [*self._in_snapshots, 0 if best is None else best.step][-3:]
 
     def committed(self, checkpoint_step: int) -> None:
         """Delete models that only checkpoints before ``checkpoint_step`` name; any rank calls it, rank 0 deletes."""
@@ -239,7 +239,8 @@ class RunCheckpoints:
         self._require_same_separator()
         self._require_same_base()
         options = [{k: v for k, v in group.items() if k != "params"} for group in parts.optimizer.param_groups]
-        restored = self._load(start.path)
+        restored = self._checkpoints.load(parts.model, parts.optimizer, path=start.path, average=parts.average)
+        assert restored is not None, "a path was given"
         # The optimizer's options come from the settings, because the user may have changed them on purpose.
         for group, given in zip(parts.optimizer.param_groups, options, strict=True):
             group.update(given)
@@ -254,7 +255,7 @@ class RunCheckpoints:
             torch.manual_seed(int.from_bytes(drawn) >> 1)
         if parts.scaler is not None and start.values["scaler"] is not None:
             parts.scaler.load_state_dict(start.values["scaler"])
-        if start.snapshot is None and restored.path.parent.resolve() == self._checkpoints.directory.resolve():
+        if restored.path.parent.resolve() == self._checkpoints.directory.resolve():
             self.newest = (restored.step, restored.path)
         try:
             record = Record.from_values(start.values["record"], rank=comm.rank, world_size=comm.size)
@@ -271,15 +272,6 @@ class RunCheckpoints:
         found = survey(self._checkpoints.directory).complete
         return tuple(completion.step for completion, path in found if path not in self._start.superseded)
 
-    def _load(self, path: Place) -> Restored:
-        """Load the snapshot that the run continues from, or otherwise the checkpoint at ``path``."""
-        parts, snapshot, kept = self._parts, self._start.snapshot, self._checkpoints.in_memory
-        if snapshot is not None and kept is not None:
-            return kept.load(snapshot, parts.model, parts.optimizer, average=parts.average)
-        restored = self._checkpoints.load(parts.model, parts.optimizer, path=path, average=parts.average)
-        assert restored is not None, "a path was given"
-        return restored
-
     def _require_same_base(self) -> None:
         """Check that the model's frozen weights were read from the files that the checkpoint names.
 
@@ -288,8 +280,6 @@ class RunCheckpoints:
         """
         path, ours, comm = self._start.path, self._parts.base, self._parts.comm
         assert path is not None, "the run resumes"
-        if self._start.snapshot is not None:  # a snapshot holds the frozen weights or their checksums itself
-            return
 
         def check() -> None:
             theirs = read_index(path).base
@@ -448,21 +438,6 @@ class RunCheckpoints:
             nbytes = sum(read_completion(path).files.values())
             for sink in self._sinks:
                 sink.checkpoint(CheckpointReport(step, str(path), nbytes, seconds, stall_seconds))
-
-
-def with_checkpoint(start: StartingPoint, parts: Assembly, checkpoints: Checkpoints) -> StartingPoint:
-    """Save the snapshots of other ranks as a checkpoint, if the start is from such, and return a start from it.
-
-    Every rank calls it.
-
-    Raises:
-        CheckpointError: It could not be written; on every rank.
-    """
-    if start.others is None:
-        return start
-    path = checkpoints.save_snapshots(start.others, parts.model, assets=partial(_write_assets, parts), base=parts.base)
-    # It replaces a damaged checkpoint of the same step, which need not be set aside any more.
-    return replace(start, path=path, damaged=tuple(one for one in start.damaged if one.name != path.name))
 
 
 def _write_assets(parts: Assembly, directory: Path) -> None:

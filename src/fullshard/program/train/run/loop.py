@@ -30,7 +30,7 @@ from fullshard.program.train.evaluation.generation import fits_at_once
 from fullshard.program.train.reporting.reports import EndedBy, EvaluationReport, RunSummary, StepReport
 from fullshard.program.train.reporting.sinks import Sink
 from fullshard.program.train.run.assemble import Assembly, assemble
-from fullshard.program.train.run.checkpoints import BestModel, PromptedTokenizer, RunCheckpoints, with_checkpoint
+from fullshard.program.train.run.checkpoints import BestModel, PromptedTokenizer, RunCheckpoints
 from fullshard.program.train.run.disk import Target, demand, free_bytes, require_room
 from fullshard.program.train.run.profile import StepProfiler
 from fullshard.program.train.run.record import Planned, Record, describe_start, explain, is_out_of_memory, summarise
@@ -120,11 +120,10 @@ def train(
                     prepared,
                     group=start.group,
                     rules=start.rules,
-                    filled=start.snapshot is not None,
+                    filled=start.in_memory,
                     chosen=(*chosen, *kept),
                     progress=referring,
                 )
-                start = with_checkpoint(start, parts, checkpoints)
                 return TrainingRun(parts, start, checkpoints, sinks, stop or StopRequest(), planned).train()
             except Exception as error:
                 if not is_out_of_memory(error):
@@ -136,11 +135,10 @@ def _starting_point(config: RunConfig, comm: Comm, checkpoints: Checkpoints) -> 
     """Return the starting point: the newest snapshot, the newest checkpoint, or scratch. Every rank calls it."""
     kept = checkpoints.in_memory
     begun = 0 if kept is None else kept.begun()
-    snapshot = None if kept is None else kept.newest()
-    others = None if kept is None else kept.of_other_ranks()
-    found = snapshot is not None or others is not None
+    path = None if kept is None else kept.newest()
+    found = path is not None
     start = _on_rank_0(comm, lambda: choose_starting_point(config, comm.size, begun=begun, in_memory=found))
-    return together(comm, lambda: or_snapshot(start, snapshot, others))
+    return together(comm, lambda: or_snapshot(start, path))
 
 
 class _StopDuringEvaluationError(Exception):

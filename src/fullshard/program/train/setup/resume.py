@@ -18,7 +18,6 @@ from fullshard.program.data import split_lists
 from fullshard.program.train.reporting.reports import EndedBy
 from fullshard.program.train.setup.prepare import source_spec
 from fullshard.program.train.setup.steps import BatchPartition, began_with
-from fullshard.state.resilience import OfOtherRanks, Snapshot
 from fullshard.state.storage import (
     FINISHED_NAME,
     Place,
@@ -162,8 +161,7 @@ class StartingPoint:
     notes: tuple[str, ...] = ()  # notes for the user
     step: int = 0  # optimizer steps taken before
     places: Mapping[str, Path] = field(default_factory=dict)  # of settings that are compared by the content there
-    snapshot: Snapshot | None = None  # this rank's part of the snapshot to continue from, which ``path`` is then
-    others: OfOtherRanks | None = None  # the snapshots of other ranks to continue from; saved as a checkpoint first
+    in_memory: bool = False  # whether ``path`` is this rank's snapshot
 
     @property
     def group(self) -> int:
@@ -193,7 +191,7 @@ class StartingPoint:
         return self.began.on(self.asked.ranks)
 
     def with_values(self, values: Mapping[str, Any]) -> StartingPoint:
-        """Return the start with the values of a checkpoint or snapshot, which may come from other ranks.
+        """Return the start with the values of a checkpoint, which may come from other ranks.
 
         Raises:
             ConfigError: Its global batch cannot be divided over the current ranks.
@@ -417,39 +415,27 @@ def _restoring(different: Mapping[str, str], then: Mapping[str, Any], path: Plac
     )
 
 
-def or_snapshot(start: StartingPoint, snapshot: Snapshot | None, others: OfOtherRanks | None = None) -> StartingPoint:
+def or_snapshot(start: StartingPoint, path: Place | None) -> StartingPoint:
     """Return the start from a snapshot if its step is later, otherwise ``start``; any rank, with its own snapshot.
-
-    ``others`` are the newest snapshots of another number of ranks.
 
     Raises:
         ConfigError: The run file was changed meanwhile.
     """
-    steps = [start.step, *(0 if one is None else one.described.step for one in (snapshot, others))]
-    if max(steps) == steps[0]:
+    step, values = (0, {}) if path is None else read_values(path)
+    if path is None or step <= start.step:
         return start
-    taken = others if steps[2] > steps[1] else snapshot
-    assert taken is not None, "it has the latest step"
-    described = taken.described
-    start = start.with_values(described.values)
-    different = _differences(start, described.values["settings"])
+    start = start.with_values(values)
+    different = _differences(start, values["settings"])
     if different:
         raise ConfigError(
             "The run was started again, but these settings have changed meanwhile:\n"
             + "\n".join(f"  {line}" for line in different.values())
             + "\nRestore the earlier settings, and give the command again."
         )
-    start = replace(
-        start,
-        comparable=True,  # its evaluations were made with these settings
-        notes=tuple(line for line in start.notes if not line.startswith("resuming ")),
-        step=described.step,
-    )
-    if isinstance(taken, OfOtherRanks):
-        note = f"resuming after step {described.step:,} from the snapshots in memory of {described.world_size} ranks"
-        return replace(start, notes=(note, *start.notes), others=taken)
-    note = f"resuming after step {described.step:,} from the snapshot in memory ({taken.directory.parent.parent})"
-    return replace(start, notes=(note, *start.notes), path=taken.directory, snapshot=taken)
+    note = f"resuming after step {step:,} from the snapshot in memory ({path.parent.parent})"
+    notes = (note, *(line for line in start.notes if not line.startswith("resuming ")))
+    # Its evaluations were made with these settings.
+    return replace(start, comparable=True, notes=notes, step=step, path=path, in_memory=True)
 
 
 def _aside_notes(paths: Sequence[Place]) -> list[str]:
