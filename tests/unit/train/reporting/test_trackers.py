@@ -65,6 +65,14 @@ class MLflow(types.ModuleType):
     def __init__(self):
         super().__init__("mlflow")
         self.begun, self.params, self.logged, self.ended = [], [], [], 0
+        limits = types.SimpleNamespace(MAX_PARAM_VAL_LENGTH=6000, MAX_PARAMS_TAGS_PER_BATCH=100)
+        self.utils = types.SimpleNamespace(validation=limits)
+
+    def get_experiment(self, number):
+        return types.SimpleNamespace(name=f"experiment {number}")
+
+    def search_experiments(self, filter_string):
+        return [types.SimpleNamespace(experiment_id=filter_string)]
 
     def start_run(self, **options):
         self.begun.append(options)
@@ -123,7 +131,7 @@ def test_trackio_goes_on_with_the_run_that_goes_on(tmp_path, monkeypatch):
     ]
     assert trackio.ended == 3
     newest[0] = "another"
-    with pytest.raises(ConfigError, match=r"whose newest run named mine is another one\. Set training.run_name"):
+    with pytest.raises(ConfigError, match=r"its run another and not this run's first\. Set training.run_name"):
         tell(sink, resumed_step=3)
 
 
@@ -141,6 +149,23 @@ def test_mlflow_gets_settings_once_and_goes_on_with_its_run(tmp_path, monkeypatc
     assert [run["run_id"] for run in mlflow.begun] == [None, "new-id"]
     assert len(mlflow.params) == requests
     assert mlflow.ended == 2
+
+
+@pytest.mark.parametrize(
+    ("variables", "experiment"),
+    [
+        ({}, "Default"),
+        ({"MLFLOW_EXPERIMENT_NAME": "named"}, "named"),
+        ({"MLFLOW_EXPERIMENT_ID": "7"}, "experiment 7"),
+    ],
+)
+def test_mlflow_reports_to_the_experiment_of_its_variables(tmp_path, monkeypatch, variables, experiment):
+    mlflow = MLflow()
+    monkeypatch.setitem(sys.modules, "mlflow", mlflow)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    sink_of(tmp_path, "mlflow").start(start_of())
+    assert mlflow.begun[0]["experiment_id"] == f"name = '{experiment}'"
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")

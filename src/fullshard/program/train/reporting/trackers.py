@@ -1,13 +1,19 @@
-"""Trackers as sinks: TensorBoard, Weights & Biases, MLflow, Trackio; each package is needed only if it is requested."""
+"""Trackers as one sink: TensorBoard, Weights & Biases, MLflow, Trackio, by Accelerate's classes.
+
+Each tracker's package is needed only if it is requested.
+"""
 
 from __future__ import annotations
 
 import importlib
+import os
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import ModuleType
-from typing import Any, Protocol
+from typing import Any
+
+from accelerate import tracking
+from transformers.utils import logging
 
 from fullshard.errors import ConfigError, UserError
 from fullshard.program.config import RunConfig
@@ -15,25 +21,12 @@ from fullshard.program.train.reporting.reports import CheckpointReport, Evaluati
 from fullshard.program.train.reporting.sinks import METRICS_NAME, Sink, StepLog
 from fullshard.state.storage import write_text
 
-MOST_PARAMS = 100
-"""Maximum number of parameters that MLflow's server accepts in one request."""
-
 PAUSE_FACTOR = 9
 """A tracker that failed is not called for this multiple of the time of the failed call, so that waiting for it takes
 at most a tenth of the run."""
 
-
-class Tracker(Protocol):
-    """Interface of a tracker."""
-
-    def start(self, run: RunStart) -> None:
-        """Start a run, or continue the tracked run after ``run.resumed_step``."""
-
-    def log(self, values: Mapping[str, float], step: int) -> None:
-        """Log the values after a step, by name."""
-
-    def close(self) -> None:
-        """Write pending values; also called if the run has failed, and without ``start``."""
+# Accelerate's own logger needs its PartialState, which would choose this rank's device and number of threads again.
+tracking.logger = logging.get_logger(tracking.__name__)  # type: ignore[assignment]
 
 
 class TrackerSink(Sink):
@@ -43,16 +36,25 @@ class TrackerSink(Sink):
     number of lost lines is reported.
     """
 
-    def __init__(
-        self, name: str, tracker: Tracker, config: RunConfig, say: Callable[[str], None] = lambda line: None
-    ) -> None:
-        """Log every ``logging_steps``-th step and every evaluation to ``tracker``; ``say`` receives its failures."""
+    def __init__(self, name: str, config: RunConfig, say: Callable[[str], None] = lambda line: None) -> None:
+        """Log every ``logging_steps``-th step and every evaluation; ``say`` receives the tracker's failures.
+
+        Raises:
+            ConfigError: The tracker is not installed.
+        """
+        try:
+            importlib.import_module(name)
+        except ImportError as error:
+            raise ConfigError(
+                f"training.report_to has {name}, which is not installed ({error}): pip install {name}, or remove it."
+            ) from error
         self._name = name
-        self._tracker = tracker
+        self._config = config
         self._say = say
+        self._tracker: Any = None
         self._metrics = Path(config.output_dir, METRICS_NAME)
         self._log = StepLog(config.training.logging_steps)
-        self._lines = self._lost = 0
+        self._lines = self._lost = self._last = 0
         self._pause_until = 0.0
 
     def start(self, run: RunStart) -> None:
@@ -63,7 +65,7 @@ class TrackerSink(Sink):
         """
         self._log.start(run)
         try:
-            self._tracker.start(run)
+            self._start(run)
         except UserError:
             raise
         except Exception as error:  # a tracker may raise anything
@@ -71,6 +73,26 @@ class TrackerSink(Sink):
                 f"training.report_to has {self._name}, which could not start: {_error_text(error)}. Correct its "
                 f"settings or the connection, or remove {self._name} from report_to."
             ) from error
+
+    def _start(self, run: RunStart) -> None:
+        """Start the tracker; a resumed run continues the tracked run whose id is in ``output_dir``."""
+        name, file = self._name, Path(self._config.output_dir, f"{self._name}.id")
+        known = file.read_text(encoding="utf-8") if run.resumed_step and file.exists() else None
+        tracker: Any = tracking.LOGGER_TYPE_TO_CLASS[name](**_arguments(name, self._config, run, known))
+        tracker.main_process_only = False  # there is a sink on rank 0 only
+        tracker.start()
+        self._tracker = tracker
+        if name == "tensorboard":
+            return
+        tracked = tracker.tracker.info.run_id if name == "mlflow" else tracker.tracker.id
+        if known not in (None, tracked):  # trackio resumes the newest run of a name
+            raise ConfigError(
+                f"training.report_to has {name}, which continues its run {tracked} and not this run's {known}. Set "
+                f"training.run_name to another name to report to a new run, or remove {name} from report_to."
+            )
+        write_text(file, tracked)
+        if name == "mlflow" and known is None:
+            tracker.store_init_configuration(dict(self._config.as_flat()))
 
     def step(self, report: StepReport) -> None:
         """Log the step if it is due for logging."""
@@ -108,7 +130,8 @@ class TrackerSink(Sink):
         if (rest := self._log.rest()) is not None:
             self._log_step(rest)
         try:
-            self._tracker.close()
+            if self._tracker is not None:
+                self._tracker.finish()
         except Exception as error:
             self._say(f"warning: {self._name} could not close: {_error_text(error)}. {self._metrics} has every line.")
         if self._lost:
@@ -119,12 +142,14 @@ class TrackerSink(Sink):
     def _try_log(self, values: Mapping[str, float], step: int) -> None:
         """Log a line; it is lost if that fails or failed shortly before."""
         self._lines += 1
+        # A checkpoint may be reported after a later step: wandb drops lines with a step lower than the last one.
+        self._last = step = max(self._last, step) if self._name == "wandb" else step
         began = time.monotonic()
         if began < self._pause_until:
             self._lost += 1
             return
         try:
-            self._tracker.log(values, step)
+            self._tracker.log(dict(values), step=step)
         except Exception as error:
             if not self._lost:
                 self._say(
@@ -144,134 +169,24 @@ def tracker_sinks(config: RunConfig, say: Callable[[str], None] = lambda line: N
     Raises:
         ConfigError: A tracker is not installed.
     """
-    made = {"tensorboard": _TensorBoard, "wandb": _WandB, "mlflow": _MLflow, "trackio": _Trackio}
-    return [TrackerSink(name, made[name](config), config, say) for name in config.training.report_to]
+    return [TrackerSink(name, config, say) for name in config.training.report_to]
 
 
-class _TensorBoard:
-    """Event files in ``output_dir/tensorboard``."""
-
-    def __init__(self, config: RunConfig) -> None:
-        _require("tensorboard")
-        self._module = importlib.import_module("torch.utils.tensorboard")
-        self._directory = Path(config.output_dir, "tensorboard")
-        self._writer: Any = None
-
-    def start(self, run: RunStart) -> None:
+def _arguments(name: str, config: RunConfig, run: RunStart, known: str | None) -> dict[str, Any]:
+    """Return what Accelerate's class of a tracker gets; ``known`` is the id of the tracked run to continue."""
+    title = config.training.run_name or Path(config.output_dir).name
+    if name == "tensorboard":
         # Lines that a killed run logged after its checkpoint are hidden: the resumed run logs them again.
-        self._writer = self._module.SummaryWriter(str(self._directory), purge_step=run.resumed_step + 1)
-
-    def log(self, values: Mapping[str, float], step: int) -> None:
-        for name, value in values.items():
-            self._writer.add_scalar(name, value, step)
-
-    def close(self) -> None:
-        if self._writer is not None:
-            self._writer.close()
-
-
-class _Remote:
-    """A tracker whose runs have ids: a resumed run continues the one whose id is in ``output_dir``."""
-
-    def __init__(self, name: str, config: RunConfig) -> None:
-        self._module: Any = _require(name)
-        self._config = config
-        self._id = Path(config.output_dir, f"{name}.id")
-        self._name = config.training.run_name or Path(config.output_dir).name
-
-    def _known(self, run: RunStart) -> str | None:
-        return self._id.read_text(encoding="utf-8") if run.resumed_step and self._id.exists() else None
-
-
-class _WandB(_Remote):
-    """A run of Weights & Biases."""
-
-    def __init__(self, config: RunConfig) -> None:
-        super().__init__("wandb", config)
-        self._run: Any = None
-        self._step = 0
-
-    def start(self, run: RunStart) -> None:
-        known = self._known(run)
-        self._run = self._module.init(
-            project="fullshard",
-            name=self._name,
-            id=known,
-            dir=str(self._config.output_dir),
-            config=dict(self._config.as_plain()),
-            resume="must" if known else None,
-        )
-        write_text(self._id, self._run.id)
-
-    def log(self, values: Mapping[str, float], step: int) -> None:
-        # A checkpoint may be reported after a later step: wandb drops lines with a step lower than the last one.
-        self._step = max(self._step, step)
-        self._run.log(dict(values), step=self._step)
-
-    def close(self) -> None:
-        if self._run is not None:
-            self._run.finish()
-
-
-class _MLflow(_Remote):
-    """A run of MLflow, at the server that its environment variables name."""
-
-    def __init__(self, config: RunConfig) -> None:
-        super().__init__("mlflow", config)
-        self._started = False
-
-    def start(self, run: RunStart) -> None:
-        known = self._known(run)
-        started = self._module.start_run(run_id=known, run_name=None if known else self._name)
-        self._started = True
-        write_text(self._id, started.info.run_id)
-        if known is None:
-            params = list(self._config.as_flat().items())
-            for start in range(0, len(params), MOST_PARAMS):
-                self._module.log_params(dict(params[start : start + MOST_PARAMS]))
-
-    def log(self, values: Mapping[str, float], step: int) -> None:
-        self._module.log_metrics(dict(values), step=step)
-
-    def close(self) -> None:
-        if self._started:
-            self._module.end_run()
-
-
-class _Trackio(_Remote):
-    """A run of Trackio, on this machine or where its environment variables say."""
-
-    def __init__(self, config: RunConfig) -> None:
-        super().__init__("trackio", config)
-        self._run: Any = None
-
-    def start(self, run: RunStart) -> None:
-        known, resume = self._known(run), "must" if run.resumed_step and self._id.exists() else "never"
-        settings = dict(self._config.as_plain())
-        self._run = self._module.init(project="fullshard", name=self._name, config=settings, resume=resume, embed=False)
-        if known is not None and self._run.id != known:  # it resumes the newest run of a name
-            raise ConfigError(
-                f"training.report_to has trackio, whose newest run named {self._name} is another one. Set "
-                "training.run_name to another name to report to a new run, or remove trackio from report_to."
-            )
-        write_text(self._id, self._run.id)
-
-    def log(self, values: Mapping[str, float], step: int) -> None:
-        self._run.log(dict(values), step=step)
-
-    def close(self) -> None:
-        if self._run is not None:
-            self._run.finish()
+        return {"run_name": name, "logging_dir": str(config.output_dir), "purge_step": run.resumed_step + 1}
+    if name == "mlflow":  # the class reads MLFLOW_EXPERIMENT_NAME, but not the id
+        number = os.environ.get("MLFLOW_EXPERIMENT_ID")
+        experiment = importlib.import_module(name).get_experiment(number).name if number else "Default"
+        return {"experiment_name": experiment, "run_id": known, "run_name": None if known else title}
+    wanted = {"run_name": "fullshard", "name": title, "config": dict(config.as_plain())}
+    if name == "trackio":
+        return wanted | {"resume": "must" if known else "never", "embed": False}
+    return wanted | {"id": known, "dir": str(config.output_dir), "resume": "must" if known else None}
 
 
 def _error_text(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split()).rstrip('.')}"
-
-
-def _require(name: str) -> ModuleType:
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        raise ConfigError(
-            f"training.report_to has {name}, which is not installed ({error}): pip install {name}, or remove it."
-        ) from error
