@@ -566,9 +566,12 @@ def test_a_long_text_beside_facts_about_it_is_plain_text(facts, text, tmp_path, 
     assert text is None or "not used: " in said
 
 
-def test_a_json_list_of_texts_is_plain_text_and_a_txt_file_is_told_so(tmp_path, done, refused):
+def test_a_json_list_of_texts_and_files_of_text_are_plain_text(tmp_path, done, refused):
     (tmp_path / "texts.json").write_text(json.dumps([f"row {i} of text" for i in range(40)]))
     done("init", "texts.json", "--yes")
     assert load_run("run.yaml").data.text_column == "text"
-    (tmp_path / "book.md").write_text("# A book\n")
-    assert "plain text (data.text_column)" in refused(3, "init", "book.md", "--yes", "--out", "b.yaml")
+    (tmp_path / "book.md").write_text("# A book\n" + "".join(f"\nParagraph {i},\nof two lines.\n" for i in range(40)))
+    done("init", "book.md", "--yes", "--out", "book.yaml")
+    assert load_run("book.yaml").data.text_column == "text"
+    (tmp_path / "table.txt").write_text("text\tlabel\n" + "good\tyes\n" * 40)
+    assert "data.format: tsv" in refused(3, "init", "table.txt", "--yes", "--out", "table.yaml")

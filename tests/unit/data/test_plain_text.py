@@ -207,3 +207,30 @@ def test_a_column_of_text_is_read_whole_and_empty_cells_are_no_bad_rows(tmp_path
         read_split(SourceSpec(train_file=path, text_column="text"), "train")
     asked = read_inputs(path, spec)
     assert [row.source for row in asked.rows if row.problem is None] == ["one\ntwo", "three"]
+
+
+@pytest.mark.parametrize(
+    ("content", "texts"),
+    [
+        ("one\ntwo\n\n  \nthree\n", [(1, "one\ntwo"), (5, "three")]),
+        ("\n\nfirst\r\nsecond\r\n\r\nthird", [(3, "first\nsecond"), (6, "third")]),
+        ("one\ntwo\nthree\n\n", [(1, "one"), (2, "two"), (3, "three")]),
+        ("  - a\n    b\n\n\n    - c, d\n", [(1, "  - a\n    b"), (5, "    - c, d")]),
+        ('a, b\nc, d\n{"text": "e"}', [(1, "a, b"), (2, "c, d"), (3, '{"text": "e"}')]),
+        ("only one", [(1, "only one")]),
+    ],
+)
+def test_a_text_file_has_its_paragraphs_or_else_its_lines(tmp_path, content, texts):
+    for name in ("book.txt", "BOOK.MD"):
+        (tmp_path / name).write_bytes(content.encode())
+        split = read_split(SourceSpec(train_file=tmp_path / name, text_column="text"), "train")
+        assert [(row.line, row.target) for row in split.examples] == texts
+
+
+def test_a_text_file_of_json_lines_or_cells_is_no_prose(tmp_path):
+    (tmp_path / "rows.txt").write_text('{"text": "a"}\n{"text": "b"}\n')
+    spec = SourceSpec(train_file=tmp_path / "rows.txt", text_column="text")
+    assert [row.target for row in read_split(spec, "train").examples] == ["a", "b"]
+    (tmp_path / "rows.txt").write_text("text\tlabel\nx\tno\ny\tyes\n")
+    with pytest.raises(DataError, match=r"1 tab\b.*data.format: tsv"):
+        read_split(spec, "train")

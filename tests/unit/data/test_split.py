@@ -124,7 +124,7 @@ def test_broken_quoting_ends_the_run_at_the_line_it_starts_on_whatever_the_limit
 
 def test_missing_file_and_unknown_format(tmp_path):
     assert message(tmp_path / "no.csv").startswith(f"{tmp_path / 'no.csv'} cannot be read: No such file")
-    kinds = "must end in .csv, .tsv, .jsonl, .json, .parquet (or that and .gz)"
+    kinds = "must end in .csv, .tsv, .jsonl, .json, .parquet, .txt, .md (or that and .gz)"
     assert f"{kinds}; got '.xlsx'. Set data.format." in message(write(tmp_path / "rows.xlsx", "x"))
     assert f"{kinds}; got no suffix" in message(write(tmp_path / "rows", "x"))
 

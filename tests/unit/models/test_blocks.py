@@ -12,7 +12,15 @@ from fullshard import fully_shard
 from fullshard.core import torch_private
 from fullshard.core.testing import run_ranks
 from fullshard.errors import ModelError
-from fullshard.program.models import blocks_of, build_model, compile_blocks, enable_activation_checkpointing, uncompiled
+from fullshard.program.models import (
+    announce_shapes,
+    blocks_of,
+    build_model,
+    compile_blocks,
+    enable_activation_checkpointing,
+    uncompiled,
+)
+from support.mixtures import mixture
 from support.models import TinyLM, bart, gpt2, llama, t5, tiny_t5_config
 
 LIMITS = torch_private.limits_each_function
@@ -112,6 +120,46 @@ def test_more_shapes_are_compiled_than_the_compilers_limit_for_all(monkeypatch, 
         call(torch.ones(size))
     assert counters["stats"]["unique_graphs"] == limit + 3
     assert torch._dynamo.config.recompile_limit == limit
+
+
+@DYNAMO
+@pytest.mark.parametrize("recomputed", [False, True])
+@pytest.mark.parametrize("make", [t5, llama])
+def test_blocks_are_compiled_for_the_announced_number_of_shapes_and_run_uncompiled_on_others(make, recomputed, caplog):
+    torch.manual_seed(0)
+    model, reference = make(), make()
+    reference.load_state_dict(model.state_dict())
+    if recomputed:
+        enable_activation_checkpointing(model.train())
+    stacks = 2 if model.config.is_encoder_decoder else 1
+    data = [torch.randint(3, 40, (2, tokens)) for tokens in (6, 5, 7, 6, 8, 9, 5, 10, 7)]
+    expected, _ = trained(reference, data)
+    torch._dynamo.reset()
+    counters.clear()
+    compile_blocks(model, backend="eager")
+    announce_shapes(model, 2)
+    with torch.no_grad(), uncompiled(model):  # an evaluation's shapes are not counted
+        model(input_ids=data[-2], labels=data[-2], use_cache=False)
+    losses, counts = trained(model, data)
+    torch.testing.assert_close(losses, expected, atol=1e-5, rtol=0)
+    assert [graphs for graphs, _ in counts] == [stacks, *[2 * stacks] * 8]
+    (line,) = [record.getMessage() for record in caplog.records if record.name == "fullshard"]
+    assert "for 2 announced shapes" in line
+    assert "uncompiled" in line
+
+
+@DYNAMO
+def test_blocks_that_are_cut_by_their_data_are_not_compiled_again_with_every_batch(caplog):
+    model = mixture("switch_transformers")  # its experts are a loop over the tokens that each one gets
+    torch._dynamo.reset()
+    counters.clear()
+    compile_blocks(model, backend="eager")
+    announce_shapes(model, 1)
+    _, counts = trained(model, [torch.randint(3, 40, (2, 6)) for _ in range(5)])
+    graphs = [graphs for graphs, _ in counts]
+    assert graphs[1:] == [graphs[0]] * 4
+    (line,) = [record.getMessage() for record in caplog.records if record.name == "fullshard"]
+    assert f"{graphs[0]} graphs" in line
 
 
 @pytest.mark.slow

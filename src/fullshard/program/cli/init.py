@@ -23,8 +23,8 @@ DESCRIPTION = """\
 Inspect a table and this machine, ask at most four questions, and write a run file with a comment for each choice. It
 can be trained as it is. Nothing is downloaded.
 
-DATA is .csv, .tsv, .jsonl, .json or .parquet, with a row for each example, conversation or text. An existing run
-file is not overwritten without asking.
+DATA is .csv, .tsv, .jsonl, .json or .parquet, with a row for each example, conversation or text, or plain text in a
+.txt or .md file. An existing run file is not overwritten without asking.
 """
 
 EPILOG = """\

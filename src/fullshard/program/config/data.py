@@ -65,8 +65,8 @@ class DataConfig(ConfigSection):
     """The rows for training and evaluation."""
 
     train_file: Annotated[Path | None, Option("same", names="file", own_machine=True)] = None
-    """A .csv, .tsv, .jsonl, .json or .parquet file, or a file of the given format, relative to the run file's directory
-    or the working directory. Set exactly one of train_file, dataset_name and sets."""
+    """A .csv, .tsv, .jsonl, .json, .parquet, .txt or .md file, or a file of the given format, relative to the run
+    file's directory or the working directory. Set exactly one of train_file, dataset_name and sets."""
     validation_file: Annotated[
         Path | None, Option("evaluation", names="file", own_machine=True, also=("test_file",))
     ] = None
@@ -87,10 +87,11 @@ class DataConfig(ConfigSection):
     """How validation_fraction chooses rows. classes: of few distinct targets, each one's rows are held out in the
     same share, those with the smallest hashes; of kto's labels likewise. Of other rows, and with source: by the hash
     alone, so that a row keeps its side when rows are added; with a few hundred rows the share may be off by half."""
-    format: Annotated[Literal["auto", "csv", "tsv", "jsonl", "json", "parquet", "wikihow", "phrasebank"], ASKED] = (
-        "auto"
-    )
-    """Format of the files; auto: by their suffix, or by the content where that is plainly another. wikihow: the
+    format: Annotated[
+        Literal["auto", "csv", "tsv", "jsonl", "json", "parquet", "text", "wikihow", "phrasebank"], ASKED
+    ] = "auto"
+    """Format of the files; auto: by their suffix, or by the content where that is plainly another. text: plain text,
+    which has one column, text: a row for each paragraph, or for each line if no line is empty. wikihow: the
     authors' wikihowAll.csv or wikihowSep.csv; phrasebank: FinancialPhraseBank's Sentences_*Agree.txt or its JSON Lines
     form."""
     encoding: Annotated[str, ASKED] = "utf-8"

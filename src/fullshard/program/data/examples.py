@@ -191,7 +191,7 @@ class SourceSpec:
     train_split: str = "train"
     validation_split: str | None = "validation"
     validation_fraction: float = 0.0
-    format: Literal["auto", "csv", "tsv", "jsonl", "json", "parquet", "wikihow", "phrasebank"] = "auto"
+    format: Literal["auto", "csv", "tsv", "jsonl", "json", "parquet", "text", "wikihow", "phrasebank"] = "auto"
     encoding: str = "utf-8"
     delimiter: str | None = None
     quoting: Literal["auto", "none", "csv"] = "auto"

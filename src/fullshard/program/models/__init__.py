@@ -16,6 +16,7 @@ from fullshard.program.models.adapters import (
     without_adapter as without_adapter,
 )
 from fullshard.program.models.blocks import (
+    announce_shapes as announce_shapes,
     blocks_of as blocks_of,
     compile_blocks as compile_blocks,
     enable_activation_checkpointing as enable_activation_checkpointing,

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,7 +15,7 @@ from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from fullshard.core.shards import untraced
-from fullshard.core.torch_private import compiled
+from fullshard.core.torch_private import compiled, graphs_compiled, in_backward
 from fullshard.core.transformers_private import always_mask
 from fullshard.errors import ModelError
 
@@ -70,14 +72,110 @@ def enable_activation_checkpointing(model: PreTrainedModel, number: int | None =
                 module.gradient_checkpointing = is_block and place in chosen  # type: ignore[assignment]
 
 
-MOST_GRAPHS = 48
-"""Graphs that a block's code is compiled to before the compiler gives up: torch's default of 8 for each of 6 shapes."""
+MOST_GRAPHS = 8
+"""Graphs of a shape, torch's own limit for a function. A model has one for each kind of its blocks; blocks that are cut
+where their code depends on the data, such as routers in Python, have more with every batch."""
+
+_ANY_SHAPES = 6
+"""Shapes of which a block's graphs are kept before a run has announced its own."""
+
+
+@dataclass
+class CompiledShapes:
+    """For how many shapes of inputs the blocks of a model are compiled: of each block those that come first."""
+
+    most: int | None = None  # shapes that were announced; None: any number
+    paused: bool = False  # whether blocks run uncompiled now
+    full: bool = False  # whether nothing more is compiled
+    before: int = field(default_factory=graphs_compiled)  # graphs of this process that are not of this model
+    told: bool = False  # whether it was told that something runs uncompiled
+
+    def take(self, shape: object, seen: set[object]) -> bool:
+        """Return whether a block that is compiled for the shapes ``seen`` runs compiled on this one, which may join.
+
+        A shape stays compiled or uncompiled, so a recomputed forward computes what the first one did.
+        """
+        if self.paused:
+            return False
+        if shape not in seen and self.most is not None and len(seen) >= self.most:
+            self._tell(f"a micro-batch has another shape (a block's inputs are {shape})")
+            return False
+        seen.add(shape)
+        return True
+
+    def count(self) -> None:
+        """Stop compiling when there are too many graphs for the shapes; called when a forward begins."""
+        if self.most is None or self.full:
+            return
+        found = graphs_compiled() - self.before
+        if found > MOST_GRAPHS * self.most:
+            self.full = True
+            self._tell(f"they were cut into {found} graphs, more than {MOST_GRAPHS} for each shape")
+
+    def _tell(self, why: str) -> None:
+        if not self.told:
+            self.told = True
+            logging.getLogger("fullshard").warning(
+                "Blocks are compiled for %s announced shape%s, and %s: what is not compiled yet runs uncompiled from "
+                "now on.",
+                self.most,
+                "" if self.most == 1 else "s",
+                why,
+            )
+
+
+@dataclass
+class _CompiledBlock:
+    """The call of one block, compiled or not by the shapes of its inputs."""
+
+    plain: Callable[..., Any]
+    compiled: Callable[..., Any]
+    shapes: CompiledShapes  # of the model
+    first: bool  # whether it is the model's first block
+    seen: set[object] = field(default_factory=set[object])  # this block's
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        # Not between a forward and its recomputation: compiled code draws other numbers for dropout.
+        if self.first and not in_backward():
+            self.shapes.count()
+        if not self.shapes.take(_shapes((*args, *kwargs.values())), self.seen):
+            return self.plain(*args, **kwargs)
+        if self.shapes.full:
+            with torch.compiler.set_stance("eager_on_recompile"):
+                return self.compiled(*args, **kwargs)
+        return self.compiled(*args, **kwargs)
+
+
+def _shapes(inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return the shapes of tensors, and of those in tuples, such as the parts of rotary positions."""
+    nested = (_shapes(one) if isinstance(one, tuple) else tuple(one.shape) for one in inputs if _has_shape(one))
+    return tuple(nested)
+
+
+def _has_shape(one: object) -> bool:
+    return isinstance(one, torch.Tensor | tuple)
+
+
+def announce_shapes(model: nn.Module, number: int) -> None:
+    """Limit the shapes that blocks are compiled for to those of a run; on a further one they run uncompiled.
+
+    Called alike on every rank, after :func:`compile_blocks`; without compiled blocks it does nothing.
+    """
+    for shapes in _compiled_shapes(model):
+        shapes.most = number
+
+
+def _compiled_shapes(model: nn.Module) -> list[CompiledShapes]:
+    """Return what decides about the compiled blocks of a model: one, or none if no block is compiled."""
+    calls = [module._compiled_call_impl for module in model.modules()]
+    return list({id(call.shapes): call.shapes for call in calls if isinstance(call, _CompiledBlock)}.values())
 
 
 def compile_blocks(model: PreTrainedModel, *, backend: str = "inductor") -> None:
     """Compile every transformer block of a Hugging Face model, in place; every rank calls it, before sharding.
 
-    Blocks that are alike share a graph for each shape of their inputs; a graph is compiled when its shape first comes.
+    Blocks that are alike share a graph for each shape of their inputs; a graph is compiled when its shape first comes,
+    unless :func:`announce_shapes` was called and as many came before.
     Names of modules and parameters do not change. Add an adapter before. ``backend`` is the compiler of the graphs.
 
     Raises:
@@ -90,10 +188,12 @@ def compile_blocks(model: PreTrainedModel, *, backend: str = "inductor") -> None
             "Set training.torch_compile to false."
         )
     always_mask()
-    for block in blocks:
+    shapes = CompiledShapes()
+    for place, block in enumerate(blocks):
         if _computes_bias(block):
             block.register_forward_pre_hook(_give_biases, with_kwargs=True)
-        block._compiled_call_impl = compiled(block._call_impl, graphs=MOST_GRAPHS, backend=backend, dynamic=False)
+        call = compiled(block._call_impl, graphs=MOST_GRAPHS * _ANY_SHAPES, backend=backend, dynamic=False)
+        block._compiled_call_impl = _CompiledBlock(block._call_impl, call, shapes, first=not place)
 
 
 def _computes_bias(block: Any) -> bool:
@@ -140,8 +240,15 @@ def uncompiled(model: nn.Module) -> Iterator[None]:
     For evaluation: ``generate`` has a longer cache at every token, and the compiler gives up on a block that was
     compiled for too many kinds of inputs, also for training.
     """
-    if not any(module._compiled_call_impl is not None for module in model.modules()):
+    found = _compiled_shapes(model)
+    if not found:
         yield  # avoids importing the compiler, which takes a second
         return
-    with torch.compiler.set_stance("force_eager"):
-        yield
+    for shapes in found:
+        shapes.paused = True
+    try:
+        with torch.compiler.set_stance("force_eager"):  # for what is compiled beside blocks
+            yield
+    finally:
+        for shapes in found:
+            shapes.paused = False

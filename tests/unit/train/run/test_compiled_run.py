@@ -10,13 +10,16 @@ from fullshard import unsharded
 from fullshard.program.config import load_run
 from fullshard.program.data import steps
 from fullshard.program.models import compile_blocks
+from fullshard.program.models.blocks import MOST_GRAPHS
 from fullshard.program.speed import compiled
 from fullshard.program.train import Sink
 from fullshard.program.train.run.assemble import assemble
 from fullshard.program.train.run.step import StepSpec, issue_step
 from fullshard.program.train.setup.prepare import prepare
 from support.alone import alone, finish
+from support.mixtures import CONFIGS
 from support.planned import write_run
+from support.tiny_run import Memory
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(900)]  # torch's compiler warns about its code
 
@@ -85,6 +88,30 @@ def test_losses_and_weights_are_those_of_uncompiled_blocks_and_natural_batches(t
     assert graphs <= stacks * len(parts.collate.shapes)
     (note,) = [line for line in parts.notes if line.startswith("training batches")]
     assert "without the fixed shapes that blocks are compiled for" in note
+
+
+MIXTURE = {**CONFIGS["mixtral"], "model_type": "mixtral"}
+MIXTURE = {name: value for name, value in MIXTURE.items() if not name.endswith("token_id") and name != "vocab_size"}
+
+
+@pytest.mark.slow
+def test_fifteen_steps_of_rows_of_many_lengths_compile_at_most_the_announced_shapes(tmp_path, monkeypatch, caplog):
+    """A mixture of experts that trains its routers' loss gets no filler rows, so its micro-batches have more shapes."""
+    monkeypatch.setattr(compiled, "compile_blocks", partial(compile_blocks, backend="eager"))
+    torch._dynamo.reset()
+    counters.clear()
+    told = Memory()
+    rows = {"per_device_train_batch_size": None, "per_device_train_batch_tokens": 60, "max_steps": 15}
+    config = config_of(tmp_path, MIXTURE, torch_compile=True, eval_strategy="no", num_train_epochs=None, **rows)
+    model = config.model.model_copy(update={"output_router_logits": True})
+    finish(config.model_copy(update={"model": model}), told)
+    (note,) = [line for line in told.begun[0].notes if line.startswith("training batches")]
+    announced = note.partition("compiled for (")[2].partition(")")[0].split(", ")
+    assert len(told.steps) == 15
+    # transformers' hook on the routers cuts a block into several graphs.
+    assert 0 < counters["stats"]["unique_graphs"] <= MOST_GRAPHS * len(announced)
+    (line,) = [record.getMessage() for record in caplog.records if record.name == "fullshard"]
+    assert f"for {len(announced)} announced" in line
 
 
 @pytest.mark.slow

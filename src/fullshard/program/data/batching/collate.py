@@ -55,7 +55,7 @@ class Packing:
     target_segments_BT: Tensor  # the same for the labels; for a causal model ``segments_BS`` itself
     positions_BS: Tensor  # int64, from 0 in each row
     # int32, where each row of the sources starts among all B x S tokens, and their number; with fixed shapes empty rows
-    # follow, so that few sizes occur
+    # follow, so that their number depends on the shape alone
     starts: Tensor
     longest: int  # most tokens of these rows, padding at a sequence's end being one; with fixed shapes at least that
 
@@ -294,7 +294,7 @@ def _packed(
         "input_ids_BS": input_ids,
         "attention_mask_BS": None,
         "labels_BT": _pad(_concatenated(labels, sequences), IGNORED_LABEL, size=target)[0],
-        "packing": Packing(segments, target_segments, positions, *_starts(segments, fixed=bool(spec.shapes))),
+        "packing": Packing(segments, target_segments, positions, *_starts(segments, spec.shapes)),
         "weights_BT": None
         if weights is None
         else _pad(_concatenated(weights, sequences), 1, np.float32, size=target)[0],
@@ -311,19 +311,20 @@ def _segments(rows: Rows, sequence: Sequence[int]) -> NDArray[np.integer]:
     return np.repeat(np.array(sequence) + 1, [len(rows[row]) for row in sequence])
 
 
-def _starts(segments_BS: Tensor, *, fixed: bool) -> tuple[Tensor, int]:
+def _starts(segments_BS: Tensor, shapes: Sequence[Shape]) -> tuple[Tensor, int]:
     """Return where rows, and the padding behind them, start among all tokens, with their number, and the longest.
 
-    ``fixed``: Compiled blocks see few distinct sizes of both: empty rows follow up to a power of two, and the longest
-    may be as long as a sequence.
+    With fixed ``shapes``, one of which has a sequence for each row of any micro-batch, both depend on the shape alone,
+    as compiled blocks need it: empty rows follow, and the longest may be as long as a sequence.
     """
     begins = torch.ones_like(segments_BS, dtype=torch.bool)
     begins[:, 1:] = segments_BS[:, 1:] != segments_BS[:, :-1]
     starts = torch.cat([begins.flatten().nonzero()[:, 0], torch.tensor([begins.numel()])])
-    if not fixed:
+    if not shapes:
         return starts.int(), int(starts.diff().max())
-    empty = (1 << (len(starts) - 1).bit_length()) - len(starts)
-    return functional.pad(starts, (0, empty), value=begins.numel()).int(), segments_BS.shape[1]
+    most = max(sequences for sequences, *_ in shapes) + len(segments_BS) + 1  # rows, padding at ends, the end
+    assert len(starts) <= most, "no fixed shape has a sequence for each row"
+    return functional.pad(starts, (0, most - len(starts)), value=begins.numel()).int(), segments_BS.shape[1]
 
 
 def _counted(labels_BT: Tensor, *, causal: bool) -> Tensor:

@@ -30,8 +30,8 @@ _FEWEST_ROWS = 3
 def kind_of(path: Path, named: str, encoding: str, wanted: Sequence[str] = ()) -> str:
     """Return a file's format by its content, if that is plain, else the one that its name says; any process, alone.
 
-    ``named`` is the format by its suffix: csv, tsv, jsonl, json or parquet. ``wanted`` are the columns that the run
-    file names.
+    ``named`` is the format by its suffix: csv, tsv, jsonl, json, parquet or text. ``wanted`` are the columns that
+    the run file names.
 
     Raises:
         DataError: It cannot be read, or has text of another kind where JSON is expected.
@@ -43,7 +43,9 @@ def kind_of(path: Path, named: str, encoding: str, wanted: Sequence[str] = ()) -
     first = lines[0].lstrip("\ufeff").strip() if lines else ""
     objects = [line.lstrip("\ufeff \t").startswith("{") and isinstance(_parsed(line), dict) for line in lines]
     if not first.startswith(("{", "[")):
-        # A first line that is no JSON may be a bad row.
+        # A first line that is no JSON may be a bad row; prose may quote an object.
+        if named == "text":
+            return named
         if named not in ("csv", "tsv") and any(objects):
             return "jsonl"
         return _of_text(path, named, lines, wanted)

@@ -41,6 +41,7 @@ from fullshard.program.data.reading.csv_file import CsvFile
 from fullshard.program.data.reading.json_file import JsonFile, JsonLinesFile
 from fullshard.program.data.reading.kind import kind_of
 from fullshard.program.data.reading.phrasebank import open_phrasebank
+from fullshard.program.data.reading.plain_file import PlainTextFile
 from fullshard.program.data.reading.preferences import (
     LabelledRecipe,
     PreferenceRecipe,
@@ -58,6 +59,7 @@ from fullshard.program.data.reading.unused import KNOWN_INPUTS, judging, unused_
 from fullshard.program.data.reading.wikihow import cleaned_article, list_files, read_wikihow
 
 FORMATS = {".csv": "csv", ".tsv": "tsv", ".jsonl": "jsonl", ".json": "json", ".parquet": "parquet"}
+FORMATS |= {".txt": "text", ".md": "text"}
 """Formats by suffix; all but Parquet may be gzipped, with .gz appended."""
 
 _RULES = 3
@@ -455,14 +457,7 @@ def _format(path: Path, spec: SourceSpec) -> str:
     if inner not in FORMATS or (suffix, inner) == (".gz", ".parquet"):
         found = repr(path.suffix) if path.suffix else "no suffix"
         kinds = ", ".join(FORMATS)
-        hint = "Set data.format."
-        if inner in (".txt", ".md"):
-            hint = (
-                "Set data.format. For plain text (data.text_column), make a JSON list of texts: python -c 'import "
-                "json, pathlib, sys; "
-                f"print(json.dumps([pathlib.Path(one).read_text() for one in sys.argv[1:]]))' {path.name} > texts.json"
-            )
-        raise DataError(f"{path}: a data file must end in {kinds} (or that and .gz); got {found}. {hint}")
+        raise DataError(f"{path}: a data file must end in {kinds} (or that and .gz); got {found}. Set data.format.")
     return FORMATS[inner]
 
 
@@ -504,7 +499,7 @@ def open_file(path: Path, spec: SourceSpec) -> RowReader:
     elif kind == "parquet":
         reader = ParquetFile(path)
     else:
-        reader = (JsonLinesFile if kind == "jsonl" else JsonFile)(path, spec.encoding)
+        reader = {"jsonl": JsonLinesFile, "json": JsonFile, "text": PlainTextFile}[kind](path, spec.encoding)
     named = _format(path, spec)
     if kind != named:
         reader.named = (f"{path} is named as {named}, and its content is {kind}: it is read as that (data.format).",)

@@ -17,7 +17,7 @@ from fullshard.errors import MismatchError
 from fullshard.program.config import RunConfig, option_of
 from fullshard.program.data import BatchPlan, CollateSpec, TokenizedSet, TokenPlan, Turn, padding_share, positions
 from fullshard.program.metrics import describe_words
-from fullshard.program.models import RouterLoss
+from fullshard.program.models import RouterLoss, announce_shapes
 from fullshard.program.train.evaluation.evaluate import EvaluationSpec, HeldOut, evaluation_spec
 from fullshard.program.train.evaluation.reference import with_reference
 from fullshard.program.train.reporting.flops import Flops, count_flops, peak_flops
@@ -122,6 +122,7 @@ def assemble(  # noqa: PLR0913 (of the run, and of where it starts)
         train_set, reference_notes = ready_data.train_set, (note,)
         evaluation = make_evaluation(config, ready_data)
     collate = training_batches(config, plain, plan, train_set)
+    announce_shapes(model, len(collate.shapes))
     # What no forward reads is not made; the routers' own loss counts tokens by the mask, and would count fillers.
     collate = replace(collate, prompts=False, masked=not causal or router is not None, fills=router is None)
     share = padding_share(plan, train_set, collate)
