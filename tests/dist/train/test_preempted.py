@@ -11,7 +11,7 @@ from support.namespaces import two_machines
 from support.processes import SOURCE, free_port
 from support.tiny_run import QUICK, read_jsonl, write_run_file
 
-pytestmark = [pytest.mark.dist, pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.dist, pytest.mark.slow, pytest.mark.timeout(600)]
 
 CHANGES = QUICK | {"training__per_device_train_batch_size": 1, "training__num_train_epochs": 4}
 
@@ -38,13 +38,13 @@ def test_a_machine_that_is_taken_away_costs_no_step(tmp_path, taken):
             if "step 1/" in line:
                 break
         machines[taken].send_signal(signal.SIGTERM)
-        ended = [machine.communicate(timeout=100) for machine in machines]
+        ended = [machine.communicate(timeout=250) for machine in machines]
         assert [machine.returncode for machine in machines] == [75, 75], ended
     assert "The same command resumes from there." in ended[taken][1]
     records = read_jsonl(tmp_path / "out" / "metrics.jsonl")
     stopped_after = max(record["step"] for record in records if record["kind"] == "step")
     with started(tmp_path) as machines:
-        ended = [machine.communicate(timeout=100) for machine in machines]
+        ended = [machine.communicate(timeout=250) for machine in machines]
         assert [machine.returncode for machine in machines] == [0, 0], ended
     steps = [record["step"] for record in read_jsonl(tmp_path / "out" / "metrics.jsonl") if record["kind"] == "step"]
     assert 1 <= stopped_after < steps[-1]
