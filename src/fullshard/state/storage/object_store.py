@@ -49,6 +49,8 @@ LOCK_NAME = "lock"
 
 RENEW_SECONDS = 10.0
 """Interval at which the holder puts the object again, in seconds."""
+LOOKS = 10
+"""How often another run looks at the object in one interval."""
 
 _held: set[str] = set()
 """Tokens of the locks that this process holds."""
@@ -104,19 +106,19 @@ class ObjectLock:
 
     def _take(self) -> None:
         """Put the object if there is none or its holder is gone."""
-        started, first = time.monotonic(), self._read()
-        found = first
+        found = first = self._read()
+        # Looks are counted, not seconds: a process that was stopped meanwhile has not watched the holder.
+        looks = 3 * LOOKS
         while found is not None and not _is_gone(found):
-            waited = time.monotonic() - started
             if found != first or _is_here(found):
                 raise CheckpointError(
                     f"Another run is writing to {self.directory} ({_holder(found)}); two runs would delete each "
                     "other's checkpoints. Wait until it finishes, stop it, or choose another place."
                 )
-            if waited > 3 * RENEW_SECONDS:
+            if not looks:
                 break
-            time.sleep(RENEW_SECONDS / 10)
-            found = self._read()
+            time.sleep(RENEW_SECONDS / LOOKS)
+            found, looks = self._read(), looks - 1
         if not self._put(only_new=found is None):
             raise CheckpointError(
                 f"Another run has just begun to write to {self.directory}. Wait until it finishes, or choose another "
