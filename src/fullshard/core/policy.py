@@ -57,8 +57,6 @@ class MixedPrecision:
         keep_fp32: Modules that compute in float32 regardless of ``param``: classes, class names, or the last part of
             module names (``"wo"``). Their inputs are cast to float32, their outputs to ``param``; gradients of their
             parameters are sent in at least float32, and their buffers keep their dtype.
-        full_in_eval: Whether the model computes and communicates in the parameters' and buffers' own dtypes while it is
-            in ``eval()`` mode, and inputs are not cast. Frozen parameters are kept in their own dtype for it.
         keep_frozen: Whether shards of frozen parameters keep their own dtype, so that they are saved unrounded;
             otherwise they have the dtype ``param``, which takes less memory.
     """
@@ -73,7 +71,6 @@ class MixedPrecision:
     cast_root_forward_inputs: bool | None = None
     keep_low_precision_grads: bool = False
     keep_fp32: Any = ()
-    full_in_eval: bool = False
     keep_frozen: bool = False
 
     def __post_init__(self) -> None:

@@ -404,51 +404,6 @@ def module_classes_to_ignore():
     same_dtypes(policy={Noting}, param_dtype=BF16, buffer_dtype=BF16, _module_classes_to_ignore=[nn.BatchNorm1d])
 
 
-class Evaluated(Noting):
-    """Has a wrapped part inside, and one that is frozen."""
-
-    def __init__(self):
-        super().__init__()
-        self.inner, self.frozen = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 4)), nn.Linear(4, 4)
-        self.frozen.requires_grad_(requires_grad=False)
-
-    def forward(self, x):
-        return self.frozen(self.inner(super().forward(x)))
-
-
-def evaluated(house, **settings):
-    """Outputs and gradients of evaluations between passes of training, and dtypes in the parts."""
-    policy = house.wrap.ModuleWrapPolicy({nn.Sequential})
-    inner = Evaluated()
-    model = wrapped(house, inner, mixed_precision=house.MixedPrecision(**settings), auto_wrap_policy=policy)
-    found = []
-    for step in range(2):
-        x = torch.linspace(-1, 1, 16).view(4, 4) * (1 + step + dist.get_rank())
-        for training in (True, False):
-            out = model.train(training)(x)
-            out.float().square().mean().backward()
-            grads = whole(house, model, grads=True)
-            trained = {name: grad for name, grad in grads.items() if "frozen" not in name}  # torch makes zeros of these
-            found += [] if training else [out.detach(), trained]
-            model.zero_grad()
-    return found, inner.seen
-
-
-@case
-def FSDP_USE_FULL_PREC_IN_EVAL():
-    for value in ("1", "0"):
-        os.environ["FSDP_USE_FULL_PREC_IN_EVAL"] = value
-        for settings in (
-            {"param_dtype": BF16, "reduce_dtype": BF16, "buffer_dtype": BF16},
-            {"param_dtype": BF16, "cast_forward_inputs": False},
-            {"reduce_dtype": BF16},
-        ):
-            (ours, our_dtypes), (theirs, their_dtypes) = (evaluated(one, **settings) for one in (OURS, TORCH))
-            assert our_dtypes == their_dtypes, (settings, our_dtypes, their_dtypes)
-            compare(ours, theirs, tolerance=1e-5 if value == "1" else 2e-2)
-    del os.environ["FSDP_USE_FULL_PREC_IN_EVAL"]
-
-
 @case
 def keep_low_precision_grads():
     """torch's runs with flat parameters only, since tensors have a ``grad_dtype``."""

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from fullshard import MixedPrecision, fully_shard, register_forward_method, unsharded
-from fullshard.core.engine import full_state_dict, root_held
+from fullshard.core.engine import full_state_dict, root_unsharded
 from fullshard.core.testing import run_ranks
 from fullshard.errors import MismatchError, ShardingError
 from support.models import KINDS, TinyLM, batches, lm_loss
@@ -210,12 +210,12 @@ def test_a_registered_method_may_call_forward():
     assert_gradients_alike(CallsForward, lambda model, rows: model.both(rows(data)).backward(), SIZE, shard=shard)
 
 
-def test_changes_inside_unsharded_are_written_back_inside_root_held_too():
+def test_changes_inside_unsharded_are_written_back_while_a_loop_holds_the_root_too():
     reference, models = replicas(TinyLM, SIZE)
 
     def work(comm):
         model = fully_shard(models[comm.rank], comm)
-        with root_held(model), unsharded(model), torch.no_grad():
+        with root_unsharded(model), unsharded(model), torch.no_grad():
             for param in model.parameters():
                 param.add_(1.0)
         return full_state_dict(model)

@@ -8,7 +8,6 @@ from fullshard import (
     Checkpoints,
     CPUOffload,
     FirstValues,
-    MixedPrecision,
     ShardingStrategy,
     full_state_dict,
     fully_shard,
@@ -397,24 +396,6 @@ def test_codes_on_the_meta_device_are_refused():
             fully_shard(model, comm)
 
     run_ranks(2, work)
-
-
-@pytest.mark.parametrize("make", [blocks, blocks_over_codes])
-def test_an_evaluation_in_the_parameters_own_dtypes(make):
-    models = [make() for _ in range(2)]
-    precision = MixedPrecision(reduce="bfloat16", full_in_eval=True)
-
-    def work(model, comm):
-        before = train(model, comm.rank, steps=1)
-        model.eval()
-        with torch.no_grad():
-            evaluated = loss_of(model, data(comm.rank, 1)[0]).item()
-        model.train()
-        return before, evaluated, train(model, comm.rank, steps=1)
-
-    for before, evaluated, after in on_ranks(2, models, work, mp_policy=precision):
-        assert evaluated == after[0]
-        assert evaluated < before[0]
 
 
 def test_a_plan_with_shards_in_host_memory():

@@ -8,7 +8,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fullshard import MixedPrecision, ShardingStrategy, fully_shard, vocab_parallel_loss
 from fullshard.core.comm.memory import LOGITS_AT_ONCE
-from fullshard.core.engine import controls
+from fullshard.core.engine import unshard
 from fullshard.core.engine.registry import runtime_of
 from fullshard.core.engine.setup import wrap
 from fullshard.core.engine.tables.table_lane import LookupState, TableLane
@@ -94,7 +94,7 @@ def test_units_gathered_without_gradients_before_a_step(kind):
         if model.embed.weight.shape[0] < VOCAB:
             with torch.no_grad():
                 for unit in runtime_of(model).units:
-                    controls.unshard(unit)
+                    unshard(unit)
         loss_of(model, mine(FIRST)).backward()
         loss_of(model, mine(SECOND)).backward()
 

@@ -299,14 +299,14 @@ def test_a_buffer_that_is_read_before_its_gather_is_reported(monkeypatch):
 
 
 def test_a_use_of_released_memory_is_reported(monkeypatch):
-    plain = unit.Unit.hide
+    plain = unit.Unit.to_sharded
 
-    def hide(self):
+    def to_sharded(self):
         plain(self)
         for lane in self.lanes:
             lane.full.release()
 
-    monkeypatch.setattr(unit.Unit, "hide", hide)
+    monkeypatch.setattr(unit.Unit, "to_sharded", to_sharded)
     with pytest.raises(
         ReleasedMemoryError, match=r"aten.mm on compute reads gathered parameters of \(root\), which is"
     ):

@@ -423,7 +423,7 @@ def test_a_failed_forward_shows_shards_even_if_another_rank_is_lost(monkeypatch)
         last.register_forward_pre_hook(lost)
         with pytest.raises(ProcessGroupError, match="first"):
             lm_loss(model, rows_for(comm, batches(1, 2 * SIZE)[0]))
-        return any(unit.shown for unit in model._fullshard_runtime.units)
+        return any(unit.unsharded for unit in model._fullshard_runtime.units)
 
     def lost_too(_unit):
         raise ProcessGroupError("again")

@@ -272,7 +272,8 @@ def test_flash_attention_is_refused_where_transformers_computes_something_else_b
     sizes = {"d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 8, "decoder_ffn_dim": 8}
     with pytest.raises(ModelError, match=r"padding of sources for that of targets .* bart has an encoder"):
         build_model({"model_type": "bart", **sizes}, tokenizer, attention="flash_attention_2", seed=0)
-    window = {"model_type": "qwen2_moe", "use_sliding_window": True, "sliding_window": 4, "max_window_layers": 0}
+    layers = {"num_hidden_layers": 1, "layer_types": ["sliding_attention"]}
+    window = {"model_type": "qwen2_moe", "use_sliding_window": True, "sliding_window": 4, **layers}
     with pytest.raises(ModelError, match="qwen2_moe does not tell it the window of 4 tokens"):
         build_model(window, tokenizer, attention="flash_attention_2", seed=0)
 

@@ -88,6 +88,7 @@ def test_torchs_own_forward_gives_the_same(packed, monkeypatch):
 
 def test_texts_and_evaluation_are_as_before():
     way, plain = (model.eval() for model in pair("llama"))
+    plain.set_attn_implementation("sdpa")  # eager attention of left-padded rows is nan in float64
     padded, packed = rows(causal=True)
     with torch.no_grad():
         for batch in (padded, packed):

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from fullshard.compat.torch_fsdp.api import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
-from fullshard.compat.torch_fsdp.errors import ArgumentError, WrappedError
+from fullshard.compat.torch_fsdp.errors import ArgumentError, UnsupportedError, WrappedError
 from fullshard.compat.torch_fsdp.optimizer_hooks import describe_state_for_getters
 from fullshard.compat.torch_fsdp.wrap import RepeatedBlocks, is_wrapper, modules_to_wrap
 from fullshard.core import policy
@@ -122,6 +122,11 @@ def _precision(mixed: MixedPrecision | None) -> policy.MixedPrecision:
             f"mixed_precision must be a MixedPrecision or None; got {mixed!r}. (MixedPrecisionPolicy is for "
             "fully_shard.)"
         )
+    if os.environ.get("FSDP_USE_FULL_PREC_IN_EVAL") == "1":
+        raise UnsupportedError(
+            "FSDP_USE_FULL_PREC_IN_EVAL=1 is not supported: a model in eval() computes in param_dtype, as in training. "
+            "Unset it. Inside FSDP.summon_full_params(model, writeback=False) it computes in the parameters' own dtype."
+        )
     return policy.MixedPrecision(
         param=mixed.param_dtype,
         reduce=mixed.reduce_dtype or mixed.param_dtype,
@@ -129,7 +134,6 @@ def _precision(mixed: MixedPrecision | None) -> policy.MixedPrecision:
         cast_forward_inputs=mixed.cast_forward_inputs,
         cast_root_forward_inputs=mixed.cast_root_forward_inputs,
         keep_low_precision_grads=mixed.keep_low_precision_grads,
-        full_in_eval=os.environ.get("FSDP_USE_FULL_PREC_IN_EVAL") == "1",
     )
 
 

@@ -9,27 +9,22 @@ from fullshard.core.engine.controls import (
     no_sync as no_sync,
     record as record,
     reset as reset,
-    reshard as reshard,
     units as units,
     unreduced as unreduced,
-    unshard as unshard,
 )
 from fullshard.core.engine.full.model_class import (
     on_state_dict as on_state_dict,
     plain_class as plain_class,
     register_forward_method as register_forward_method,
-    root_held as root_held,
     wrap_forward_method as wrap_forward_method,
 )
 from fullshard.core.engine.full.state import (
     LocalTensor as LocalTensor,
     divided_by as divided_by,
-    full_tensors as full_tensors,
     local_tensors as local_tensors,
     persistent_buffers as persistent_buffers,
     require_one_state as require_one_state,
     require_undivided as require_undivided,
-    unsharded as unsharded,
 )
 from fullshard.core.engine.full.stream import (
     RUNS_BYTES as RUNS_BYTES,
@@ -39,6 +34,7 @@ from fullshard.core.engine.full.stream import (
     broadcast_buffers as broadcast_buffers,
     full_runs as full_runs,
     full_state_dict as full_state_dict,
+    full_tensors as full_tensors,
     saved_tensors as saved_tensors,
 )
 from fullshard.core.engine.full.summon import (
@@ -48,6 +44,12 @@ from fullshard.core.engine.full.summon import (
     summoned_parameters as summoned_parameters,
 )
 from fullshard.core.engine.full.table import UnitRow as UnitRow, UnitTable as UnitTable
+from fullshard.core.engine.full.unsharded import (
+    reshard as reshard,
+    root_unsharded as root_unsharded,
+    unshard as unshard,
+    unsharded as unsharded,
+)
 from fullshard.core.engine.registry import sharded_roots as sharded_roots
 from fullshard.core.engine.setup.api import fully_shard as fully_shard
 from fullshard.core.engine.setup.initial import FirstValues as FirstValues

@@ -13,11 +13,8 @@ from fullshard.core.engine.full.state import ranks_of
 from fullshard.core.engine.full.table import UnitTable, unit_table
 from fullshard.core.engine.registry import runtime_of
 from fullshard.core.engine.step.recorder import StepRecorder
-from fullshard.core.engine.step.unit import Keep, Unit
-from fullshard.core.engine.tables.table_lane import TableLane, request_tables
+from fullshard.core.engine.tables.table_lane import TableLane
 from fullshard.core.engine.timeline import Recorder
-from fullshard.core.torch_private import in_backward
-from fullshard.errors import ShardingError
 
 
 def units(model: nn.Module) -> UnitTable:
@@ -126,29 +123,3 @@ def reset(model: nn.Module) -> None:
     """Discard what a failed forward or backward left behind; every rank calls it. The next root forward does so too."""
     runtime_of(model).reset()
     warnings.warn("The model was reset: gradients of the failed step are gone, shards are unchanged.", stacklevel=2)
-
-
-def unshard(unit: Unit) -> None:
-    """Start the gather of a unit for the user; it is kept until the next pass begins. Every rank calls it."""
-    runtime = unit.runtime
-    request_tables(unit)
-    if in_backward():
-        runtime.issue_gather(unit)
-        return
-    runtime.forward_event()
-    if not runtime.open_calls and not unit.stays_shown and not runtime.unchanged([unit]):
-        unit.reshard()  # the gathered values may be older than the shards
-    runtime.issue_gather(unit)
-    unit.keep.add(Keep.NEXT_PASS)
-
-
-def reshard(unit: Unit) -> None:
-    """Free the full parameters of a unit for the user. Every rank calls it.
-
-    Raises:
-        ShardingError: Its forward is running.
-    """
-    if unit.open_calls:
-        raise ShardingError(f"reshard() inside unit {unit.name}'s own forward would free what it computes with.")
-    unit.keep.discard(Keep.NEXT_PASS)
-    unit.runtime.release(unit)

@@ -100,6 +100,17 @@ def test_recurse_false_shows_what_the_module_s_own_unit_holds():
     on_ranks("t5", 2, work)
 
 
+def test_evaluation_in_full_precision_by_torchs_variable_is_refused_for_it(monkeypatch):
+    monkeypatch.setenv("FSDP_USE_FULL_PREC_IN_EVAL", "1")
+
+    def work(comm):
+        FSDP(TinyLM(), comm)  # computes in full precision anyway
+        with pytest.raises(NotImplementedError, match=r"FSDP_USE_FULL_PREC_IN_EVAL=1 .*summon_full_params"):
+            FSDP(TinyLM(), comm, mixed_precision=BF16)
+
+    run_ranks(1, work)
+
+
 def test_with_grads_shows_the_whole_gradient_and_takes_changes_back():
     def work(comm, model, plain):
         tokens = batches(1, 4)[0]

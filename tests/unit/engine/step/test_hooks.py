@@ -48,7 +48,7 @@ def on_two_ranks(work, last=nn.Identity, **options):
 
 
 def shown(units):
-    return {name for name, unit in units.items() if unit.shown}
+    return {name for name, unit in units.items() if unit.unsharded}
 
 
 def assert_gradients(params):

@@ -46,21 +46,21 @@ def fill(unit, value):
         unit.add_gradient(param)
 
 
-def test_modules_show_full_parameters_between_finish_gather_and_hide():
+def test_modules_show_full_parameters_between_finish_gather_and_to_sharded():
     def work(unit, module, full):
         assert unit.state is LaneState.SHARDED
         shards = dict(module.named_parameters())
         unit.issue_gather()
-        assert (unit.state, unit.shown) == (LaneState.GATHERING, False)
+        assert (unit.state, unit.unsharded) == (LaneState.GATHERING, False)
         assert module.weight is shards["weight"]
         unit.finish_gather()
-        assert (unit.state, unit.shown) == (LaneState.GATHERED, True)
+        assert (unit.state, unit.unsharded) == (LaneState.GATHERED, True)
         assert torch.equal(module.weight, full["weight"])
-        unit.hide()
+        unit.to_sharded()
         assert module.weight is shards["weight"]
         assert unit.state is LaneState.GATHERED
         unit.reshard()
-        assert (unit.state, unit.shown) == (LaneState.SHARDED, False)
+        assert (unit.state, unit.unsharded) == (LaneState.SHARDED, False)
 
     on_two_ranks(work)
 
@@ -88,7 +88,7 @@ def test_it_has_changed_if_a_shard_differs_from_its_part_of_the_gathered_buffer(
     def work(unit, module, full):
         assert unit.has_changed()  # nothing is gathered
         gather(unit)
-        unit.hide()
+        unit.to_sharded()
         assert not unit.has_changed()
         before = unit.version()
         unit.params[0].sharded.data.add_(1.0)
@@ -175,11 +175,11 @@ def test_an_abandoned_backward_leaves_nothing_behind():
 def test_reasons_of_a_backward_to_stay_gathered_end_with_it():
     def work(unit, module, full):
         unit.keep |= {Keep.OUTPUT, Keep.NEXT_PASS, Keep.CONTEXT}
-        assert unit.stays_shown
+        assert unit.stays_unsharded
         unit.end_backward(synced=True)
         assert unit.keep == {Keep.CONTEXT}
         unit.keep = {Keep.NEXT_PASS}
-        assert not unit.stays_shown
+        assert not unit.stays_unsharded
 
     on_two_ranks(work)
 

@@ -402,12 +402,12 @@ class ExtensionParam(ShardedParam):
         if made is not None:
             self.lane.out = self.lane.full.alias if kind is torch.Tensor else self.full
 
-    def show_full(self) -> None:
-        """See :meth:`ShardedParam.show_full`."""
+    def to_unsharded(self) -> None:
+        """See :meth:`ShardedParam.to_unsharded`."""
         if self.made is not self.lane.full.result:
             with torch.inference_mode(mode=False):  # training after an evaluation computes its gradient
                 self.bind(trainable=self.trainable)
-        super().show_full()
+        super().to_unsharded()
 
 
 @functools.lru_cache

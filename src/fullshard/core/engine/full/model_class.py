@@ -14,8 +14,9 @@ import torch
 from torch import nn
 
 from fullshard.core.comm import settle
-from fullshard.core.engine.full.state import RootHeld, load_full_state
+from fullshard.core.engine.full.state import load_full_state
 from fullshard.core.engine.full.table import unit_table
+from fullshard.core.engine.full.unsharded import root_unsharded
 from fullshard.core.engine.registry import runtime_of
 from fullshard.core.engine.step.hooks import UnitHooks
 from fullshard.core.engine.step.param import COPY_REFUSED
@@ -37,13 +38,14 @@ class Lockstep:
     Inside ``unsharded(model)`` nothing is gathered, and a rank may generate alone.
     """
 
-    def __init__(self, runtime: Runtime, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module) -> None:
         """Follow the forwards of ``model``, or of the model inside a peft adapter, which runs once for each token."""
+        runtime = runtime_of(model)
         self._mesh = runtime.mesh
         self._writer = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
-        self._held = RootHeld(runtime)
-        shown = runtime.root.summoned is not None or Keep.CONTEXT in runtime.root.keep
-        self._follows = self._mesh.size > 1 and not shown
+        self._root = root_unsharded(model)
+        unsharded = runtime.root.summoned is not None or Keep.CONTEXT in runtime.root.keep
+        self._follows = self._mesh.size > 1 and not unsharded
         self._idle: _Inputs = (), {}
 
     def __enter__(self) -> None:
@@ -51,7 +53,7 @@ class Lockstep:
         if self._follows:
             # Before anything is gathered: another rank that trains meanwhile would mistake it for its own collective.
             self._count("the start of generate()", writes=True)
-        self._held.__enter__()
+        self._root.__enter__()
         if self._follows:
             self._hook = self._writer.register_forward_pre_hook(self._before, prepend=True, with_kwargs=True)
 
@@ -66,7 +68,7 @@ class Lockstep:
                         self._writer(*args, **inputs)
         finally:
             self._idle = (), {}
-            self._held.__exit__()
+            self._root.__exit__(None, None, None)
 
     def _before(self, _module: nn.Module, args: tuple[Any, ...], inputs: dict[str, Any]) -> None:
         self._idle = _one_token(args, inputs)
@@ -143,7 +145,7 @@ def sharded_class(cls: type[nn.Module]) -> type[nn.Module]:
         return _load(self, cls, state_dict, strict=strict, assign=assign)
 
     def generate(self: nn.Module, *args: object, **kwargs: object) -> object:
-        with Lockstep(runtime_of(self), self):
+        with Lockstep(self):
             return cls.generate(self, *args, **kwargs)  # type: ignore[attr-defined]
 
     overrides: dict[str, Any] = {
@@ -191,14 +193,6 @@ def _load(
     if Keep.CONTEXT in runtime_of(model).root.keep:  # inside unsharded(model): at its end the shards take the values
         return cls.load_state_dict(model, state_dict, strict)
     return incompatible_keys(*load_full_state(model, state_dict, strict=strict))
-
-
-def root_held(model: nn.Module) -> RootHeld:
-    """Return a context in which the root unit stays gathered between forwards; all ranks enter it together.
-
-    ``generate`` of a sharded model enters it automatically.
-    """
-    return RootHeld(runtime_of(model))
 
 
 def plain_class(cls: type[nn.Module]) -> type[nn.Module]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import warnings
 import zlib
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 
@@ -156,25 +156,31 @@ def full_runs(
         On rank 0 the step's runs, each element once over all steps; elsewhere an empty list. Sharded parameters unit by
         unit, in the shard's dtype, then ignored parameters, then persistent buffers.
     """
-    require_one_state(model)
-    runtime = runtime_of(model)
-    runtime.follow_changes()
+    runtime = _ready(model)
     warn_if_buffers_differ(runtime)
-    ranks = ranks_of(runtime)
-    writes = ranks.rank == 0
-    # At least eight bytes, the largest element, of each rank.
-    words = max(limit_bytes // (ahead + 1) // 8, ranks.size)
-    host = _Host(8 * words, ahead + 1)
+    host = _host(runtime, limit_bytes, ahead + 1)
     for unit in runtime.units:
-        for lane in unit.lanes:
-            members = (param.meta.name for param in unit.params if param.lane is lane)
-            if names is None or not names.isdisjoint(members):
-                yield from _lane_runs(runtime, unit, lane, host)
-    for name, tensor in [*left_out(model).items(), *persistent_buffers(model)]:
-        if names is not None and name not in names:
-            continue
-        for start, piece in _pieces(tensor.detach(), 0, host.step_bytes // tensor.dtype.itemsize):
-            yield [(name, start, host.flat(piece))] if writes else []
+        yield from _unit_runs(runtime, unit, host, names)
+    others = [*left_out(model).items(), *persistent_buffers(model)]
+    yield from _other_runs(runtime, [pair for pair in others if names is None or pair[0] in names], host)
+
+
+def full_tensors(model: nn.Module) -> Iterator[tuple[str, dict[str, torch.Tensor | None]]]:
+    """Stream the full model to rank 0, one unit at a time; every rank iterates to the end.
+
+    Yields:
+        The unit's name, and for each of its parameters the first name and, on rank 0, the full tensor on CPU in the
+        shard's dtype; None on other ranks. Ignored parameters and persistent buffers come last, under the names
+        ``(ignored)`` and ``(buffers)``.
+    """
+    runtime = _ready(model)
+    host = _host(runtime, RUNS_BYTES, 1)
+    for unit in runtime.units:
+        specs = {param.meta.name: (param.meta.global_shape, param.sharded.dtype) for param in unit.params}
+        yield unit.name, _joined(runtime, specs, _unit_runs(runtime, unit, host, None))
+    for title, tensors in (("(ignored)", left_out(model)), ("(buffers)", dict(persistent_buffers(model)))):
+        specs = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
+        yield title, _joined(runtime, specs, _other_runs(runtime, tensors.items(), host))
 
 
 def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -192,13 +198,32 @@ def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
     Raises:
         ShardingError: The model is not sharded.
     """
-    writes = ranks_of(runtime_of(model)).rank == 0
-    saved = saved_tensors(model) if writes else []
-    full = {one.names[0]: torch.empty(one.shape, dtype=one.dtype) for one in saved}
-    for runs in full_runs(model):
+    saved = saved_tensors(model)
+    specs = {one.names[0]: (one.shape, one.dtype) for one in saved}
+    full = _joined(runtime_of(model), specs, full_runs(model))
+    return {name: tensor for one in saved for name in one.names if (tensor := full[one.names[0]]) is not None}
+
+
+def _ready(model: nn.Module) -> Runtime:
+    """Return the runtime of a model that is about to be streamed."""
+    require_one_state(model)
+    runtime = runtime_of(model)
+    runtime.follow_changes()
+    return runtime
+
+
+def _joined(
+    runtime: Runtime, specs: Mapping[str, tuple[tuple[int, ...], torch.dtype]], steps: Iterable[list[Run]]
+) -> dict[str, torch.Tensor | None]:
+    """Return tensors of the given shapes and dtypes put together from runs, by name; None except on rank 0."""
+    writes = ranks_of(runtime).rank == 0
+    full = {name: torch.empty(shape, dtype=dtype) if writes else None for name, (shape, dtype) in specs.items()}
+    for runs in steps:
         for name, start, flat in runs:
-            full[name].view(-1)[start : start + flat.numel()].copy_(flat)
-    return {name: full[one.names[0]] for one in saved for name in one.names}
+            whole = full[name]
+            assert whole is not None
+            whole.view(-1)[start : start + flat.numel()].copy_(flat)
+    return full
 
 
 class _Host:
@@ -230,6 +255,26 @@ class _Host:
         copy = self.take(tensor.numel(), tensor.dtype)
         copy.view(tensor.shape).copy_(tensor)
         return copy
+
+
+def _host(runtime: Runtime, limit_bytes: int, count: int) -> _Host:
+    """Return memory of ``limit_bytes`` for ``count`` steps: at least eight bytes, the largest element, of each rank."""
+    return _Host(8 * max(limit_bytes // count // 8, ranks_of(runtime).size), count)
+
+
+def _unit_runs(runtime: Runtime, unit: Unit, host: _Host, names: frozenset[str] | None) -> Iterator[list[Run]]:
+    """Yield the lanes of a unit that have one of ``names``; None: all."""
+    for lane in unit.lanes:
+        if names is None or not names.isdisjoint(param.meta.name for param in unit.params_of(lane)):
+            yield from _lane_runs(runtime, unit, lane, host)
+
+
+def _other_runs(runtime: Runtime, tensors: Iterable[tuple[str, torch.Tensor]], host: _Host) -> Iterator[list[Run]]:
+    """Yield tensors that every rank has."""
+    writes = ranks_of(runtime).rank == 0
+    for name, tensor in tensors:
+        for start, piece in _pieces(tensor.detach(), 0, host.step_bytes // tensor.dtype.itemsize):
+            yield [(name, start, host.flat(piece))] if writes else []
 
 
 def _lane_runs(runtime: Runtime, unit: Unit, lane: Lane, host: _Host) -> Iterator[list[Run]]:

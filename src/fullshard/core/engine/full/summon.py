@@ -205,7 +205,7 @@ def _check(runtime: Runtime, units: Iterable[Unit]) -> None:
                 f"{packed[0]} is made of several tensors and sharded as their bytes, with which no module computes. "
                 "Show it as its class makes it, with unsharded(model)."
             )
-        if unit.summoned is not None or unit.stays_shown:
+        if unit.summoned is not None or unit.stays_unsharded:
             raise ShardingError(
                 f"The full parameters of unit {unit.name} are shown already: leave that context before you enter "
                 "another one, or use it."
@@ -269,7 +269,7 @@ class _Shown:
             kept = all(module._parameters.get(key) is full for module, key in param.slots)
             if not kept or tuple(full.shape) != param.meta.global_shape:
                 replaced.append(name)
-            param.show_shard()
+            param.to_sharded()
         if writeback:
             self._refuse_changed_shards()
         if writeback and replaced:

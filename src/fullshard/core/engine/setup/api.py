@@ -23,7 +23,6 @@ from torch import nn
 from fullshard.core.comm import Comm, Device, Mesh, as_mesh, device_memory_bytes, device_of, hides_messages, together
 from fullshard.core.engine.extension.extension_lane import ExtensionParam, even_layout
 from fullshard.core.engine.full.model_class import sharded_class
-from fullshard.core.engine.full.state import follow_mode, remember_buffers
 from fullshard.core.engine.full.stream import warn_if_buffers_differ
 from fullshard.core.engine.parallel.parallel import Parallel, check_axes, check_ties, everyone
 from fullshard.core.engine.parallel.parallel_lane import ParallelParam
@@ -427,7 +426,6 @@ def _build(agreed: _Agreed, builder: UnitBuilder, initializer: Initializer, *, v
     if builder.device.type != "meta":
         initializer.prepare_rest()
     initializer.share_buffers(own)
-    remember_buffers(own, precision)
     move_buffers((m for m in own if id(m) not in agreed.kept_ids), builder.device, precision.buffer)
     keep_in_float32(agreed.kept, precision, units[0])
     _hook(units, agreed.kept_ids)
@@ -450,7 +448,6 @@ def _hook(units: Sequence[Unit], kept: frozenset[int]) -> None:
     for unit in units:
         unit.hooks = UnitHooks(unit, kept)
         fuse(unit.hooks)
-    follow_mode(units)
     units[0].options = dataclasses.replace(units[0].options, casts_output=True)
 
 

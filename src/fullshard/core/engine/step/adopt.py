@@ -29,7 +29,7 @@ def adopt_changes(units: Sequence[Unit]) -> bool:
     replan = False
     restore_all(param.sharded for unit in units for param in unit.params)  # left plain by a step that raised
     for unit in units:
-        if unit.shown or unit.summoned is not None:
+        if unit.unsharded or unit.summoned is not None:
             continue
         for lane in unit.lanes:
             members = unit.params_of(lane)

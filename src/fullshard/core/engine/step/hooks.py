@@ -285,14 +285,14 @@ class UnitHooks:
         """Gather on demand when a submodule is called outside its unit's forward (``generate`` calls the encoder)."""
         # The hooks of a compiled block gather before its graph runs; a call in the graph would cut it in two.
         # (A flag: asking the unit's first module would give that module another graph than the unit's other ones.)
-        if torch.compiler.is_compiling() and self.unit.shown and self.compiled:
+        if torch.compiler.is_compiling() and self.unit.unsharded and self.compiled:
             return
         self._gather_on_demand(module)
 
     @untraced
     def _gather_on_demand(self, module: nn.Module) -> None:
         runtime, unit = self.runtime, self.unit
-        if (unit.open_calls and unit.shown) or self._steps_aside(recompute=True):
+        if (unit.open_calls and unit.unsharded) or self._steps_aside(recompute=True):
             return
         if in_backward():
             unit.reclaim()

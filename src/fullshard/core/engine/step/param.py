@@ -169,13 +169,13 @@ class ShardedParam:
         offset = self.meta.placement.start + start - low
         return shard[offset : offset + stop - start].view(self.meta.local_shape)
 
-    def show_full(self) -> None:
+    def to_unsharded(self) -> None:
         """Register the full Parameter in every slot; its memory must hold the gathered values."""
         self.full.__class__ = WatchedParameter if self.watched else self.shown_class
         for module, key in self.slots:
             module._parameters[key] = self.full
 
-    def show_shard(self) -> None:
+    def to_sharded(self) -> None:
         """Register the sharded Parameter in every slot."""
         for module, key in self.slots:
             module._parameters[key] = self.sharded

@@ -123,7 +123,7 @@ def dtypes_of(policy: MixedPrecision, param: torch.Tensor, *, kept: bool) -> Dty
         reduce, reduce_sum = (torch.promote_types(one, torch.float32) for one in (reduce, reduce_sum))
     return Dtypes(
         master=param.dtype,
-        shard=param.dtype if param.requires_grad or policy.full_in_eval or policy.keep_frozen else compute,
+        shard=param.dtype if param.requires_grad or policy.keep_frozen else compute,
         compute=compute,
         reduce=reduce,
         reduce_sum=reduce_sum,

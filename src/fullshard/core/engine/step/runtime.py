@@ -114,9 +114,9 @@ class Runtime:
                 self.gather(unit)
             elif verb is Verb.PREFETCH:
                 self.issue_gather(unit)
-            elif verb is Verb.HIDE:
-                if not unit.stays_shown:
-                    unit.hide()
+            elif verb is Verb.TO_SHARDED:
+                if not unit.stays_unsharded:
+                    unit.to_sharded()
             elif verb is Verb.RESHARD:
                 self.release(unit)
             elif verb is Verb.REDUCE or unit.holds_gradient:
@@ -126,8 +126,8 @@ class Runtime:
         """Free the unit's full parameters, unless there is a reason to keep them; the only place that decides."""
         if not unit.keep:
             unit.reshard()
-        elif not unit.stays_shown:
-            unit.hide()
+        elif not unit.stays_unsharded:
+            unit.to_sharded()
 
     def refresh(self, unit: Unit) -> None:
         """Free what is gathered and may be older than the shards, unless a context keeps it shown.
@@ -144,7 +144,7 @@ class Runtime:
 
     def need(self, unit: Unit, param: ShardedParam) -> None:
         """Gather ``param`` if it is not gathered: backward computes with it now."""
-        if not unit.shown or param.lane.state is LaneState.SPENT:
+        if not unit.unsharded or param.lane.state is LaneState.SPENT:
             self.backward_event()
             unit.reclaim()
             self.gather(unit)
@@ -204,7 +204,7 @@ class Runtime:
 
     def unchanged(self, units: Iterable[Unit]) -> list[Unit]:
         """Return those of ``units`` to be kept for the next pass whose shards have not changed on any rank."""
-        asked = [unit for unit in units if Keep.NEXT_PASS in unit.keep and not unit.stays_shown]
+        asked = [unit for unit in units if Keep.NEXT_PASS in unit.keep and not unit.stays_unsharded]
         changed = self.agreement.on_any_rank([unit.has_changed() for unit in asked])
         return [unit for unit, is_stale in zip(asked, changed, strict=True) if not is_stale]
 
@@ -228,7 +228,7 @@ class Runtime:
             # be older than the shards.
             if unit in unchanged:
                 unit.keep.discard(Keep.NEXT_PASS)
-                unit.hide()
+                unit.to_sharded()
             else:
                 self.refresh(unit)
         self._adopt(self.units)
@@ -331,7 +331,7 @@ class Runtime:
         try:
             self.release(unit)
         except (MismatchError, ProcessGroupError):
-            unit.hide()
+            unit.to_sharded()
 
     def begin_direct_call(self, unit: Unit) -> None:
         """Prepare for a call of ``unit`` outside a pass: what a forward kept for its backward may be stale."""

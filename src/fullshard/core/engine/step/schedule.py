@@ -28,7 +28,7 @@ class Verb(Enum):
     """Issue the unit's all-gather unless it is under way, and wait for it."""
     PREFETCH = "prefetch"
     """Issue the unit's all-gather if it is sharded, without waiting."""
-    HIDE = "hide"
+    TO_SHARDED = "to sharded"
     """Show the shards again but keep the gathered memory for backward."""
     RESHARD = "reshard"
     """Free the gathered parameters."""
@@ -231,7 +231,7 @@ class Schedule:
         else:
             self.events = [event for event in self.events if event[1] is not call]
         if needs_backward and call.unit in self.keeps_after_forward:
-            return [(Verb.HIDE, call.unit)]
+            return [(Verb.TO_SHARDED, call.unit)]
         return [self._reshard(call.unit)]
 
     def _reshard(self, unit: int) -> Action:

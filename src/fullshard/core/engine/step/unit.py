@@ -117,14 +117,14 @@ class Keep(Enum):
     CONTEXT = "context"
     """Inside ``unsharded(model)``: the modules keep showing the full parameters."""
     GENERATION = "generation"
-    """Inside ``root_held(model)``: the same for the root, between the forwards of a generation loop."""
+    """Inside ``root_unsharded(model)``: the same for the root, between the forwards of a generation loop."""
     OUTPUT = "output"
     """Until backward is over: an output has no tensors, so nothing shows when backward has passed the unit."""
     NEXT_PASS = "next pass"
     """Until the next pass, unless a shard changes before: after ``unshard()`` or with reshard_after_backward off."""
 
 
-SHOWN = frozenset({Keep.CONTEXT, Keep.GENERATION})
+UNSHARDED = frozenset({Keep.CONTEXT, Keep.GENERATION})
 """Reasons for which the modules also keep showing the full parameters."""
 
 
@@ -194,7 +194,7 @@ class Unit:
         lanes: Its lanes.
         policy: Its policy from ``fully_shard``.
         options: Settings that may change between steps.
-        shown: Whether the modules' attributes are the full parameters.
+        unsharded: Whether the modules' attributes are the full parameters.
         keep: Reasons to stay gathered.
         summoned: Set while the modules show full parameters that were not gathered into the lanes.
         open_calls: Number of forward calls that are running.
@@ -222,7 +222,7 @@ class Unit:
         self.lanes = lanes
         self.policy = policy
         self.options = UnitOptions(divide=policy.precision.divide)
-        self.shown = False
+        self.unsharded = False
         self.keep: set[Keep] = set()
         self.summoned: Summoned | None = None
         self.open_calls = 0
@@ -237,7 +237,7 @@ class Unit:
         self.count_trainable()
         for param in params:
             param.sharded.shard_unit = weakref.ref(self)  # type: ignore[attr-defined]
-            param.show_shard()
+            param.to_sharded()
         for lane in lanes:
             lane.release()
 
@@ -273,9 +273,9 @@ class Unit:
         return next((s for s in (LaneState.SHARDED, LaneState.GATHERING) if s in states), LaneState.GATHERED)
 
     @property
-    def stays_shown(self) -> bool:
+    def stays_unsharded(self) -> bool:
         """True if a context keeps the full parameters visible."""
-        return not self.keep.isdisjoint(SHOWN)
+        return not self.keep.isdisjoint(UNSHARDED)
 
     def version(self) -> int:
         """Return a number that grows with each in-place change of a shard."""
@@ -299,7 +299,7 @@ class Unit:
         if not due:
             return
         self.recorder.begin(self.name, "gather")
-        self.hide()  # some lanes may be gathered: finish_gather shows all of them
+        self.to_sharded()  # some lanes may be gathered: finish_gather shows all of them
         for lane in due:
             lane.issue_gather()
         self.recorder.issued(self.name, "gather", self._gathers())
@@ -313,7 +313,7 @@ class Unit:
         """Free the gathered memory of ``param``, which is alone in its lane, before the rest of the unit."""
         if param.lane.state is LaneState.GATHERED and self.state is LaneState.GATHERED:
             self.settle()
-            param.show_shard()
+            param.to_sharded()
             param.lane.free_early()
 
     def finish_gather(self) -> None:
@@ -321,11 +321,11 @@ class Unit:
         if self.state is LaneState.SHARDED:
             raise InvariantError(f"unit {self.name}: finish_gather in state {self.state}")
         self._await_gather()
-        if not self.shown:
-            self.shown = True
+        if not self.unsharded:
+            self.unsharded = True
             for param in self.params:
                 if param.lane.state is not LaneState.SPENT:
-                    param.show_full()
+                    param.to_unsharded()
 
     def refuse_writes(self) -> None:
         """Refuse writes of forward to full parameters: their memory is freed, and the change would be lost.
@@ -334,7 +334,7 @@ class Unit:
             ShardingError: A parameter was written to.
         """
         for lane in self.lanes:
-            if lane.full.tensor._version != lane.full.version and not self.stays_shown:
+            if lane.full.tensor._version != lane.full.version and not self.stays_unsharded:
                 lane.full.version = lane.full.tensor._version
                 names = ", ".join(param.meta.name for param in self.params_of(lane)[:3])
                 raise ShardingError(
@@ -349,20 +349,20 @@ class Unit:
         for lane in self.lanes:
             lane.unsettled = None
 
-    def hide(self) -> None:
+    def to_sharded(self) -> None:
         """Show the shards but keep the gathered memory: between forward and backward only autograd looks at it."""
-        if self.shown:
-            self.shown = False
+        if self.unsharded:
+            self.unsharded = False
             for param in self.params:
-                param.show_shard()
+                param.to_sharded()
 
     def reshard(self) -> None:
         """Show the shards and free the gathered parameters; wait for a gather under way."""
-        if all(lane.state is LaneState.SHARDED for lane in self.lanes) and not self.shown:
+        if all(lane.state is LaneState.SHARDED for lane in self.lanes) and not self.unsharded:
             return
         self._await_gather()
         self.settle()
-        self.hide()
+        self.to_sharded()
         for lane in self.lanes:
             lane.release()
 

@@ -49,9 +49,9 @@ def _is_plain_lookup(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 class TableParam(TableRows):
     """A table as modules see it: lookups and losses on the ranks that own the rows, or the gathered table."""
 
-    def show_full(self) -> None:
-        """See :meth:`ShardedParam.show_full`; while the rows are home, a lookup goes to them."""
-        super().show_full()
+    def to_unsharded(self) -> None:
+        """See :meth:`ShardedParam.to_unsharded`; while the rows are home, a lookup goes to them."""
+        super().to_unsharded()
         if self.is_home:
             self.full.__class__ = HomeParameter
         elif self.lane.state is LaneState.GATHERED:  # kept since a pass without gradients, perhaps
