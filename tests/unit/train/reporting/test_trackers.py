@@ -153,11 +153,7 @@ def test_mlflow_gets_settings_once_and_goes_on_with_its_run(tmp_path, monkeypatc
 
 @pytest.mark.parametrize(
     ("variables", "experiment"),
-    [
-        ({}, "Default"),
-        ({"MLFLOW_EXPERIMENT_NAME": "named"}, "named"),
-        ({"MLFLOW_EXPERIMENT_ID": "7"}, "experiment 7"),
-    ],
+    [({}, "Default"), ({"MLFLOW_EXPERIMENT_NAME": "named"}, "named"), ({"MLFLOW_EXPERIMENT_ID": "7"}, "experiment 7")],
 )
 def test_mlflow_reports_to_the_experiment_of_its_variables(tmp_path, monkeypatch, variables, experiment):
     mlflow = MLflow()
