@@ -51,7 +51,7 @@ VERBS = (
         "share",
         "launch",
     ),
-    *("config", "config check", "config convert"),
+    *("config", "config check"),
 )
 MODULES = (("fullshard", None), ("fullshard.optim", None))
 """Modules on the Python page, each with its names; None: those of its ``__all__``."""

@@ -21,7 +21,6 @@ HERE = Path(__file__).parent / "help"
         "chat",
         "report",
         "config",
-        "config convert",
         "config check",
         "inspect",
         "plan",

@@ -1,4 +1,4 @@
-"""Accelerate's file beside a run file: its settings are the run's, contradictions are refused, and its conversion."""
+"""Accelerate's file beside a run file: its settings are the run's, contradictions are refused."""
 
 import json
 from pathlib import Path
@@ -91,12 +91,11 @@ def test_an_adapter_of_a_new_model_is_refused_as_train_refuses_it(tmp_path, more
 
 def test_a_run_file_in_the_place_of_accelerates_is_told(tmp_path, capsys):
     run = write_run_file(tmp_path)
-    for arguments in (["config", "convert", str(run)], ["config", "check", str(run), "--config_file", str(run)]):
-        assert cli.main(arguments) == 2
-        said = capsys.readouterr().err
-        assert "is a run file of fullshard (it has output_dir," in said
-        assert f"`fullshard train {run}`" in said
-        assert "unknown key" not in said
+    assert cli.main(["config", "check", str(run), "--config_file", str(run)]) == 2
+    said = capsys.readouterr().err
+    assert "is a run file of fullshard (it has output_dir," in said
+    assert f"`fullshard train {run}`" in said
+    assert "unknown key" not in said
 
 
 def test_what_both_say_alike_may_stand_in_both(tmp_path, capsys):
@@ -174,38 +173,6 @@ def test_under_another_launcher_the_ranks_are_those_that_are_there(tmp_path, mon
     monkeypatch.setenv("RANK", "1")
     config_file.file_overrides(options)
     assert capsys.readouterr().err == ""
-
-
-def test_the_conversion_is_a_run_file_once_the_rest_is_filled_in(tmp_path, capsys, refused):
-    file, run = write_file(tmp_path, debug=True), tmp_path / "run.yaml"
-    assert cli.main(["config", "convert", str(file), "-o", str(run)]) == 0
-    said = capsys.readouterr()
-    assert said.out == ""
-    assert "left to fill in: output_dir, model, data" in said.err
-    assert "fullshard: warning: debug: true" in said.err
-    text = run.read_text()
-    assert "wrap: 2000  # fsdp_min_num_params: 2000" in text
-    assert "# - debug: true" in text
-    (tmp_path / "train.csv").write_text("text,label\na,b\n")
-    lines = text.splitlines()
-    start = lines.index("# To fill in: remove the # and set your own values.") + 1
-    end = lines.index("", start)
-    lines[start:end] = [line.removeprefix("# ") for line in lines[start:end]]
-    run.write_text("\n".join(lines))
-    config = load_run(run)
-    assert config.nproc == 2
-    assert (config.sharding.strategy, config.sharding.wrap) == ("shard_grad_op", 2000)
-    assert "exists" in refused(2, "config", "convert", file, "-o", run)
-
-
-def test_the_conversion_is_printed_or_json(tmp_path, capsys, done):
-    file = write_file(tmp_path)
-    assert cli.main(["config", "convert", str(file)]) == 0
-    assert yaml.safe_load(capsys.readouterr().out)["sharding"]["strategy"] == "shard_grad_op"
-    result = json.loads(done("config", "convert", file, "--json"))
-    assert result["settings"]["sharding"] == {"strategy": "shard_grad_op", "wrap": 2000}
-    assert result["left"] == ["output_dir", "model", "data"]
-    assert result["warnings"] == []
 
 
 def test_a_wrong_file_is_one_message(tmp_path, refused):

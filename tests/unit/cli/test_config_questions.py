@@ -273,4 +273,4 @@ def test_a_place_that_cannot_be_written_is_a_users_error(tmp_path, refused):
 
 @pytest.mark.parametrize("option", [["--default"], ["--json"], ["--config_file", "f.yaml"]])
 def test_options_of_the_questions_do_not_stand_before_an_action(option, refused):
-    assert f"Put {option[0]} after the action" in refused(2, "config", *option, "convert", "f.yaml")
+    assert f"Put {option[0]} after the action" in refused(2, "config", *option, "check", "f.yaml")

@@ -34,7 +34,7 @@ def test_version(capsys):
         ("export x -o y --dtype int8", "invalid choice: 'int8'"),
         ("verify", "required: PATH"),
         ("verify x seed=3", "unrecognized arguments: seed=3"),
-        ("config convert x.yaml --jsn", "fullshard config convert: error: unrecognized arguments: --jsn"),
+        ("config check x.yaml --jsn", "fullshard config check: error: unrecognized arguments: --jsn"),
         *(
             (f"plan run.yaml --memory={text}", "must be a size above zero, such as 80GB")
             for text in ("", "GB", "-1GB", "0")
@@ -48,7 +48,7 @@ def test_version(capsys):
 def test_a_wrong_command_line_ends_with_2_and_its_verbs_usage(line, said, refused):
     error = refused(2, *line.split(" "))
     assert said in error
-    assert error.startswith(f"usage: fullshard{' config convert' * line.startswith('config')}")
+    assert error.startswith(f"usage: fullshard{' config check' * line.startswith('config')}")
 
 
 def test_settings_may_stand_on_both_sides_of_an_option():

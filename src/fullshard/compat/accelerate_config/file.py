@@ -339,8 +339,8 @@ def _refuse_run_file(path: Path, keys: set[str]) -> None:
     ours = [key for key in RUN_FILE if key in keys and key not in TOP]
     if ours and keys <= set(RUN_FILE):
         raise ConfigError(
-            f"{path} is a run file of fullshard (it has {', '.join(ours)}), not a configuration file of Accelerate. It "
-            f"needs no conversion: `fullshard train {path}` runs it, `fullshard config check {path}` prints its "
+            f"{path} is a run file of fullshard (it has {', '.join(ours)}), not a configuration file of Accelerate: "
+            f"`fullshard train {path}` runs it, `fullshard config check {path}` prints its "
             "settings."
         )
 

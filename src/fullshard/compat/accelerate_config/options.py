@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Mapping
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from fullshard.compat.accelerate_config.file import (
-    DEFAULT_MIN_NUM_PARAMS,
     DYNAMO,
-    FSDP,
     SECTIONS,
     TOP,
     AccelerateFile,
@@ -18,6 +17,7 @@ from fullshard.compat.accelerate_config.file import (
     integer,
     read_accelerate_file,
 )
+from fullshard.errors import ConfigError
 
 _TOP = ("mixed_precision", "gpu_ids", "debug", "enable_cpu_affinity", "same_network", "downcast_bf16")
 _BARE = {
@@ -28,12 +28,6 @@ _BARE = {
 
 _ONLY_DEEPSPEED = ("gradient_accumulation_steps", "gradient_clipping")
 """Options that ``accelerate launch`` passes to DeepSpeed only."""
-
-_SWITCHES = (
-    *("fsdp_offload_params", "fsdp_forward_prefetch", "fsdp_use_orig_params", "fsdp_cpu_ram_efficient_loading"),
-    *("fsdp_sync_module_states", "fsdp_activation_checkpointing", "fsdp_activation_checkpointing_offload"),
-)
-"""Keys whose variables hold true or false."""
 
 _DEST = "accelerate:"
 """Prefix of the options' attribute names, before the dotted key."""
@@ -109,25 +103,63 @@ def warnings_of(options: argparse.Namespace) -> list[str]:
 
 
 def launch_environment(file: AccelerateFile) -> dict[str, str]:
-    """Return the variables that ``accelerate launch`` sets for a file, except torchrun's own and thread counts.
+    """Return the variables that Accelerate's launcher builds for a file, except torchrun's own and thread counts.
 
-    Where Accelerate's launcher loses a setting (the older name of the prefetch policy, a version 1 strategy under its
-    newer name, numbers that its plugin does not accept), the variables still have the file's value.
+    Its functions get what the file means: words for numbers, and a setting under either of its names. Where they lose a
+    setting (use_cpu of a sharded script), the variables still have the file's value.
+
+    Raises:
+        ConfigError: Accelerate refuses a value.
     """
-    variables = {"ACCELERATE_MIXED_PRECISION": file.mixed_precision or "no", **_dynamo(file.dynamo)}
-    if file.debug:
-        variables["ACCELERATE_DEBUG_MODE"] = "true"
+    parser = import_module("accelerate.commands.launch").launch_command_parser()
+    prepare = import_module("accelerate.utils.launch")
+    arguments = parser.parse_args(["script.py"])
+    vars(arguments).update(_arguments(file))
+    try:
+        if file.distributed_type in ("MULTI_CPU", "NO"):
+            found = prepare.prepare_simple_launcher_cmd_env(arguments)[1]
+        else:
+            found = prepare.prepare_multi_gpu_env(arguments)
+    except (ValueError, RuntimeError) as error:
+        raise ConfigError(f"{file.path}: {error}") from error
+    variables = {name: value for name, value in found.items() if name.startswith(_PREFIXES)}
     if file.gpu_ids is not None:
         variables["CUDA_VISIBLE_DEVICES"] = file.gpu_ids
-    if file.enable_cpu_affinity:
-        variables["ACCELERATE_CPU_AFFINITY"] = "1"
-    if file.use_cpu or file.distributed_type in ("MULTI_CPU", "NO"):
-        variables["ACCELERATE_USE_CPU"] = str(file.use_cpu)
+    return variables | ({"ACCELERATE_USE_CPU": "True"} if file.use_cpu else {})
+
+
+_RESHARD = "fsdp_config.fsdp_reshard_after_forward"
+_PREFIXES = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_")
+
+
+def _arguments(file: AccelerateFile) -> dict[str, Any]:
+    """Return the attributes of the parsed command line of ``accelerate launch`` that a file sets."""
+    fsdp: dict[str, Any] = {
+        name: str(value).lower() if isinstance(value, bool) else value for name, value in file.fsdp.items()
+    }
     if file.is_sharded:
-        variables |= _fsdp(file)
-    if file.parallelism:
-        variables |= _parallelism(file)
-    return variables
+        layers = ",".join(file.fsdp.get("fsdp_transformer_layer_cls_to_wrap", ()))
+        keeps = file.strategy in ("SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD_ZERO2")
+        version = file.fsdp.get("fsdp_version", 1)
+        fsdp |= {
+            "fsdp_version": version,
+            "fsdp_sharding_strategy": (version == 1 and file.strategy)
+            or fsdp.get("fsdp_sharding_strategy", "FULL_SHARD"),
+            "fsdp_reshard_after_forward": file.raw.get(_RESHARD, True) if version == 1 else not keeps,
+            "fsdp_backward_prefetch": file.backward_prefetch,
+            "fsdp_transformer_layer_cls_to_wrap": layers or None,
+        }
+    return {
+        **{"dynamo_backend": "no", **file.dynamo, **fsdp, **file.parallelism},
+        **{name: getattr(file, name) for name in ("use_cpu", "debug", "enable_cpu_affinity")},
+        "mixed_precision": file.mixed_precision or "no",
+        "gpu_ids": file.gpu_ids or "all",
+        "use_fsdp": file.is_sharded,
+        "use_parallelism_config": bool(file.parallelism),
+        "num_machines": 1,
+        "num_processes": 1,
+        "main_process_port": 0,  # any free one: ranks get theirs from fullshard's launcher
+    }
 
 
 def bare_environment(given: Mapping[str, str]) -> dict[str, str]:
@@ -137,7 +169,8 @@ def bare_environment(given: Mapping[str, str]) -> dict[str, str]:
     gives all ranks rank 0's values, as DDP does. ``ACCELERATE_USE_FSDP`` and ``FSDP_CPU_RAM_EFFICIENT_LOADING`` stay
     unset: with these, ``from_pretrained`` loads no weights on other ranks, also in scripts without an Accelerator.
     """
-    defaults = {"ACCELERATE_MIXED_PRECISION": "no", **_dynamo({}), "FSDP_SYNC_MODULE_STATES": "true"}
+    dynamo = {f"ACCELERATE_{name.upper()}": str(key.default) for name, key in DYNAMO.items()}
+    defaults = {"ACCELERATE_MIXED_PRECISION": "no", **dynamo, "FSDP_SYNC_MODULE_STATES": "true"}
     return {name: value for name, value in defaults.items() if name not in given}
 
 
@@ -151,65 +184,3 @@ def launch_warnings(file: AccelerateFile) -> list[str]:
         "Accelerator only receives whether parameters are freed after forward. Write fsdp_version: 1 and "
         f"fsdp_sharding_strategy: {file.strategy}"
     ]
-
-
-def _dynamo(given: Mapping[str, object]) -> dict[str, str]:
-    return {f"ACCELERATE_{name.upper()}": str(given.get(name, key.default)) for name, key in DYNAMO.items()}
-
-
-def _fsdp(file: AccelerateFile) -> dict[str, str]:
-    given = file.fsdp
-
-    variables = {
-        "ACCELERATE_USE_FSDP": "true",
-        "FSDP_VERSION": str(given.get("fsdp_version", 1)),
-        "FSDP_SHARDING_STRATEGY": _strategy(file),
-        "FSDP_RESHARD_AFTER_FORWARD": _reshard(file),
-        "FSDP_MIN_NUM_PARAMS": str(given.get("fsdp_min_num_params", DEFAULT_MIN_NUM_PARAMS)),
-        **{name.upper(): str(given.get(name, FSDP[name].default)).lower() for name in _SWITCHES},
-    }
-    optional = {
-        "FSDP_AUTO_WRAP_POLICY": _given(file, "fsdp_auto_wrap_policy", numbers=False),
-        "FSDP_TRANSFORMER_CLS_TO_WRAP": ",".join(given.get("fsdp_transformer_layer_cls_to_wrap", ())) or None,
-        "FSDP_BACKWARD_PREFETCH": _prefetch(file),
-        "FSDP_STATE_DICT_TYPE": _given(file, "fsdp_state_dict_type"),
-        "FSDP_IGNORED_MODULES": given.get("fsdp_ignored_modules"),
-    }
-    return variables | {name: value for name, value in optional.items() if value is not None}
-
-
-def _given(file: AccelerateFile, key: str, *, numbers: bool = True) -> str | None:
-    """Return a key's word, or with ``numbers`` its number if the file has one; None if the key is not set."""
-    raw, parsed = file.raw.get(f"fsdp_config.{key}"), file.fsdp.get(key)
-    is_word = isinstance(raw, str) and not raw.isdigit()
-    return str(raw) if is_word or (numbers and raw is not None) else parsed
-
-
-def _prefetch(file: AccelerateFile) -> str | None:
-    """Return the prefetch policy as given, but NO_PREFETCH as a word: torch's enum does not have its number."""
-    if file.backward_prefetch == "NO_PREFETCH":
-        return file.backward_prefetch
-    return _given(file, "fsdp_backward_prefetch") or file.backward_prefetch
-
-
-def _strategy(file: AccelerateFile) -> str:
-    by_other_name = file.strategy if file.fsdp.get("fsdp_version", 1) == 1 else None
-    return _given(file, "fsdp_sharding_strategy") or by_other_name or "FULL_SHARD"
-
-
-def _reshard(file: AccelerateFile) -> str:
-    raw = file.raw.get("fsdp_config.fsdp_reshard_after_forward")
-    if file.fsdp.get("fsdp_version", 1) == 1:
-        return "true" if raw is None else str(raw).lower()
-    return str(file.strategy not in ("SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD_ZERO2")).lower()
-
-
-def _parallelism(file: AccelerateFile) -> dict[str, str]:
-    sizes = ("DP_REPLICATE_SIZE", "DP_SHARD_SIZE", "TP_SIZE", "CP_SIZE", "SP_SIZE")
-    given = {name: file.parallelism.get(f"parallelism_config_{name.lower()}", 1) for name in sizes}
-    return {
-        "ACCELERATE_USE_PARALLELISM_CONFIG": "true",
-        **{f"PARALLELISM_CONFIG_{name}": str(size) for name, size in given.items()},
-        "PARALLELISM_CONFIG_CP_BACKEND": "torch",
-        "PARALLELISM_CONFIG_SP_BACKEND": "deepspeed",
-    }

@@ -1,4 +1,4 @@
-"""Accelerate's configuration files in plain words, as settings of a run file, and as its text."""
+"""Accelerate's configuration files in plain words, and as settings of a run file."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from fullshard.compat.accelerate_config.file import DEFAULT_MIN_NUM_PARAMS, AccelerateFile, as_yaml
+from fullshard.compat.accelerate_config.file import DEFAULT_MIN_NUM_PARAMS, AccelerateFile
 from fullshard.errors import ConfigError
 
 _MEANINGS = {
@@ -90,7 +90,7 @@ def next_commands(file: AccelerateFile) -> list[str]:
     launch = f"fullshard launch --config_file {file.path} script.py"
     if file.num_machines > 1:
         return [f"{launch}  # on every machine, with its own machine_rank"]
-    return [f"fullshard train run.yaml --config_file {file.path}", launch, f"fullshard config convert {file.path}"]
+    return [f"fullshard train run.yaml --config_file {file.path}", launch]
 
 
 _PREFETCH = {"BACKWARD_PRE": "backward_pre", "BACKWARD_POST": "backward_post", "NO_PREFETCH": "none"}
@@ -105,22 +105,6 @@ _SCRIPTS_ONLY = {
     "fsdp_ignored_modules": "every module is sharded, with the same results",
 }
 """Keys that only have an effect in scripts, and why."""
-
-
-LEFT = ("output_dir", "model", "data")
-"""Required sections of the run file that Accelerate's file has no settings for."""
-
-_TO_FILL_IN = """\
-# To fill in: remove the # and set your own values.
-# output_dir: runs/mine  # where the run writes its model and its records
-# model:
-#   path: google-t5/t5-small  # a directory with config.json, weights and tokenizer, or a Hub id
-# data:
-#   train_file: train.csv  # csv, tsv, jsonl, json or parquet
-#   validation_fraction: 0.1  # or validation_file: the rows to measure on
-#   source_column: text
-#   target_column: label
-"""
 
 
 @dataclass(frozen=True)
@@ -295,18 +279,3 @@ def _mesh_strategy(file: AccelerateFile, replicas: int) -> str:
         f"{replicas} and {shards} with num_machines: {file.num_machines}, num_processes: {file.num_processes}. For "
         "another mesh use a script: fully_shard(model, mesh=…)."
     )
-
-
-def run_file_text(file: AccelerateFile, translation: Translation) -> str:
-    """Return the run file: settings with their origin, sections to fill in, and warnings as comments."""
-    lines = [f"# Made from {file.path} by `fullshard config convert`.", _TO_FILL_IN]
-    section = ""
-    for key, setting in sorted(translation.settings.items(), key=lambda item: ("." in item[0], item[0])):
-        home, _, name = key.rpartition(".")
-        if home != section:
-            lines.append(f"{home}:")
-            section = home
-        lines.append(f"{'  ' if home else ''}{name}: {as_yaml(setting.value)}  # {setting.as_written}")
-    if translation.warnings:
-        lines += ["", "# Not carried over:", *(f"# - {warning}" for warning in translation.warnings)]
-    return "\n".join(lines) + "\n"

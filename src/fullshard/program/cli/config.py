@@ -1,4 +1,4 @@
-"""``fullshard config``: write a configuration file interactively, convert one to a run file, check a run file."""
+"""``fullshard config``: write a configuration file interactively, check a run file."""
 
 from __future__ import annotations
 
@@ -14,15 +14,7 @@ import yaml
 
 from fullshard.compat.accelerate_config.file import read_accelerate_file
 from fullshard.compat.accelerate_config.options import launch_warnings
-from fullshard.compat.accelerate_config.translate import (
-    LEFT,
-    default_values,
-    nested,
-    next_commands,
-    run_file_text,
-    summary,
-    translate,
-)
+from fullshard.compat.accelerate_config.translate import default_values, next_commands, summary
 from fullshard.errors import CheckpointError, ConfigError
 from fullshard.program.cli.accelerate import add_config_file, file_overrides
 from fullshard.program.cli.common import (
@@ -50,7 +42,7 @@ DEFAULT_PATH = Path("fsdp_config.yaml")
 """Default path of the file: next to the user's script, not in Accelerate's cache."""
 
 
-SUMMARY = "write a configuration file interactively, convert one, or check a run file"
+SUMMARY = "write a configuration file interactively, or check a run file"
 
 DESCRIPTION = f"""\
 Without an action: ask the questions of `accelerate config`, write the configuration file that they make, check it and
@@ -63,23 +55,7 @@ examples:
   fullshard config
   fullshard config --config_file fsdp_config.yaml
   fullshard config --default --json --config_file fsdp_config.yaml
-  fullshard config convert fsdp_config.yaml -o run.yaml
   fullshard config check run.yaml
-"""
-
-CONVERT_DESCRIPTION = """\
-Convert Accelerate's configuration file to a run file for fullshard train. The run file has its sharding, precision and
-ranks, and comments for the settings left to fill in. Settings that do not carry over are reported as warnings, with the
-reason.
-
-Prints the run file, or writes it to -o, which must not exist.
-"""
-
-CONVERT_EPILOG = """\
-examples:
-  fullshard config convert fsdp_config.yaml
-  fullshard config convert fsdp_config.yaml -o run.yaml
-  fullshard config convert fsdp_config.yaml --json
 """
 
 CHECK_DESCRIPTION = """\
@@ -115,23 +91,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_json(parser, dest="answers_json")
     parser.set_defaults(json=False)
     actions = parser.add_subparsers(title="actions", metavar="[ACTION]")
-    _add_convert(actions)
     _add_check(actions)
     set_own_parsers(actions)
-
-
-def _add_convert(actions: Any) -> None:
-    convert = add_verb(
-        actions,
-        "convert",
-        run_convert,
-        "convert Accelerate's configuration file to a run file",
-        CONVERT_DESCRIPTION,
-        CONVERT_EPILOG,
-    )
-    convert.add_argument("file", metavar="FILE", type=Path, help="Accelerate's configuration file (YAML)")
-    convert.add_argument("-o", "--output", metavar="RUN", type=Path, help="run file to write (default: print it)")
-    add_json(convert)
 
 
 def _add_check(actions: Any) -> None:
@@ -218,34 +179,6 @@ def _defaults(path: Path) -> dict[str, Any]:
         )
     gpus = gpu_count()
     return default_values(gpus, bf16=gpus > 0 and load_program("torch").cuda.is_bf16_supported())
-
-
-def run_convert(options: argparse.Namespace) -> None:
-    """Convert Accelerate's file; one process."""
-    _refuse_misplaced(options)
-    file = read_accelerate_file(options.file)
-    translation = translate(file)
-    text = run_file_text(file, translation)
-    for warning in translation.warnings:
-        say(f"warning: {warning}")
-    if options.output is not None:
-        _write_new(options.output, text)
-        say(f"wrote {options.output}; left to fill in: {', '.join(LEFT)}")
-    if options.json:
-        settings, left = nested(translation.settings), list(LEFT)
-        print(json.dumps({"settings": settings, "left": left, "warnings": list(translation.warnings)}))
-    elif options.output is None:
-        print(text, end="")
-
-
-def _write_new(path: Path, text: str) -> None:
-    try:
-        with path.open("x", encoding="utf-8") as file:
-            file.write(text)
-    except FileExistsError:
-        raise ConfigError(f"{path} exists. Name another file with -o, or remove it first.") from None
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be written: {error}.") from error
 
 
 def _refuse_misplaced(options: argparse.Namespace) -> None:

@@ -345,7 +345,7 @@ _REPLACED: Mapping[str, str] = {
     "dtype": "write training.precision: fp32, bf16 or fp16",
     "fp16": "write training.precision: fp16, or bf16, which T5 needs",
     "fsdp": "leave it out: the sharding section sets how the model is sharded",
-    "fsdp_config": "pass Accelerate's file as --config_file, or convert it to a run file with fullshard config convert",
+    "fsdp_config": "pass Accelerate's file as --config_file",
     "greater_is_better": "leave it out: it follows from the metric",
     "group_by_length": "write training.train_sampling_strategy: group_by_length, which is the default, or random",
     "ignore_pad_token_for_loss": "leave it out: padding never counts in the loss",

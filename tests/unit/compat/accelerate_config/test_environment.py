@@ -6,6 +6,7 @@ import warnings
 
 import pytest
 import yaml
+from accelerate.utils.constants import FSDP_SHARDING_STRATEGY
 
 from fullshard.compat.accelerate_config.file import read_accelerate_file
 from fullshard.compat.accelerate_config.options import (
@@ -41,19 +42,13 @@ def launchers_environment(path, monkeypatch, *flags):
         else:
             found = tools.prepare_simple_launcher_cmd_env(arguments)[1]
     left_to_torchrun = ("OMP_NUM_THREADS", "MASTER_ADDR", "MASTER_PORT", "KMP_AFFINITY", "KMP_BLOCKTIME")
+    if found.get("FSDP_SHARDING_STRATEGY", "").isdigit():  # its plugin takes either
+        found["FSDP_SHARDING_STRATEGY"] = FSDP_SHARDING_STRATEGY[int(found["FSDP_SHARDING_STRATEGY"]) - 1]
     return {name: value for name, value in found.items() if name not in left_to_torchrun}
 
 
 EQUAL = {
     "version 1 words": {"fsdp": {"fsdp_sharding_strategy": "HYBRID_SHARD", "fsdp_backward_prefetch_policy": None}},
-    "version 1 numbers": {
-        "fsdp": {
-            "fsdp_sharding_strategy": 2,
-            "fsdp_state_dict_type": 3,
-            "fsdp_backward_prefetch": 1,
-            "fsdp_backward_prefetch_policy": None,
-        }
-    },
     "version 1 everything": {
         "debug": True,
         "gpu_ids": "0,1",
@@ -108,6 +103,7 @@ def test_version_2s_variables_are_those_of_accelerates_own_launcher(read, monkey
     ("fsdp", "name", "theirs", "ours"),
     [
         ({}, "FSDP_BACKWARD_PREFETCH", None, "BACKWARD_PRE"),
+        ({"fsdp_state_dict_type": 3}, "FSDP_STATE_DICT_TYPE", "3", "SHARDED_STATE_DICT"),
         ({"fsdp_auto_wrap_policy": 2}, "FSDP_AUTO_WRAP_POLICY", "2", "SIZE_BASED_WRAP"),
         ({"fsdp_backward_prefetch": 3}, "FSDP_BACKWARD_PREFETCH", "3", "NO_PREFETCH"),
         ({"fsdp_transformer_layer_cls_to_wrap": "A, B"}, "FSDP_TRANSFORMER_CLS_TO_WRAP", "A, B", "A,B"),

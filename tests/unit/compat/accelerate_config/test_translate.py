@@ -165,4 +165,4 @@ def test_a_file_is_explained_with_the_commands_that_use_it(tmp_path, read):
         assert word in shown
     shown = "\n".join(summary(read("distributed_type: MULTI_CPU\nnum_processes: 2\n")))
     assert "MULTI_CPU does not configure sharding" in shown
-    assert len(next_commands(read())) == 3
+    assert len(next_commands(read())) == 2
