@@ -27,8 +27,9 @@ def test_the_command_line_starts_without_torch():
         pytest.param("import fullshard.compat.accelerate", marks=pytest.mark.slow),
     ],
 )
-def test_whoever_can_shard_a_model_has_optimizers_judged(door):
-    assert printed(f"{door}; import sys; print('fullshard.core.optim.guard' in sys.modules)") == "True"
+def test_whoever_can_shard_a_model_has_optimizers_judged_and_waits_for_no_pydantic(door):
+    names = "('fullshard.core.optim.guard', 'pydantic')"
+    assert printed(f"{door}; import sys; print(*(name in sys.modules for name in {names}))") == "True False"
 
 
 NAMES = """

@@ -466,7 +466,7 @@ def corrupt(path, damage):
     [
         ("flipped", "checksum"),
         ("missing", "00002.safetensors is missing"),
-        ("cut", "bytes instead of"),
+        ("cut", "bytes, expected"),
         ("index", "was changed after it was written"),
         ("unmarked", "complete.json, which is written last, is missing"),
     ],

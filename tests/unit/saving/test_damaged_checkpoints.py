@@ -60,7 +60,7 @@ def flip(file, place):
 DAMAGE = {
     "index flipped": (lambda path: flip(path / "index.json", 30), "index.json was changed after it was written"),
     "index missing": (lambda path: (path / "index.json").unlink(), "index.json is missing"),
-    "index cut": (lambda path: (path / "index.json").write_text("{"), r"index.json has 1 bytes instead of"),
+    "index cut": (lambda path: (path / "index.json").write_text("{"), r"index.json has 1 bytes, expected"),
     "index forged": (
         lambda path: forge_index(path, lambda v: v.update(step=-1)),
         r"index.json cannot be read as a .* -1",

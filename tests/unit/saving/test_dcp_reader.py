@@ -227,12 +227,12 @@ def change_first(field, of, value):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (change_first("storage_data", "relative_path", "../../secret"), "'../../secret', which is not a file of the"),
-        (change_first("storage_data", "relative_path", "/dev/zero"), "'/dev/zero', which is not a file of the"),
-        (change_first("storage_data", "relative_path", "a\0b"), "must be a text of 1 to"),
+        (change_first("storage_data", "relative_path", "../../secret"), "'../../secret': it is not a file of the"),
+        (change_first("storage_data", "relative_path", "/dev/zero"), "'/dev/zero': it is not a file of the"),
+        (change_first("storage_data", "relative_path", "a\0b"), "it must have no NUL"),
         (change_first("storage_data", "offset", -1), "an offset in '__0_0.distcp' is -1"),
         (change_first("storage_data", "length", 1 << 70), "a length in '__0_0.distcp' is 118059162071741"),
-        (change_first("state_dict_metadata", "size", (-1, 2)), "a size is"),
+        (change_first("state_dict_metadata", "size", (-1, 2)), "a size.0 is -1: "),
         (change_first("state_dict_metadata", "chunks", 3), "not iterable"),
         (change_first("state_dict_metadata", "properties", 3), "no attribute 'state'"),
         (lambda metadata: metadata.planner_data.update(x=(1.5,)), "is not of names and numbers"),

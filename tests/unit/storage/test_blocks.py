@@ -89,6 +89,6 @@ def test_orders_that_are_none_are_refused(tmp_path, order):
     index = written(tmp_path, {"model/a": torch.randn(4, 6, 4)}, (1, 2))
     entry = index.tensors["model/a"]
     assert prod(entry.shape) == 96
-    forged = replace(index, tensors={"model/a": replace(entry, order=order)}).as_json()
-    with pytest.raises(CheckpointError, match="cannot be read as a checkpoint's index"):
-        parse_index(forged.encode(), tmp_path)
+    forged = replace(index, tensors={"model/a": replace(entry, order=order)})
+    with pytest.raises(CheckpointError, match="order"):
+        parse_index(forged.as_json().encode(), tmp_path)

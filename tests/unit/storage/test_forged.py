@@ -3,7 +3,9 @@
 ``verify`` says the same of each.
 """
 
+import functools
 import json
+import operator
 import os
 import shutil
 import subprocess
@@ -18,7 +20,10 @@ from fullshard.core.testing import run_ranks
 from fullshard.errors import CheckpointError
 from fullshard.file_names import stays_inside
 from fullshard.state.storage import completion, copy_small_files, find_checkpoints, read_index, rules, survey
+from fullshard.state.storage.completion import parse_completion
 from fullshard.state.storage.contents import verify
+from fullshard.state.storage.index import parse_index
+from fullshard.state.storage.json_file import SEAL, seal
 from fullshard.state.storage.object_path import ObjectPath
 from fullshard.state.storage.weight_files import WeightFiles
 from support.forged import as_version_1, forge_completion, forge_index, put_index
@@ -94,108 +99,141 @@ def change(**changes):
     return lambda values: values.update(changes)
 
 
+def change_files(**changes):
+    return lambda done: done["files"].update(changes)
+
+
 INDEX = {
-    "negative-step": (change(step=-1), "step is -1; it must be a whole number of at least 0"),
-    "step-of-text": (change(step="2"), "step is '2'"),
-    "step-of-truth": (change(step=True), "step is True"),
-    "huge-step": (change(step=1 << 70), "step is 1180591620717411303424"),
+    "negative-step": (change(step=-1), "step is -1: "),
+    "step-of-text": (change(step="2"), "step is '2': "),
+    "step-of-truth": (change(step=True), "step is True: "),
+    "step-of-a-fraction": (change(step=2.0), "step is 2.0: "),
+    "huge-step": (change(step=1 << 70), "step is 1180591620717411303424: "),
     "another-step": (change(step=9), "is of step 9, but complete.json is of step 2"),
-    "no-ranks": (change(world_size=0), "world_size is 0"),
-    "ranks": (change(world_size=10**9), "world_size is 1000000000"),
-    "nan-metric": (change(metric=float("nan")), "metric is nan; it must be a number or null"),
-    "metric-of-text": (change(metric="0.5"), "metric is '0.5'"),
+    "no-ranks": (change(world_size=0), "world_size is 0: "),
+    "ranks": (change(world_size=10**9), "world_size is 1000000000: "),
+    "nan-metric": (change(metric=float("nan")), "metric is nan: it must be a number or null"),
+    "metric-of-text": (change(metric="0.5"), "metric is '0.5': "),
     "huge-metric": (change(metric=10**400), "metric is 1000000"),
-    "direction": (change(greater_is_better=1), "greater_is_better is 1"),
-    "serial": (change(serial=-3), "serial is -3"),
-    "nan-rate": (change_group(lr=float("nan")), "lr of group 0 is nan, which no optimizer can step with"),
-    "infinite-rate": (change_group(lr=float("inf")), "lr of group 0 is inf"),
-    "nan-beta": (change_group(betas=[0.9, float("nan")]), "betas of group 0 is [0.9, nan]"),
-    "option": (change_group(eps={"a": 1}), "eps of group 0 is {'a': 1}; it must be a plain value"),
-    "groups": (change(groups=[3]), "group 0 is 3; it must be an object"),
-    "group-of-nothing": (change(groups=[{"lr": 0.1}]), "group 0 has no params"),
-    "parameters": (change_group(params=[3]), "params of group 0 is 3"),
-    "scalars": (change(scalars={"a": 3}), "scalars of 'a' is 3"),
-    "values": (change(values=[1]), "values is [1]; it must be an object"),
-    "versions": (change(versions={"torch": 2}), "a name in versions is 2"),
-    "policies": (change(policies="all"), "policies is 'all'; it must be a list of names"),
-    "tensors": (change(tensors=[]), "tensors is []; it must be an object"),
-    "nul": (rename_tensor("model/0\0weight"), r"the name of a tensor is 'model/0\x00weight'; it must be a text of"),
-    "no-name": (rename_tensor(""), "the name of a tensor is ''"),
-    "long-name": (rename_tensor("x" * 5000), "the name of a tensor is 'xxxxx"),
-    "nul-in-file": (change_piece(0, f"\0{SHARD}"), "which is not a file of the checkpoint"),
-    "file-above": (change_piece(0, f"../{SHARD}"), "which is not a file of the checkpoint"),
-    "file-of-the-system": (change_piece(0, "/dev/zero"), "is stored in '/dev/zero', which is not a file of the"),
+    "direction": (change(greater_is_better=1), "greater_is_better is 1: "),
+    "serial": (change(serial=-3), "serial is -3: "),
+    "nan-rate": (change_group(lr=float("nan")), "no optimizer can step with lr nan"),
+    "infinite-rate": (change_group(lr=float("inf")), "no optimizer can step with lr inf"),
+    "nan-beta": (change_group(betas=[0.9, float("nan")]), "no optimizer can step with betas [0.9, nan]"),
+    "option": (change_group(eps={"a": 1}), "eps must be a plain value"),
+    "groups": (change(groups=[3]), "groups.0 is 3: "),
+    "group-of-nothing": (change(groups=[{"lr": 0.1}]), "params is None: "),
+    "parameters": (change_group(params=[3]), "params.0 is 3: "),
+    "scalars": (change(scalars={"a": 3}), "scalars.a is 3: "),
+    "values": (change(values=[1]), "values is [1]: "),
+    "versions": (change(versions={"torch": 2}), "versions.torch is 2: "),
+    "policies": (change(policies="all"), "policies is 'all': "),
+    "tensors": (change(tensors=[]), "tensors is []: "),
+    "nul": (rename_tensor("model/0\0weight"), r"is 'model/0\x00weight': it must have no NUL"),
+    "no-name": (rename_tensor(""), "tensors.'' is '': "),
+    "long-name": (rename_tensor("x" * 5000), "xxx': String should have at most 4096 characters"),
+    "nul-in-file": (change_piece(0, f"\0{SHARD}"), "it is not a file of the checkpoint"),
+    "file-above": (change_piece(0, f"../{SHARD}"), "it is not a file of the checkpoint"),
+    "file-of-the-system": (change_piece(0, "/dev/zero"), "is '/dev/zero': it is not a file of the checkpoint"),
     "file-of-another": (
         change_piece(0, "shard-00007-of-00008.safetensors"),
         "in shard-00007-of-00008.safetensors, whi",
     ),
-    "start": (change_piece(1, -4), "an end of a run of 'model/0.weight' is -4"),
-    "stop": (change_piece(2, 1 << 80), "an end of a run of 'model/0.weight' is 12089258196146291747061"),
-    "checksum": (change_piece(3, [1 << 32]), "its numbers must be from 0 to 4294967295"),
-    "checksum-of-text": (change_piece(3, ["0"]), "a checksum of 'model/0.weight' is ['0']"),
-    "shape": (change_tensor(shape=[-6, -4]), "the shape of 'model/0.weight' is [-6, -4]"),
-    "shape-of-text": (change_tensor(shape="24"), "the shape of 'model/0.weight' is '24'"),
+    "start": (change_piece(1, -4), " is -4: "),
+    "stop": (change_piece(2, 1 << 80), " is 1208925819614629174706176: "),
+    "checksum": (change_piece(3, [1 << 32]), " is 4294967296: "),
+    "checksum-of-text": (change_piece(3, ["0"]), " is '0': "),
+    "shape": (change_tensor(shape=[-6, -4]), "tensors.'model/0.weight'.shape.0 is -6: "),
+    "shape-of-text": (change_tensor(shape="24"), "tensors.'model/0.weight'.shape is '24': "),
     "huge-shape": (change_tensor(shape=[1 << 40, 1 << 40]), "no tensor has so many elements"),
-    "dimensions": (change_tensor(shape=[1] * 65), "no tensor has so many elements"),
+    "dimensions": (change_tensor(shape=[1] * 65), "at most 64 items"),
     "larger-than-the-file": (
         change_tensor(shape=[10**9], pieces=[[SHARD, 0, 10**9, [0]]]),
         f"bytes in {SHARD}, which has ",
     ),
     "dtype": (change_tensor(dtype="load"), "dtype 'load', which this version of torch lacks"),
-    "dtype-of-number": (change_tensor(dtype=3), "the dtype of 'model/0.weight' is 3"),
-    "pieces": (change_tensor(pieces=[[SHARD, 0]]), "not enough values to unpack"),
-    "no-tensor": (lambda values: values["tensors"][TENSOR].pop("shape") and None, "it has no 'shape'"),
-    "no-step": (lambda values: values.pop("step") and None, "it has no 'step'"),
-    "format": (change(format="theirs"), "its format is 'theirs'"),
+    "dtype-of-number": (change_tensor(dtype=3), "dtype is 3: "),
+    "pieces": (change_tensor(pieces=[[SHARD, 0]]), "it has no tensors.'model/0.weight'.pieces.0.2"),
+    "no-tensor": (lambda values: values["tensors"][TENSOR].pop("shape") and None, "'model/0.weight'.shape"),
+    "no-step": (lambda values: values.pop("step") and None, "it has no step"),
+    "format": (change(format="theirs"), "format is 'theirs': "),
     "version": (change(version=4), "has format version 4; this fullshard reads up to 3. Update it"),
-    "divided": (change(divided_by=1), "divided_by is 1"),
-    "version-0": (change(version=0), "version is 0"),
-    "list": (lambda _: "[]", "it is []; it must be an object"),
-    "deep": (lambda values: json.dumps(values)[:-1] + ',"x":' + "[" * 10**5 + "]" * 10**5 + "}", "nested too deeply"),
+    "divided": (change(divided_by=1), "divided_by is 1: "),
+    "version-0": (change(version=0), "version is 0: "),
+    "list": (lambda _: "[]", "it is []: "),
+    "deep": (lambda values: json.dumps(values)[:-1] + ',"x":' + "[" * 10**5 + "]" * 10**5 + "}", "recursion limit"),
     "no-seal": (lambda values: json.dumps(values), "its last entry is not own_sha256"),
-    "digits": (lambda _: '{"step":' + "1" * 10_000 + "}", "Exceeds the limit"),
-    "bytes": (lambda _: b"\xff\xfe{}", "codec can't decode"),
+    "digits": (lambda _: '{"step":' + "1" * 10_000 + "}", "number out of range"),
+    "bytes": (lambda _: b"\xff\xfe{}", "Invalid JSON"),
+    "many": (change(policies=[0] * 2_000), "2,000 of its values are not of their types"),
 }
-
-
-@pytest.mark.parametrize("case", INDEX)
-def test_forged_indices_are_refused_by_value(case, newest):
-    change, words = INDEX[case]
-    forge_index(newest, change)
-    assert words in refused(newest, "index.json")
-
-
-def change_files(**changes):
-    return lambda done: done["files"].update(changes)
-
-
 COMPLETION = {
-    "negative-step": (change(step=-1), "step is -1"),
-    "nan-metric": (change(metric=float("nan")), "metric is nan"),
-    "serial": (change(serial="7"), "serial is '7'"),
-    "direction": (change(greater_is_better="up"), "greater_is_better is 'up'"),
-    "hash": (change(index_sha256="../x"), "the hash of 'index.json' is '../x'; it must be 64 hex digits"),
-    "nul": (change_files(**{"a\0b": 1}), r"the name of a file is 'a\x00b'"),
-    "above": (change_files(**{"../../x": 1}), "'../../x', which is not a file of the checkpoint"),
-    "root": (change_files(**{"/dev/zero": 0}), "'/dev/zero', which is not a file of the checkpoint"),
-    "above-small": (change(sha256={"model/../../x": "0" * 64}), "which is not a file of the checkpoint"),
-    "size": (change_files(**{SHARD: -1}), "is -1; it must be a whole number"),
-    "sizes": (change_files(**{SHARD: 1 << 90}), "it must be a whole number"),
+    "negative-step": (change(step=-1), "step is -1: "),
+    "nan-metric": (change(metric=float("nan")), "metric is nan: "),
+    "serial": (change(serial="7"), "serial is '7': "),
+    "direction": (change(greater_is_better="up"), "greater_is_better is 'up': "),
+    "hash": (change(index_sha256="../x"), "index_sha256 is '../x': it must be 64 hex digits"),
+    "nul": (change_files(**{"a\0b": 1}), r"is 'a\x00b': "),
+    "above": (change_files(**{"../../x": 1}), "is '../../x': it is not a file of the checkpoint"),
+    "root": (change_files(**{"/dev/zero": 0}), "is '/dev/zero': it is not a file of the checkpoint"),
+    "above-small": (change(sha256={"model/../../x": "0" * 64}), "it is not a file of the checkpoint"),
+    "size": (change_files(**{SHARD: -1}), " is -1: "),
+    "sizes": (change_files(**{SHARD: 1 << 90}), " is 1237940039285380274899124224: "),
     "files": (change(files=[SHARD]), "files is ['shard-0"),
-    "list": (lambda _: "[1]", "it is [1]; it must be an object"),
-    "deep": (lambda _: '{"":' * 10**5, "nested too deeply"),
+    "list": (lambda _: "[1]", "it is [1]: "),
+    "deep": (lambda _: '{"":' * 10**5, "recursion limit"),
     "missing": (lambda done: done.pop("files") and None, "it has no files"),
     "version": (change(version=3), "it has format version 3; this fullshard reads up to 2"),
     "no-seal": (lambda done: json.dumps(done), "its last entry is not own_sha256"),
     "names": (change(files=dict.fromkeys(map(str, range(10**6)), 0)), "names; at most 200,000 are read"),
 }
+FORGED = [
+    pytest.param(file, forge, *row, id=f"{file[:-5]}-{case}")
+    for file, forge, rows in (("index.json", forge_index, INDEX), ("complete.json", forge_completion, COMPLETION))
+    for case, row in rows.items()
+]
 
 
-@pytest.mark.parametrize("case", COMPLETION)
-def test_forged_completions_are_refused_by_value(case, newest):
-    change, words = COMPLETION[case]
-    forge_completion(newest, change)
-    assert words in refused(newest, "complete.json")
+@pytest.mark.parametrize(("file", "forge", "change", "words"), FORGED)
+def test_forged_files_are_refused_by_value(file, forge, change, words, newest):
+    forge(newest, change)
+    assert words in refused(newest, file)
+
+
+JUNK = [None, True, -1, 1 << 70, 0.5, float("nan"), "x", "../x", [], [3], ["x"], {}, {"x": 3}]
+
+
+def places(values, above=()):
+    """Each field, item and nested one of ``values``, as the keys that lead to it."""
+    found = values.items() if isinstance(values, dict) else enumerate(values) if isinstance(values, list) else ()
+    for key, value in found:
+        yield (*above, key)
+        yield from places(value, (*above, key))
+
+
+@pytest.mark.parametrize("file", ["index.json", "complete.json"])
+def test_any_changed_field_is_refused_or_read_as_it_is(file, written):
+    """Nothing is converted: ``"2"`` is no step 2, and ``1.0`` no serial number."""
+    plain = json.loads((written / "step-00000002" / file).read_text())
+    del plain[SEAL]
+    outcomes = {True: 0, False: 0}
+    for path in places(plain):
+        for junk in JUNK:
+            values = json.loads(json.dumps(plain))
+            functools.reduce(operator.getitem, path[:-1], values)[path[-1]] = junk
+            content = seal(json.dumps(values)).encode()
+            try:
+                if file == "index.json":
+                    found = json.loads(parse_index(content, file).as_json())
+                else:
+                    found = vars(parse_completion(content)) | {"version": values["version"]}
+            except (CheckpointError, ValueError):
+                outcomes[False] += 1
+                continue
+            outcomes[True] += 1
+            for name, value in values.items():
+                assert repr(found[name]) == repr(value), (path, junk)
+    assert outcomes[False] > outcomes[True] > 0
 
 
 def test_a_long_name_of_a_file_is_missing_and_no_error_of_the_system(newest):
@@ -253,7 +291,7 @@ def test_an_index_that_would_be_refused_is_not_written(tmp_path):
         with Checkpoints(tmp_path, ranks=comm) as checkpoints:
             checkpoints.save(model, optimizer, step=1)
             optimizer.param_groups[0]["lr"] = float("nan")
-            with pytest.raises(CheckpointError, match="cannot be saved with this index, because lr of group 0 is nan"):
+            with pytest.raises(CheckpointError, match=r"cannot be saved with this index, because .*step with lr nan"):
                 checkpoints.save(model, optimizer, step=2)
             return str(checkpoints.latest())
 
@@ -308,11 +346,11 @@ HOSTILE = ["../escaped", "model/../../escaped", "/escaped", "a//b", "./a", "..",
 @pytest.mark.parametrize("name", HOSTILE)
 def test_a_name_that_leads_out_is_refused_wherever_it_comes_from(name, tmp_path):
     assert not stays_inside(name)
-    with pytest.raises(ValueError, match=r"not a file of the checkpoint|without NUL"):
-        rules.file_name(name, "a file")
+    with pytest.raises(ValueError, match=r"not a file of the checkpoint|no NUL"):
+        rules.check(rules.FileName, name, "a file")
     index = tmp_path / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"weight": name}}))
-    with pytest.raises(CheckpointError, match="which is not the name of a file next to it"):
+    with pytest.raises(CheckpointError, match="it is not the name of a file next to it"):
         WeightFiles(index)
     assert verify(index).results[0].problems
 

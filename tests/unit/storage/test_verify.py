@@ -271,7 +271,7 @@ def test_all_files_of_a_model_that_are_damaged_are_told(model_directory):
     (model_directory / "model.safetensors.index.json").write_text("{")
     found = [(problem.file, problem.text) for problem in problems_of(model_directory)]
     assert [file for file, _ in found] == ["config.json", "model", first.name, second.name]
-    assert found[1][1].startswith("model.safetensors.index.json is not JSON")
+    assert found[1][1].startswith("model.safetensors.index.json is not an index of weight files: Invalid JSON")
 
 
 def test_one_file_and_an_index(model_directory):

@@ -140,14 +140,14 @@ def test_indices_that_do_not_fit_their_files(tmp_path):
     index = split(tmp_path)
     names = {"a": "x-1.safetensors", "b": "x-2.safetensors"}
     for content, rule in (
-        ("{", "is not JSON"),
-        ("[]", "has no weight_map"),
-        ('{"weight_map": {}}', "has no weight_map"),
+        ("{", "Invalid JSON"),
+        ("[]", r"it is \[\]: "),
+        ('{"weight_map": {}}', r"weight_map is \{\}: "),
         (
             json.dumps({"weight_map": names | {"b": "../x-2.safetensors"}}),
-            r"'b' in '\.\./x-2\.safetensors', which is no",
+            r"weight_map.b is '\.\./x-2\.safetensors': it is not",
         ),
-        (json.dumps({"weight_map": names | {"b": 3}}), "'b' in 3, which is not the name"),
+        (json.dumps({"weight_map": names | {"b": 3}}), "weight_map.b is 3: "),
         (
             json.dumps({"weight_map": names | {"b": "x-3.safetensors"}}),
             r"names x-3\.safetensors, which is not next to it",

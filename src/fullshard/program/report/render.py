@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
-from markupsafe import Markup
 
 from fullshard.errors import ConfigError
 from fullshard.program.metrics import format_metric
@@ -38,7 +37,7 @@ def render(template: str, name: str, drawn: Mapping[str, Sequence[Figure]], **va
         ConfigError: plotly is missing.
     """
     charts = {figure.name: list(figure.choices.values()) for figures in drawn.values() for figure in figures}
-    frame = {"style": Markup(STYLE), "script": Markup(SCRIPT), "plotly": _plotly(), "version": __version__}
+    frame = {"style": STYLE, "script": SCRIPT, "plotly": _plotly(), "version": __version__}
     return _environment().get_template(template).render(name=name, drawn=drawn, charts=charts, **frame, **values)
 
 

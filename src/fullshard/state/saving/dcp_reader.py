@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import io
 import pickle
-import struct
+import pickletools
+import re
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -107,20 +108,13 @@ class _Unpickler(pickle.Unpickler):
         raise pickle.UnpicklingError("it refers to an object outside the file")
 
 
-_FIXED = {
-    **dict.fromkeys((pickle.MARK, pickle.STOP, pickle.NONE, pickle.NEWTRUE, pickle.NEWFALSE, pickle.MEMOIZE), 0),
-    **dict.fromkeys((pickle.EMPTY_DICT, pickle.EMPTY_LIST, pickle.EMPTY_TUPLE), 0),
-    **dict.fromkeys((pickle.SETITEM, pickle.SETITEMS, pickle.APPEND, pickle.APPENDS), 0),
-    **dict.fromkeys((pickle.TUPLE, pickle.TUPLE1, pickle.TUPLE2, pickle.TUPLE3), 0),
-    **dict.fromkeys((pickle.STACK_GLOBAL, pickle.NEWOBJ, pickle.REDUCE, pickle.BUILD), 0),
-    **dict.fromkeys((pickle.PROTO, pickle.BININT1, pickle.BINGET), 1),
-    pickle.BININT2: 2,
-    **dict.fromkeys((pickle.BININT, pickle.LONG_BINGET), 4),
-    **dict.fromkeys((pickle.BINFLOAT, pickle.FRAME), 8),
-}
-_SIZED = {pickle.SHORT_BINUNICODE: "<B", pickle.BINUNICODE: "<I", pickle.LONG1: "<B"}
-_STEPS = {code[0]: 1 + size for code, size in _FIXED.items()}
-_LENGTHS = {code[0]: struct.Struct(form) for code, form in _SIZED.items()}
+_OPCODES = re.compile(
+    "APPENDS?|BIN(FLOAT|GET|INT[12]?|UNICODE)|BUILD|EMPTY_(DICT|LIST|TUPLE)|FRAME|LONG1|LONG_BINGET|MARK|MEMOIZE|"
+    "NEW(FALSE|OBJ|TRUE)|NONE|PROTO|REDUCE|SETITEMS?|SHORT_BINUNICODE|STACK_GLOBAL|STOP|TUPLE[123]?"
+)
+_ARGUMENTS = {ord(op.code): op.arg.n if op.arg else 0 for op in pickletools.opcodes if _OPCODES.fullmatch(op.name)}
+"""Bytes of each opcode's argument; negative: its first bytes say how many follow."""
+_COUNTS = {pickletools.TAKEN_FROM_ARGUMENT1: 1, pickletools.TAKEN_FROM_ARGUMENT4U: 4}
 
 
 def _require_known_opcodes(content: bytes) -> None:
@@ -134,15 +128,15 @@ def _require_known_opcodes(content: bytes) -> None:
     position, end = 0, len(content)
     while position < end:
         code = content[position]
-        step = _STEPS.get(code)
-        if step is None:
-            length = _LENGTHS.get(code)
-            if length is None or position + 1 + length.size > end:
-                raise ValueError(f"it has the opcode {bytes([code])!r}, which torch's writer does not use")
-            step = 1 + length.size + length.unpack_from(content, position + 1)[0]
-        elif code == pickle.STOP[0]:
+        nbytes = _ARGUMENTS.get(code)
+        if nbytes is None:
+            raise ValueError(f"it has the opcode {bytes([code])!r}, which torch's writer does not use")
+        if code == pickle.STOP[0]:
             return
-        position += step
+        position += 1
+        if nbytes < 0:
+            nbytes = _COUNTS[nbytes] + int.from_bytes(content[position : position + _COUNTS[nbytes]], "little")
+        position += nbytes
     raise ValueError("it ends early")
 
 
@@ -180,13 +174,15 @@ def _metadata(record: Any) -> Metadata:
         ValueError, TypeError, KeyError, AttributeError: It is not of this form.
     """
     fields = record.fields("Metadata")
-    tensors = rules.mapping(fields["state_dict_metadata"], "state_dict_metadata")
-    places = rules.mapping(fields["storage_data"], "storage_data")
+    tensors = rules.check(dict, fields["state_dict_metadata"], "state_dict_metadata")
+    places = rules.check(dict, fields["storage_data"], "storage_data")
     planner = fields.get("planner_data")
     if planner is not None:
-        planner = {rules.name(key, "a key"): _path_of(place) for key, place in planner.items()}
+        planner = {rules.check(rules.Name, key, "a key"): _path_of(place) for key, place in planner.items()}
     return Metadata(
-        state_dict_metadata={rules.name(key, "a key"): _stored(key, entry) for key, entry in tensors.items()},
+        state_dict_metadata={
+            rules.check(rules.Name, key, "a key"): _stored(key, entry) for key, entry in tensors.items()
+        },
         planner_data=planner,
         storage_data={_index(index): _place(place) for index, place in places.items()},
         storage_meta=StorageMeta(),
@@ -213,9 +209,9 @@ def _index(record: Any) -> MetadataIndex:
     fields = record.fields("MetadataIndex")
     offset, hint = fields.get("offset"), fields.get("index")
     return MetadataIndex(
-        rules.name(fields["fqn"], "a key"),
+        rules.check(rules.Name, fields["fqn"], "a key"),
         None if offset is None else _size(offset),
-        None if hint is None else rules.count(hint, "index"),
+        None if hint is None else rules.check(rules.Count, hint, "index"),
     )
 
 
@@ -231,18 +227,18 @@ class _Place:
 
 def _place(record: Any) -> _Place:
     fields = record.fields("_StorageInfo")
-    file = rules.file_name(fields["relative_path"], "relative_path")
+    file = rules.check(rules.FileName, fields["relative_path"], "relative_path")
     names = fields.get("transform_descriptors")
     return _Place(
         file,
-        rules.count(fields["offset"], f"an offset in {rules.shown(file)}"),
-        rules.count(fields["length"], f"a length in {rules.shown(file)}"),
-        None if names is None else rules.names(names, "transform_descriptors"),
+        rules.check(rules.Count, fields["offset"], f"an offset in {rules.shown(file)}"),
+        rules.check(rules.Count, fields["length"], f"a length in {rules.shown(file)}"),
+        None if names is None else rules.check(rules.Names, names, "transform_descriptors"),
     )
 
 
 def _size(value: Any) -> torch.Size:
-    return torch.Size(rules.counts(list(value), "a size"))
+    return torch.Size(rules.check(list[rules.Count], list(value), "a size"))
 
 
 def _path_of(place: Any) -> tuple[str | int, ...]:

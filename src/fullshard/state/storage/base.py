@@ -3,25 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from fullshard.errors import CheckpointError
-from fullshard.state.storage import rules
 from fullshard.state.storage.digest import content_of, same_content
+from fullshard.state.storage.rules import Name
 
 
 @dataclass(frozen=True)
 class Base:
     """A model whose weights are read from its own files again, and quantised again as they were."""
 
-    name: str  # as the run file names it: a directory, or an id on the Hub
-    directory: str  # where its files were read
-    content: str  # digest of its files
-    type: str  # format of the quantised weights, such as ``nf4``
+    name: Name  # as the run file names it: a directory, or an id on the Hub
+    directory: Name  # where its files were read
+    content: Name  # digest of its files
+    type: Name  # format of the quantised weights, such as ``nf4``
     double_quant: bool  # whether the scales of nf4 are quantised too
-    layers: tuple[str, ...]  # names of the weights that are quantised, in the base model
+    layers: tuple[Name, ...]  # names of the weights that are quantised, in the base model
 
     @property
     def quantisation(self) -> str:
@@ -33,22 +32,6 @@ class Base:
         """What a run records and shows of it: name, directory, digest and quantisation."""
         plain = {"name": self.name, "directory": self.directory, "content": self.content}
         return plain | {"quantisation": self.quantisation}
-
-    def as_plain(self) -> dict[str, Any]:
-        """Return the entry of an index."""
-        return asdict(self) | {"layers": list(self.layers)}
-
-    @classmethod
-    def from_plain(cls, values: Mapping[str, Any]) -> Base:
-        """Parse the entry of an index.
-
-        Raises:
-            KeyError, ValueError: A field is missing or breaks its rule.
-        """
-        texts = {key: rules.name(values[key], key) for key in ("name", "directory", "content", "type")}
-        rules.names(values["layers"], "layers")
-        double = rules.flag(values["double_quant"], "double_quant")
-        return cls(**texts, double_quant=bool(double), layers=tuple(values["layers"]))
 
 
 def require_base(directory: Path, facts: Mapping[str, str], owner: str, remedy: str) -> None:

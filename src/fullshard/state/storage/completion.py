@@ -5,19 +5,19 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from math import isnan
 from pathlib import Path
-from typing import Any
+from typing import Annotated
 
 from fullshard.errors import CheckpointError
 from fullshard.file_names import stays_inside
-from fullshard.state.storage import rules
 from fullshard.state.storage.backend import backend_of
 from fullshard.state.storage.index import INDEX_BOUNDS, INDEX_NAME, Index
-from fullshard.state.storage.json_file import Bounds, parse_bounded, read_bounded, require_sealed, seal, sha256_of
+from fullshard.state.storage.json_file import Bounds, parse_sealed, read_bounded, seal, sha256_of
 from fullshard.state.storage.object_path import Place
+from fullshard.state.storage.rules import Count, FileName, Metric, rule, shown
 
 COMPLETE_NAME = "complete.json"
 VERSION = 2
@@ -26,7 +26,7 @@ _BOUNDS = Bounds(16 << 20, 200_000, 400_000)
 """Limits: one entry for each rank's file and each small file."""
 _SMALL = "model/"
 """Directory of the small files that an export needs in addition to tensors."""
-_SHA256 = re.compile("[0-9a-f]{64}")
+Sha256 = Annotated[str, rule("it must be 64 hex digits", re.compile("[0-9a-f]{64}").fullmatch)]
 
 
 @dataclass(frozen=True)
@@ -44,13 +44,13 @@ class Completion:
         sha256: Hash of each small file, by its path inside the checkpoint; earlier versions recorded none.
     """
 
-    step: int
-    metric: float | None
-    index_sha256: str
-    files: dict[str, int]
-    serial: int = 0
+    step: Count
+    metric: Metric
+    index_sha256: Sha256
+    files: dict[FileName, Count]
+    serial: Count = 0
     greater_is_better: bool | None = None
-    sha256: dict[str, str] = field(default_factory=dict)
+    sha256: dict[FileName, Sha256] = field(default_factory=dict)
 
     @property
     def unhashed(self) -> list[str]:
@@ -64,36 +64,7 @@ def parse_completion(content: bytes) -> Completion:
     Raises:
         ValueError: It is damaged, not of this format, or has values that no checkpoint has.
     """
-    values = rules.mapping(parse_bounded(content, _BOUNDS), "it")
-    version = rules.count(values.get("version", 1), "version", least=1)
-    if version > VERSION:
-        raise ValueError(f"it has format version {version}; this fullshard reads up to {VERSION}. Update it")
-    require_sealed(content, needed=version > 1)
-    missing = [name for name in ("step", "metric", "index_sha256", "files") if name not in values]
-    if missing:
-        raise ValueError(f"it has no {missing[0]}")
-    _require_rules(values)
-    known = {one.name for one in fields(Completion)}
-    return Completion(**{name: value for name, value in values.items() if name in known})
-
-
-def _require_rules(values: Mapping[str, Any]) -> None:
-    """Check the values against the rules of :class:`Completion`.
-
-    Raises:
-        ValueError: A value breaks its rule.
-    """
-    rules.count(values["step"], "step")
-    rules.metric(values["metric"])
-    rules.count(values.get("serial", 0), "serial")
-    rules.flag(values.get("greater_is_better"), "greater_is_better")
-    for name, size in rules.mapping(values["files"], "files").items():
-        rules.count(size, f"the size of {rules.shown(rules.file_name(name, 'the name of a file'))}")
-    hashes = rules.mapping(values.get("sha256", {}), "sha256")
-    for name, digest in [*hashes.items(), (INDEX_NAME, values["index_sha256"])]:
-        rules.file_name(name, "the name of a file")
-        if type(digest) is not str or not _SHA256.fullmatch(digest):
-            raise ValueError(f"the hash of {rules.shown(name)} is {rules.shown(digest)}; it must be 64 hex digits")
+    return parse_sealed(Completion, content, _BOUNDS, VERSION)
 
 
 def completion_of(path: Place, index: Index) -> Completion:
@@ -153,12 +124,7 @@ def check_completion(path: Place) -> Completion:
     file = path / COMPLETE_NAME
     try:
         done = parse_completion(read_bounded(file, _BOUNDS.nbytes))
-        found = backend_of(path).sizes(path, done.files)
-        wrong = [
-            f"{name} has {found[name]:,} bytes instead of {size:,}" if name in found else f"{name} is missing"
-            for name, size in done.files.items()
-            if found.get(name) != size
-        ]
+        wrong = [f"{name} {text}" for name, text in changed_sizes(path, done)]
         file = path / INDEX_NAME
         if not wrong and hashlib.sha256(read_bounded(file, INDEX_BOUNDS.nbytes)).hexdigest() != done.index_sha256:
             wrong = [f"{INDEX_NAME} was changed after it was written"]
@@ -174,6 +140,18 @@ def check_completion(path: Place) -> Completion:
     return done
 
 
+def changed_sizes(path: Place, done: Completion) -> Iterator[tuple[str, str]]:
+    """Find the files of a checkpoint that are missing or not as long as they were: name and what is wrong; any rank.
+
+    Raises:
+        OSError: One cannot be looked at.
+    """
+    sizes = backend_of(path).sizes(path, done.files)
+    for name, size in done.files.items():
+        if sizes.get(name) != size:
+            yield name, f"has {sizes[name]:,} bytes, expected {size:,}" if name in sizes else "is missing"
+
+
 def copy_small_files(path: Place, target: Path, left_out: Sequence[str] = ()) -> None:
     """Copy the small files of a checkpoint to an existing directory on a disk; one process.
 
@@ -186,7 +164,7 @@ def copy_small_files(path: Place, target: Path, left_out: Sequence[str] = ()) ->
     for name in found:
         if not stays_inside(name):
             raise CheckpointError(
-                f"{path} has a file named {rules.shown(name)}, which would be written outside of {target}. Nothing was "
+                f"{path} has a file named {shown(name)}, which would be written outside of {target}. Nothing was "
                 "written. Delete it; no save of fullshard makes such a name."
             )
     for name, size in found.items():

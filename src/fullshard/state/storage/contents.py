@@ -6,7 +6,7 @@ import contextlib
 import hashlib
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from enum import Enum
 from math import prod
 from typing import Any
@@ -15,12 +15,12 @@ import torch
 
 from fullshard.directory_lock import CHECKPOINTS_NAME as CHECKPOINTS_NAME
 from fullshard.errors import CheckpointError, StoreError
-from fullshard.file_names import stays_inside
 from fullshard.state.storage import rules
 from fullshard.state.storage.backend import backend_of
 from fullshard.state.storage.completion import (
     COMPLETE_NAME,
     Completion,
+    changed_sizes,
     changed_small_files,
     check_completion,
     parse_completion,
@@ -44,6 +44,7 @@ from fullshard.state.storage.weight_files import (
     WEIGHTS_IN_DIRECTORY,
     WEIGHTS_INDEX_NAME,
     WeightFiles,
+    read_weight_map,
 )
 
 FINISHED_NAME = "finished.json"
@@ -294,7 +295,7 @@ def _of_checkpoint(path: Place) -> Contents:
         "world_size": index.world_size,
         "metric": index.metric,
         "greater_is_better": index.greater_is_better,
-        "base": None if index.base is None else {**index.base.as_plain(), "quantisation": index.base.quantisation},
+        "base": None if index.base is None else {**asdict(index.base), "quantisation": index.base.quantisation},
         "versions": dict(index.versions),
         "policies": list(index.policies),
         "optimizer_groups": [dict(group) for group in index.groups],
@@ -312,7 +313,7 @@ def _of_weights(path: Place, kind: Kind) -> Contents:
     config = path / "config.json"
     if config.exists():
         try:
-            values = rules.mapping(read_json(config), "it")
+            values = rules.check(dict[str, Any], read_json(config), "it")
             facts = {name: values[name] for name in ("model_type", "architectures", "dtype") if name in values}
         except ValueError as error:
             raise CheckpointError(f"{config} cannot be read: {error}.") from error
@@ -562,13 +563,7 @@ def _check_marker(path: Place, problems: list[Problem]) -> Completion | None:
     except (OSError, ValueError) as error:
         problems.append(Problem(COMPLETE_NAME, f"cannot be read: {error}"))
         return None
-    sizes = backend_of(path).sizes(path, done.files)
-    for name, size in done.files.items():
-        found = sizes.get(name)
-        if found is None:
-            problems.append(Problem(name, f"is missing; expected {size:,} bytes"))
-        elif found != size:
-            problems.append(Problem(name, f"has {found:,} bytes, expected {size:,}"))
+    problems += [Problem(name, text) for name, text in changed_sizes(path, done)]
     return done
 
 
@@ -686,7 +681,10 @@ def _every_problem(path: Place, first: CheckpointError) -> list[Problem]:
     problems: list[Problem] = []
     named: set[str] | None = set()
     if index.is_file() and index.name.endswith(INDEX_SUFFIX):
-        named = _named_files(index)
+        try:
+            named = set(read_weight_map(index).values())
+        except CheckpointError:
+            named = None
         missing = sorted(name for name in named or () if not (top / name).is_file())
         problems += [Problem(name, f"is missing; {index.name} names it") for name in missing]
     for file in sorted(top.glob("*.safetensors")) if path.is_dir() or named else ():
@@ -694,14 +692,6 @@ def _every_problem(path: Place, first: CheckpointError) -> list[Problem]:
     if named is None or not problems:
         problems.insert(0, Problem(path.name, _without(str(first), path)))
     return problems
-
-
-def _named_files(index: Place) -> set[str] | None:
-    """Return the files next to it that an index names; None if it cannot be parsed."""
-    try:
-        return {name for name in map(str, read_json(index)["weight_map"].values()) if stays_inside(name)}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return None
 
 
 def _check_json(directory: Place, top: Place) -> Iterator[Problem]:

@@ -11,11 +11,16 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, TypeVar
+
+from annotated_types import Ge
 
 from fullshard.errors import CheckpointError
+from fullshard.state.storage import rules
 from fullshard.state.storage.backend import backend_of
 from fullshard.state.storage.object_path import Place
+
+T = TypeVar("T")
 
 SEAL = "own_sha256"
 """Name of the last entry of a sealed file."""
@@ -80,6 +85,16 @@ def parse_bounded(content: bytes, bounds: Bounds) -> Any:
         raise ValueError("its values are nested too deeply") from error
 
 
+def parse(kind: type[T], content: bytes, bounds: Bounds) -> T:
+    """Parse a JSON object as a dataclass, by the types of its fields.
+
+    Raises:
+        ValueError: It has more than ``bounds``, or as for :func:`fullshard.state.storage.rules.parse`.
+    """
+    require_bounded(content, bounds)
+    return rules.parse(kind, content)
+
+
 def read_json(path: Place, bounds: Bounds = SMALL) -> Any:
     """Read and parse a JSON file; any rank.
 
@@ -117,6 +132,27 @@ def require_sealed(content: bytes, *, needed: bool = False) -> None:
     if found[1] != digest.encode():
         written = found[1].decode(errors="replace")
         raise ValueError(f"it was changed after it was written: it has SHA-256 {digest}, expected {written}")
+
+
+@dataclass(frozen=True)
+class _Header:
+    """What a sealed file says before its fields are looked at."""
+
+    version: Annotated[int, Ge(1)] = 1
+
+
+def parse_sealed(kind: type[T], content: bytes, bounds: Bounds, newest: int) -> T:
+    """Parse a sealed file as a dataclass; files of format version 1 may lack the seal.
+
+    Raises:
+        ValueError: It has more than ``bounds``, a version above ``newest``, another checksum, or fields that break
+            their rules.
+    """
+    version = parse(_Header, content, bounds).version
+    if version > newest:
+        raise ValueError(f"it has format version {version}; this fullshard reads up to {newest}. Update it")
+    require_sealed(content, needed=version > 1)
+    return rules.parse(kind, content)
 
 
 def sha256_of(path: Place) -> str:

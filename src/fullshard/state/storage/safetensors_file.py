@@ -23,13 +23,16 @@ from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from annotated_types import Len
+from typing_extensions import TypedDict
 
 from fullshard.errors import CheckpointError
 from fullshard.state.storage.backend import Ranges, backend_of
 from fullshard.state.storage.object_path import Place
+from fullshard.state.storage.rules import Count, check, rule, shown
 
 DTYPES = {
     "F64": torch.float64,
@@ -63,6 +66,14 @@ STAGING_BYTES = 16 << 20
 _REMEDY = "The file is damaged or was not copied completely: fetch or save it again."
 # Linux reads at most 0x7ffff000 bytes a call; smaller pieces also let Ctrl-C through in between.
 _READ_BYTES = 64 << 20
+
+
+class _Entry(TypedDict, closed=True):
+    """One tensor in a header."""
+
+    dtype: Annotated[str, rule(f"known are {', '.join(DTYPES)}", DTYPES.__contains__)]
+    shape: list[Count]
+    data_offsets: Annotated[list[Count], Len(2, 2)]
 
 
 @dataclass(frozen=True)
@@ -197,7 +208,11 @@ def _parse(path: Place, text: bytes, data_start: int, size: int) -> dict[str, St
     tensors = {}
     runs = []
     for name, entry in entries.items():
-        dtype, shape, (begin, end) = _check_entry(path, name, entry)
+        try:
+            checked = check(_Entry, entry, f"tensor {shown(name)}")
+        except ValueError as error:
+            raise CheckpointError(f"{path}: {error}. {_REMEDY}") from error
+        dtype, shape, (begin, end) = DTYPES[checked["dtype"]], tuple(checked["shape"]), checked["data_offsets"]
         expected = prod(shape) * dtype.itemsize
         if end - begin != expected:
             raise CheckpointError(
@@ -226,27 +241,6 @@ def _load_json(path: Place, text: bytes) -> dict[str, Any]:
     if not isinstance(entries, dict):
         raise CheckpointError(f"{path}: the header is not a JSON object. {_REMEDY}")
     return entries
-
-
-def _check_entry(path: Place, name: str, entry: object) -> tuple[torch.dtype, tuple[int, ...], list[int]]:
-    """Return the dtype, shape and byte range of one tensor."""
-    if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
-        raise CheckpointError(f"{path}: tensor {name!r} needs a dtype, a shape and data_offsets. {_REMEDY}")
-    code, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
-    if not isinstance(code, str) or code not in DTYPES:
-        raise CheckpointError(
-            f"{path}: tensor {name!r} has dtype {code!r}; known are {', '.join(DTYPES)}. "
-            "Save the model in one of these."
-        )
-    for what, numbers in (("shape", shape), ("data_offsets", offsets)):
-        # JSON's true and false are numbers to Python.
-        if not isinstance(numbers, list) or any(type(n) is not int or n < 0 for n in numbers):
-            raise CheckpointError(
-                f"{path}: tensor {name!r} has {what} {numbers!r}, which is not a list of counts. {_REMEDY}"
-            )
-    if len(offsets) != 2:
-        raise CheckpointError(f"{path}: tensor {name!r} has data_offsets {offsets}; two are needed. {_REMEDY}")
-    return DTYPES[code], tuple(shape), offsets
 
 
 def _check_cover(path: Place, runs: list[tuple[int, int, str]], data_bytes: int) -> None:

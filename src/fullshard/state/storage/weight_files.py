@@ -5,17 +5,20 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Annotated
 
 import torch
+from annotated_types import Len
 
 from fullshard.errors import CheckpointError, ConfigError
 from fullshard.file_names import stays_inside
 from fullshard.state.storage.atomic import publish
-from fullshard.state.storage.json_file import read_json
-from fullshard.state.storage.rules import shown
+from fullshard.state.storage.json_file import SMALL, parse, read_bounded
+from fullshard.state.storage.object_path import Place
+from fullshard.state.storage.rules import rule
 from fullshard.state.storage.safetensors_file import (
     STAGING_BYTES,
     SafetensorsFile,
@@ -73,7 +76,7 @@ class WeightFiles:
 
     def _open_indexed(self, index: Path) -> None:
         """Open every file that an index names; tensors that the index omits are included, so that they are reported."""
-        weight_map = _read_index(index)
+        weight_map = read_weight_map(index)
         files: dict[str, SafetensorsFile | TorchFile] = {}
         for name in sorted(set(weight_map.values())):
             if not (index.parent / name).is_file():
@@ -148,23 +151,30 @@ def _find(path: Path) -> Path:
     return path
 
 
-def _read_index(path: Path) -> dict[str, str]:
-    """Return the name of the file that holds each tensor."""
+_NextTo = Annotated[
+    str, rule("it is not the name of a file next to it", lambda name: "/" not in name and stays_inside(name))
+]
+
+
+@dataclass(frozen=True)
+class _WeightsIndex:
+    """An index as Hugging Face writes it: the name of the file that holds each tensor."""
+
+    weight_map: Annotated[dict[str, _NextTo], Len(1)]
+
+
+def read_weight_map(path: Place) -> dict[str, str]:
+    """Return the name of the file that holds each tensor, from an index.
+
+    Raises:
+        CheckpointError: It cannot be read, or names files that are not next to it.
+    """
     try:
-        content: Any = read_json(path)
+        return parse(_WeightsIndex, read_bounded(path, SMALL.nbytes), SMALL).weight_map
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror or error}.") from error
     except ValueError as error:
-        raise CheckpointError(f"{path} is not JSON ({error}). Fetch or save it again.") from error
-    weight_map = content.get("weight_map") if isinstance(content, dict) else None
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise CheckpointError(f"{path} has no weight_map from tensors to files. Fetch or save it again.")
-    for tensor, name in weight_map.items():
-        if not isinstance(name, str) or "/" in name or not stays_inside(name):
-            raise CheckpointError(
-                f"{path} lists {shown(tensor)} in {shown(name)}, which is not the name of a file next to it."
-            )
-    return weight_map
+        raise CheckpointError(f"{path} is not an index of weight files: {error}. Fetch or save it again.") from error
 
 
 WEIGHTS_NAME = "model.safetensors"

@@ -20,16 +20,17 @@ from pathlib import Path
 from typing import Any
 
 from fullshard.errors import CheckpointError, StoreError
+from fullshard.state.storage import rules
 from fullshard.state.storage.backend import backend_of
 from fullshard.state.storage.completion import completion_of, write_completion
 from fullshard.state.storage.index import (
     INDEX_BOUNDS,
     INDEX_NAME,
     Index,
+    IndexPart,
+    known_fields,
     merge_tensors,
     require_covered,
-    tensors_as_plain,
-    tensors_from_plain,
 )
 from fullshard.state.storage.json_file import read_bounded
 from fullshard.state.storage.object_path import Place
@@ -178,7 +179,7 @@ class Save:
         if self._cancelled.is_set():
             raise CheckpointError(GIVEN_UP)
 
-    def _wait_for_part(self, rank: int) -> dict[str, Any]:
+    def _wait_for_part(self, rank: int) -> IndexPart:
         """Return a rank's part of the index as soon as it exists.
 
         Raises:
@@ -213,32 +214,30 @@ def write_part(job: SaveJob, count: Callable[[int], None] = lambda nbytes: None)
     """
     name = shard_name(job.rank, job.index.world_size)
     tensors = write_shard_file(job.temporary / name, job.plan.pieces, count, mapped=job.mapped)
-    part = {"tensors": tensors_as_plain(tensors), "groups": job.plan.groups, "scalars": job.plan.scalars}
-    backend_of(job.directory).write_text(_part_path(job, job.rank), json.dumps(part))
+    part = IndexPart(tensors, job.plan.groups, job.plan.scalars)
+    backend_of(job.directory).write_text(_part_path(job, job.rank), json.dumps(part, default=known_fields))
 
 
-def read_part(job: SaveJob, rank: int) -> dict[str, Any]:
+def read_part(job: SaveJob, rank: int) -> IndexPart:
     """Return a rank's part of the index.
 
     Raises:
         FileNotFoundError: The rank has not written it yet.
     """
-    return json.loads(read_bounded(_part_path(job, rank), INDEX_BOUNDS.nbytes))
+    return rules.parse(IndexPart, read_bounded(_part_path(job, rank), INDEX_BOUNDS.nbytes))
 
 
-def commit_save(
-    job: SaveJob, parts: Sequence[Mapping[str, Any]], count: Callable[[int], None] = lambda nbytes: None
-) -> None:
+def commit_save(job: SaveJob, parts: Sequence[IndexPart], count: Callable[[int], None] = lambda nbytes: None) -> None:
     """Make a complete checkpoint under its final name from all ranks' parts; on the first of its writers.
 
     Raises:
         OSError, CheckpointError: It could not be written, a part is missing, or ``count`` raised.
     """
     backend = backend_of(job.directory)
-    tensors = merge_tensors(tensors_from_plain(part["tensors"]) for part in parts)
+    tensors = merge_tensors(part.tensors for part in parts)
     require_covered(tensors, job.final, alone=job.index.part is not None)
-    scalars = {name: values for part in parts for name, values in part["scalars"].items()}
-    groups = merge_groups([part["groups"] for part in parts])
+    scalars = {name: values for part in parts for name, values in part.scalars.items()}
+    groups = merge_groups([part.groups for part in parts])
     serial = next_serial(job.directory)
     index = replace(job.index, tensors=tensors, groups=groups, scalars=scalars, serial=serial)
     backend.write_text(job.temporary / INDEX_NAME, index.as_json())
