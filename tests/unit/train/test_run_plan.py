@@ -11,17 +11,10 @@ from fullshard.errors import ModelError
 from fullshard.planner import hardware
 from fullshard.program.config import TrainingConfig, load_run
 from fullshard.program.data import steps
-from fullshard.program.train import around_steps, run_plan as plan_module
-from fullshard.program.train.dry_run import lay_out
+from fullshard.program.train import around_steps
+from fullshard.program.train.first_numbers import lay_out
 from fullshard.program.train.run.loop import saves_between_steps
-from fullshard.program.train.run_plan import (
-    largest_steps,
-    longest_batch,
-    longest_rows,
-    plan_in,
-    plan_prepared,
-    prepare_length,
-)
+from fullshard.program.train.run_plan import largest_steps, longest_batch, longest_rows, plan_prepared, prepare_length
 from fullshard.program.train.setup.prepare import collate_spec, prepare
 from fullshard.program.train.setup.steps import make_plan
 from support.planned import plan_run, write_accumulating_run, write_adapter_run, write_directory_run, write_run
@@ -187,19 +180,6 @@ def test_three_micro_batches_show_the_memory_of_full_gradients_in_any_number(tmp
     assert plan.accumulate == "unsharded"
     assert "accumulate: unsharded" in str(plan)
     assert plan.parts["gradient_buffers"] == plan.account["gradients"] == 4 * plan.account["shards"]  # of 4 ranks
-
-
-def test_in_more_memory_a_plan_gathers_once_in_evaluation(tmp_path, monkeypatch):
-    """In nine tenths of it, or where no peak rises."""
-    config = load_run(write_run(tmp_path), [])
-    plan = replace(plan_run(config, 1), phase_peaks={"generation": 5}, at_once={"generation": 10}, host={})
-    monkeypatch.setattr(plan_module, "plan_prepared", lambda *_, **__: plan)
-    found = [plan_in(memory, config, None, 1, None) for memory in (None, 11, 12)]
-    assert [one.gathers_once for one in found] == [False, False, True]
-    assert [one.highest_bytes for one in found] == [5, 5, 10]
-    plan = replace(plan, phase_peaks={"generation": 5, "backward": 10})
-    assert plan_in(None, config, None, 1, None).gathers_once
-    assert not replace(plan, at_once={}).gathering_once().gathers_once  # nothing is written
 
 
 def test_the_largest_batch_is_planned_at_its_place_in_a_step(tmp_path):
