@@ -1,5 +1,6 @@
 """A run's plan: its batch is at least as large as any that it trains on, and so are the phases around its steps."""
 
+import logging
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -234,6 +235,21 @@ def test_of_a_few_tokens_the_memory_of_the_last_one_is_told(tmp_path, monkeypatc
     monkeypatch.setattr(around_steps, "_TOKENS", 1000)
     assert planned_roughly(path).phase_peaks == told
     assert told["generation"] > short["generation"]
+
+
+def test_a_plan_passes_on_no_warnings_about_values(tmp_path):
+    """Its prompts are padded on the wrong side, which changes no size."""
+    config = load_run(write_run(tmp_path, model={"config": LLAMA, "tokenizer": {"vocab_size": 60}}))
+    logger, heard = logging.getLogger("transformers"), []
+    handler, level = logging.Handler(), logger.level
+    handler.emit = lambda record: heard.append(record.getMessage())
+    logger.addHandler(handler)
+    try:
+        assert "generation" in plan_prepared(config, prepare_length(config, None, 12, 2), 2, roughly=0).phase_peaks
+    finally:
+        logger.removeHandler(handler)
+    assert heard == []
+    assert logger.level == level
 
 
 def test_text_is_planned_where_a_metric_needs_it(tmp_path):

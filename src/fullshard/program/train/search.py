@@ -580,9 +580,8 @@ class Search:
 
     def _least(self, config: RunConfig) -> int:
         """Return the memory that the device must have by the plan's first numbers."""
-        gpu = self._device.has_host
-        config = for_devices(config, Devices.of_sheet(self._device)) if gpu else config
-        found = first_numbers(config, self._data.tokenizer, self._world_size, gpu=gpu)
+        config = for_devices(config, Devices.of_sheet(self._device))  # as a plan does
+        found = first_numbers(config, self._data.tokenizer, self._world_size, gpu=self._device.has_host)
         return needed_on(self._device, found.nbytes)
 
 
