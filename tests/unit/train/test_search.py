@@ -331,6 +331,18 @@ def test_a_choice_says_the_numbers_behind_it(choose):
     )
 
 
+def test_a_run_with_room_takes_one_plan_of_each_rank(run_file):
+    made = []
+
+    def make(chosen):
+        made.append([one.override for one in chosen])
+        return [rank_plan(160, free={HERE: 1000})] * 2
+
+    chosen = Chooser(load_run(run_file, [f"{STEPS}=2"]), 2, make, lambda plan: plan.peak_bytes, 1.0).choose()
+    assert [one.value for one in chosen] == ["false", "unsharded"]
+    assert made == [["training.accumulate=unsharded"]]
+
+
 def test_ranks_count_where_they_are(run_file):
     chooser = Chooser(load_run(run_file), 3, lambda chosen: [], lambda plan: plan.peak_bytes, 1.0)
     ranks = [rank_plan(10, free={"machine: a": 20, "control group: b": 10}), rank_plan(10, free={"machine: a": 20})]

@@ -141,9 +141,12 @@ class Chooser:
     def choose(self) -> list[Choice]:
         """Return how many blocks are recomputed, and how gradients add up, where the run asks for it and has plans."""
         training = self.config.training
-        blocks = self._blocks() if training.gradient_checkpointing == "auto" else None
-        chosen = [] if blocks is None else [blocks]
         several = training.accumulate == "auto" and training.gradient_accumulation_steps > 1
+        recomputes = training.gradient_checkpointing == "auto"
+        if several and recomputes and (full := self._with_room()):
+            return full
+        blocks = self._blocks() if recomputes else None
+        chosen = [] if blocks is None else [blocks]
         return [*chosen, self._accumulation(chosen)] if several and self._is_planned(chosen) else chosen
 
     def gathering_once(self, everyone: list[RankPlan]) -> list[RankPlan]:
@@ -155,6 +158,17 @@ class Chooser:
         fits = self.shortage(once, snapshots=self.snapshots, share=AUTO_SHARE) is None
         needs_no_more = all(self.needs_of(a) <= self.needs_of(b) for a, b in zip(once, everyone, strict=True))
         return once if (fits and all(rank.free for rank in once)) or needs_no_more else everyone
+
+    def _with_room(self) -> list[Choice]:
+        """Return the choices of a run that fits with full gradients, by no other plan; empty if it does not."""
+        if not may_accumulate_unsharded(self.config, self.world_size) or self.before(BLOCKS):
+            return []
+        adding = self._accumulation(())
+        if adding.value != "unsharded":
+            return []
+        plan = self.of((adding,))[0].plan
+        assert isinstance(plan, RunPlan), "it fits"
+        return [blocks_choice(0, plan.blocks, "the run fits without"), adding]
 
     def _blocks(self) -> Choice | None:
         """Choose the fewest blocks to recompute with which all ranks fit; None without a plan."""
@@ -206,9 +220,11 @@ class Chooser:
         return Choice(ACCUMULATE, "sharded", f"unsharded needs {format_bytes(needed)}, more than {limit}")
 
     def _is_planned(self, chosen: Sequence[Choice]) -> bool:
-        """Return whether all ranks have a plan, of the same phases as without choices: others cannot be compared."""
+        """Return whether all ranks have a plan, whole or of the phases that there are without choices."""
         phases = [rank.unplanned for rank in self.of(chosen)]
-        return None not in phases and phases == [rank.unplanned for rank in self.of(())]
+        if None in phases:
+            return False
+        return not any(phases) or phases == [rank.unplanned for rank in self.of(())]  # others cannot be compared
 
 
 def limit_of(everyone: Sequence[RankPlan], rank: int) -> int:
