@@ -147,8 +147,7 @@ class Plan:
         """
         if self.device is None:
             return math.ceil(self.highest_bytes * (1 + MARGIN))
-        inside = (self.highest_bytes + self.device.workspace_bytes) * (1 + GPU_MARGIN)
-        return math.ceil(inside) + self.device.outside_bytes
+        return needed_on(self.device, self.highest_bytes)
 
     def fits(self, memory_bytes: int | None = None) -> bool:
         """Return whether a device has room for :attr:`needed_bytes`.
@@ -230,6 +229,11 @@ class Plan:
         }
         digits = 0 if self.timing.step_s >= 1 else 1
         return [f"{label:<28}{1000 * seconds:>9,.{digits}f} ms" for label, seconds in parts.items()]
+
+
+def needed_on(device: Hardware, nbytes: int) -> int:
+    """Return the memory that a GPU must have for so many bytes of tensors; see :attr:`Plan.needed_bytes`."""
+    return math.ceil((nbytes + device.workspace_bytes) * (1 + GPU_MARGIN)) + device.outside_bytes
 
 
 def plan(  # noqa: PLR0913 (what is trained, on how many ranks, on what)

@@ -1,10 +1,13 @@
 """``fullshard plan``: its table, its JSON, its verdict and its refusals."""
 
 import json
+import re
+import threading
 from pathlib import Path
 
 import pytest
 
+from fullshard.program.cli import common
 from fullshard.program.cli.main import main
 from fullshard.program.cli.plan import memory
 from fullshard.program.config import load_run
@@ -154,3 +157,20 @@ def test_the_steps_of_all_plans_are_told(run_file, monkeypatch):
 )
 def test_sizes(text, size):
     assert memory(text) == size
+
+
+def test_a_search_is_never_silent(monkeypatch):
+    said, heard = [], threading.Event()
+
+    def say(line):
+        said.append(line)
+        if re.fullmatch(r"candidate 2 of 3: \d+ s", line):
+            heard.set()
+
+    monkeypatch.setattr(common, "say", say)
+    monkeypatch.setattr(common.NeverSilent, "EVERY_S", 0.001)
+    with common.NeverSilent("searching") as busy:
+        busy.now("candidate 2 of 3: planning it")
+        assert heard.wait(60)
+    assert "candidate 2 of 3: planning it" in said
+    assert not any(thread.name == "never silent" for thread in threading.enumerate())

@@ -7,7 +7,7 @@ import pytest
 from fullshard.planner import hardware
 from fullshard.planner.fake_tensors import Form
 from fullshard.program.config import load_run
-from fullshard.program.train.dry_run import lay_out
+from fullshard.program.train.first_numbers import lay_out
 from fullshard.program.train.run_plan import plan_prepared, prepare_length
 from fullshard.program.train.setup.prepare import prepare
 from support.planned import write_run

@@ -13,8 +13,8 @@ from fullshard.planner import hardware
 from fullshard.program.config import load_run
 from fullshard.program.train import auto
 from fullshard.program.train.auto import chosen_precision, chosen_settings
-from fullshard.program.train.fit import search
 from fullshard.program.train.run_plan import plan_prepared
+from fullshard.program.train.search import search
 from fullshard.program.train.setup import devices as devices_module
 from fullshard.program.train.setup.devices import Devices, usable
 from fullshard.program.train.setup.prepare import prepare

@@ -14,8 +14,8 @@ from fullshard.planner import hardware
 from fullshard.program.config import RunConfig, load_run
 from fullshard.program.train import dry_run as dry_run_module
 from fullshard.program.train.dry_run import dry_run, inspect_units
-from fullshard.program.train.fit import search
 from fullshard.program.train.run.assemble import assemble
+from fullshard.program.train.search import search
 from fullshard.program.train.setup import prepare
 from fullshard.program.train.setup.model import make_model
 from fullshard.program.train.setup.prepare import prepare_tokenizer

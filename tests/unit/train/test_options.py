@@ -11,7 +11,7 @@ from fullshard.errors import ConfigError
 from fullshard.planner import hardware
 from fullshard.program.config import RunConfig, TrainingConfig, option_of, options, prompt_text, schema
 from fullshard.program.config.section import SAME, Option, Searched, fields_of
-from fullshard.program.train import fit, memory_check
+from fullshard.program.train import memory_check, search
 from fullshard.program.train.setup.resume import choose_starting_point, deciding_settings, read_values
 from support.forged import forge_index
 from support.interrupted_run import SMALL, run_until_stopped
@@ -110,15 +110,17 @@ def test_plans_and_the_models_own_file_follow_the_option(config_of):
 def test_the_search_varies_the_option(config_of, monkeypatch):
     tried = []
 
-    def plan_in(memory, config, *_, **how):
+    monkeypatch.setattr(search, "first_numbers", lambda *_, **how: SimpleNamespace(nbytes=0))
+
+    def plan_prepared(config, *_, **how):
         tried.append((config.training.searched, config.training.fused_cross_entropy))
         raise ConfigError("none")
 
-    monkeypatch.setattr(fit, "plan_in", plan_in)
+    monkeypatch.setattr(search, "plan_prepared", plan_prepared)
 
     def load(more):
         given = dict(one.removeprefix("training.").split("=") for one in more if one.startswith("training."))
         return config_of(**given, gradient_checkpointing=False)
 
-    fit.search(load, 2, hardware("h100"), data=SimpleNamespace())
+    search.search(load, 2, hardware("h100"), data=SimpleNamespace(tokenizer=None))
     assert list(dict.fromkeys(tried)) == [(False, "auto"), (True, "auto"), (False, True), (True, True)]

@@ -1,5 +1,6 @@
 """A run's plan: its batch is at least as large as any that it trains on, and so are the phases around its steps."""
 
+import logging
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -11,17 +12,10 @@ from fullshard.errors import ModelError
 from fullshard.planner import hardware
 from fullshard.program.config import TrainingConfig, load_run
 from fullshard.program.data import steps
-from fullshard.program.train import around_steps, run_plan as plan_module
-from fullshard.program.train.dry_run import lay_out
+from fullshard.program.train import around_steps
+from fullshard.program.train.first_numbers import lay_out
 from fullshard.program.train.run.loop import saves_between_steps
-from fullshard.program.train.run_plan import (
-    largest_steps,
-    longest_batch,
-    longest_rows,
-    plan_in,
-    plan_prepared,
-    prepare_length,
-)
+from fullshard.program.train.run_plan import largest_steps, longest_batch, longest_rows, plan_prepared, prepare_length
 from fullshard.program.train.setup.prepare import collate_spec, prepare
 from fullshard.program.train.setup.steps import make_plan
 from support.planned import plan_run, write_accumulating_run, write_adapter_run, write_directory_run, write_run
@@ -189,19 +183,6 @@ def test_three_micro_batches_show_the_memory_of_full_gradients_in_any_number(tmp
     assert plan.parts["gradient_buffers"] == plan.account["gradients"] == 4 * plan.account["shards"]  # of 4 ranks
 
 
-def test_in_more_memory_a_plan_gathers_once_in_evaluation(tmp_path, monkeypatch):
-    """In nine tenths of it, or where no peak rises."""
-    config = load_run(write_run(tmp_path), [])
-    plan = replace(plan_run(config, 1), phase_peaks={"generation": 5}, at_once={"generation": 10}, host={})
-    monkeypatch.setattr(plan_module, "plan_prepared", lambda *_, **__: plan)
-    found = [plan_in(memory, config, None, 1, None) for memory in (None, 11, 12)]
-    assert [one.gathers_once for one in found] == [False, False, True]
-    assert [one.highest_bytes for one in found] == [5, 5, 10]
-    plan = replace(plan, phase_peaks={"generation": 5, "backward": 10})
-    assert plan_in(None, config, None, 1, None).gathers_once
-    assert not replace(plan, at_once={}).gathering_once().gathers_once  # nothing is written
-
-
 def test_the_largest_batch_is_planned_at_its_place_in_a_step(tmp_path):
     """After another micro-batch there are gradients too."""
     options = [
@@ -254,6 +235,21 @@ def test_of_a_few_tokens_the_memory_of_the_last_one_is_told(tmp_path, monkeypatc
     monkeypatch.setattr(around_steps, "_TOKENS", 1000)
     assert planned_roughly(path).phase_peaks == told
     assert told["generation"] > short["generation"]
+
+
+def test_a_plan_passes_on_no_warnings_about_values(tmp_path):
+    """Its prompts are padded on the wrong side, which changes no size."""
+    config = load_run(write_run(tmp_path, model={"config": LLAMA, "tokenizer": {"vocab_size": 60}}))
+    logger, heard = logging.getLogger("transformers"), []
+    handler, level = logging.Handler(), logger.level
+    handler.emit = lambda record: heard.append(record.getMessage())
+    logger.addHandler(handler)
+    try:
+        assert "generation" in plan_prepared(config, prepare_length(config, None, 12, 2), 2, roughly=0).phase_peaks
+    finally:
+        logger.removeHandler(handler)
+    assert heard == []
+    assert logger.level == level
 
 
 def test_text_is_planned_where_a_metric_needs_it(tmp_path):

@@ -6,10 +6,12 @@ import argparse
 import importlib
 import math
 import sys
+import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, Self
 
 from rich.progress import DownloadColumn, ProgressColumn, Task, TaskProgressColumn
 from rich.text import Text
@@ -287,6 +289,37 @@ class ShareProgress(WorkProgress):
     def columns(self) -> tuple[ProgressColumn, ...]:
         """Return the columns between the bar and the remaining time."""
         return (TaskProgressColumn(),)
+
+
+class NeverSilent:
+    """Context that says every two seconds, from another thread, what is still being done; for work without a bar."""
+
+    EVERY_S = 2.0
+
+    def __init__(self, what: str) -> None:
+        """Begin with ``what``, such as ``importing torch``."""
+        self._over, self._begun = threading.Event(), time.monotonic()
+        self._what = self._said = what
+        self._thread = threading.Thread(target=self._tick, name="never silent", daemon=True)
+
+    def now(self, what: str) -> None:
+        """Say what is done from now on, at once."""
+        say(what)
+        self._what, self._begun = what.partition(":")[0], time.monotonic()
+
+    def __enter__(self) -> Self:
+        """Start the thread."""
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        """End it."""
+        self._over.set()
+        self._thread.join()
+
+    def _tick(self) -> None:
+        while not self._over.wait(self.EVERY_S):
+            say(f"{self._what}: {time.monotonic() - self._begun:.0f} s")
 
 
 class _Speed(ProgressColumn):

@@ -5,12 +5,13 @@ from __future__ import annotations
 import argparse
 import json
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from fullshard.errors import ConfigError
-from fullshard.program.cli.common import ShareProgress, add_run_arguments, amount, load_program, positive
+from fullshard.program.cli.common import NeverSilent, ShareProgress, add_run_arguments, amount, load_program, positive
 from fullshard.program.config import load_run
 from fullshard.program.launch import choose_nproc
 from fullshard.program.launch.messages import say
@@ -18,7 +19,7 @@ from fullshard.sizes import format_bytes, format_duration
 
 PROGRAM = "fullshard.program.train.run_plan"
 PAGE = "fullshard.program.report"
-SEARCH = "fullshard.program.train.fit"
+SEARCH = "fullshard.program.train.search"
 DATA = "fullshard.program.train.setup.prepare"
 DEVICES = "fullshard.program.train.setup.devices"
 FLOAT8 = "fullshard.program.train.setup.float8"
@@ -123,13 +124,13 @@ def run(options: argparse.Namespace) -> int:
     sizes = options.world or [choose_nproc(config.nproc)]
     what = "searching for settings that fit" if options.fit else "planning"
     say(f"{what}, {', '.join(map(str, sizes))} rank{'s' if sizes != [1] else ''}; importing torch takes some seconds")
-    device = _device(options)
-    if config.training.precision == "fp8":
-        load_program(FLOAT8).require_float8(config, load_program(DEVICES).Devices.of_sheet(device))
-    _check_page(options, sizes)
-    limit = options.memory if device is None else device.memory_bytes
     if options.fit:
-        return _search(options, sizes, device, _given_rows(options, config, sizes))
+        with NeverSilent(what) as busy:
+            device = _checked_device(options, config, sizes)
+            found = _search(options, sizes, device, _given_rows(options, config, sizes), busy.now)
+        return _print_found(options, found, device)
+    device = _checked_device(options, config, sizes)
+    limit = options.memory if device is None else device.memory_bytes
     _tell_of_auto(config, limit)
     drawn = DRAWN_WORLDS if options.html is not None else ()
     data = _given_rows(options, config, [*sizes, *drawn]) or load_program(DATA).prepare(config)
@@ -181,6 +182,15 @@ def _device(options: argparse.Namespace) -> Any:
     return device if options.memory is None else replace(device, memory_bytes=options.memory)
 
 
+def _checked_device(options: argparse.Namespace, config: Any, sizes: list[int]) -> Any:
+    """Return the GPU of the options, or None, once they are known to go together."""
+    device = _device(options)
+    if config.training.precision == "fp8":
+        load_program(FLOAT8).require_float8(config, load_program(DEVICES).Devices.of_sheet(device))
+    _check_page(options, sizes)
+    return device
+
+
 def _check_page(options: argparse.Namespace, sizes: list[int]) -> None:
     """Check that ``--html`` is compatible with the other options and can be written."""
     if options.html is None:
@@ -193,11 +203,11 @@ def _check_page(options: argparse.Namespace, sizes: list[int]) -> None:
 
 def _write_page(options: argparse.Namespace, config: Any, data: Any, plan: Any, limit: int | None) -> None:
     """Plan for other numbers of ranks too, and write the page."""
-    program = load_program(PROGRAM)
+    program, search = load_program(PROGRAM), load_program(SEARCH)
     others = []
     with ShareProgress("drawing", len(DRAWN_WORLDS), shown=not options.json) as progress:
         for progress.piece, size in enumerate(DRAWN_WORLDS):
-            others.append(program.plan_in(limit, config, data, size, plan.device, roughly=0, progress=progress))
+            others.append(search.plan_chosen(limit, config, data, size, plan.device, roughly=0, progress=progress)[0])
     timeline = program.draw_plan(config, data, plan)
     load_program(PAGE).write_plan(options.html, options.config.stem, plan, timeline, others, limit)
     say(f"wrote {options.html}")
@@ -242,8 +252,10 @@ def _verdict(plan: Any, memory_bytes: int) -> str:
     )
 
 
-def _search(options: argparse.Namespace, sizes: list[int], device: Any, data: Any) -> int:
-    """Search for the fastest settings that fit, and print them."""
+def _search(
+    options: argparse.Namespace, sizes: list[int], device: Any, data: Any, tell: Callable[[str], None]
+) -> list[Any]:
+    """Search for the fastest settings that fit; ``tell`` receives a line for each candidate."""
     if len(sizes) > 1:
         raise ConfigError(f"--fit searches for one number of ranks; got {', '.join(map(str, sizes))}.")
 
@@ -251,7 +263,11 @@ def _search(options: argparse.Namespace, sizes: list[int], device: Any, data: An
         return load_run(options.config, [*options.overrides, *more], reads_data=options.length is None)
 
     program = load_program(SEARCH)
-    found = program.search(load, sizes[0], device, data, program.Telling(say))
+    return program.search(load, sizes[0], device, data, program.Telling(tell))
+
+
+def _print_found(options: argparse.Namespace, found: list[Any], device: Any) -> int:
+    """Print the result of a search, and return the exit code."""
     best = found[0]
     if options.json:
         print(json.dumps([tried.as_dict() for tried in found]))
@@ -267,8 +283,8 @@ def _search(options: argparse.Namespace, sizes: list[int], device: Any, data: An
 
 
 def _nearest(found: list[Any]) -> str:
-    planned = [tried for tried in found if tried.plan is not None]
+    planned = [tried for tried in found if tried.needed_bytes is not None]
     if not planned:
         return f"not known: {found[0].why}"
-    nearest = min(planned, key=lambda tried: tried.plan.needed_bytes)
+    nearest = min(planned, key=lambda tried: tried.needed_bytes)
     return f"{nearest.why}, with {' '.join(nearest.overrides) or 'the settings as they are'}"

@@ -15,8 +15,8 @@ from fullshard.core.comm import Comm, free_memory, together
 from fullshard.errors import ConfigError, MemoryLimitError, UserError
 from fullshard.planner import Hardware, hardware, names
 from fullshard.program.config import RunConfig
-from fullshard.program.train.fit import Load, Telling, Tried, search
 from fullshard.program.train.reporting.sinks import RUN_NAME
+from fullshard.program.train.search import Load, Telling, Tried, search
 from fullshard.program.train.setup.devices import KEPT, Choice, Devices, precision_choice
 from fullshard.program.train.setup.float8 import require_float8
 from fullshard.program.train.setup.prepare import Prepared

@@ -9,22 +9,21 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
 
 from fullshard.core.comm import free_memory, planned_memory, whole_memory_bytes
 from fullshard.core.engine import UnitTable, units
 from fullshard.errors import ConfigError, ModelError, UserError
 from fullshard.planner import Hardware, TooMuchWorkError, UnplannedStepError, work_limit
-from fullshard.planner.ranks import Ledger
 from fullshard.program.config import RunConfig
 from fullshard.program.data import padding_share
 from fullshard.program.models import require_fp16_fit
 from fullshard.program.models.hub import known_kind
 from fullshard.program.train.auto import gpu_sheet, precision_before, simulated_settings
-from fullshard.program.train.fit import Load, plan_chosen
+from fullshard.program.train.first_numbers import laid_out, lay_out, numbers_of
 from fullshard.program.train.reporting.trackers import tracker_sinks
 from fullshard.program.train.run.assemble import make_evaluation
-from fullshard.program.train.run_plan import ACCUMULATE, BLOCKS, try_step, uncompiled
+from fullshard.program.train.run_plan import ACCUMULATE, BLOCKS, try_step
+from fullshard.program.train.search import Load, plan_chosen
 from fullshard.program.train.setup.choices import advice, choices
 from fullshard.program.train.setup.devices import (
     Choice,
@@ -36,8 +35,7 @@ from fullshard.program.train.setup.devices import (
 )
 from fullshard.program.train.setup.float8 import float8_notes, require_float8
 from fullshard.program.train.setup.frozen import frozen_notes
-from fullshard.program.train.setup.model import UnreadWeights, outline_model, own_loss, refuses_fp16, shard_model
-from fullshard.program.train.setup.optimizers import expected_state_bytes
+from fullshard.program.train.setup.model import outline_model, own_loss, refuses_fp16
 from fullshard.program.train.setup.prepare import Prepared, Progress, collate_spec, prepare, prepare_tokenizer
 from fullshard.program.train.setup.quantization import quantization_notes, require_kernels
 from fullshard.program.train.setup.sequence import sharing_notes
@@ -54,7 +52,7 @@ from fullshard.state.saving.full import check_saving
 from fullshard.state.storage import file_system
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    pass
 
 DRY_RUN_OPERATORS = 500_000
 """Operators that the plans of a dry run may take: some twenty seconds of processor time."""
@@ -101,9 +99,9 @@ class DryRun:
     padding_share: float  # share of padding among all positions of an epoch's batches
     table: UnitTable  # the unit table
     parameters: int  # bytes of each rank's shards of the parameters
-    gradients: int  # bytes of each rank's shards of the gradients, from backward to the next step
+    gradients: int  # bytes of each rank's gradients, from backward to the next step
     optimizer: int  # bytes of optimizer state on rank 0; about the same on other ranks
-    gathered: int  # peak bytes of gathered parameters: the root and the two largest units
+    gathered: int  # bytes of the largest unit while it is gathered
     notes: tuple[str, ...]  # notes on data and model for the user
     chosen: tuple[Choice, ...] = ()  # what the run chooses by itself, and why
 
@@ -122,7 +120,7 @@ class DryRun:
             "chosen:",
             *(f"  {one}" for one in self.chosen),
             f"{self.total_steps:,} steps, {self.steps_per_epoch:,} an epoch",
-            f"memory of each rank: {memory} at most; activations are additional and depend on the batch",
+            f"memory of each rank, before activations, which depend on the batch: {memory}",
             "no problem found: ready for the first step",
         ]
         return "\n".join(lines)
@@ -197,26 +195,24 @@ def _dry_run(
         file_system(config.training.checkpoints_to)  # checks for its package; the store itself is not contacted
     model = outline_model(config, data.tokenizer)
     frozen = frozen_notes(model, config)
-    table = units(_laid_out(model, config, world_size))
+    numbers = numbers_of(laid_out(model, config, world_size), config, gpu=devices.gpu)
     untried = _tried(config, data, world_size)
     check_saving(model, data.tokenizer)
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     average = format_bytes(sum(4 * parameter.numel() for parameter in trainable))
     averaged = [f"training.ema_decay: the average of the weights takes {average} more on each rank"]
     averaged = [] if config.training.ema_decay is None else averaged
-    root, *blocks = table.rows
-    largest = sorted((row.gathered_bytes for row in blocks), reverse=True)[:2]
     return DryRun(
         train_rows=data.train_set.examples,
         validation_rows=0 if data.held_out_set is None else data.held_out_set.examples,
         steps_per_epoch=plan.num_steps,
         total_steps=schedule.total_steps,
         padding_share=padding_share(plan, data.train_set, batches),
-        table=table,
-        parameters=sum(row.shard_bytes for row in table.rows),
-        gradients=sum(parameter.nbytes for parameter in trainable),
-        optimizer=expected_state_bytes(model, config),
-        gathered=root.gathered_bytes + sum(largest),
+        table=numbers.table,
+        parameters=numbers.shards,
+        gradients=numbers.gradients,
+        optimizer=numbers.optimizer_state,
+        gathered=numbers.gathered,
         notes=(
             *found,
             *data.notes,
@@ -255,19 +251,3 @@ def _tried(config: RunConfig, data: Prepared, world_size: int) -> tuple[str, ...
             "there, such as the adapter's options, or use another model."
         ) from error
     return ()
-
-
-def lay_out(config: RunConfig, tokenizer: PreTrainedTokenizerBase, world_size: int, rank: int = 0) -> nn.Module:
-    """Return the run's model, sharded as ``rank`` of simulated ranks, on the meta device; any process, alone.
-
-    Raises:
-        UserError: The model cannot be built, or the settings do not match it.
-    """
-    return _laid_out(outline_model(config, tokenizer), config, world_size, rank)
-
-
-def _laid_out(model: nn.Module, config: RunConfig, world_size: int, rank: int = 0) -> nn.Module:
-    ranks = Ledger(rank, world_size, torch.device("meta")).world
-    weights = None if config.model.path is None else UnreadWeights()
-    shard_model(model, uncompiled(config, attention=False), ranks, weights)
-    return model

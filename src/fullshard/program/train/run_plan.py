@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import partial
 from itertools import chain
@@ -14,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers.utils import logging as transformers_logging
 
 from fullshard.core.comm import Comm
 from fullshard.core.engine.step.lane import HELD_BYTES
@@ -50,19 +52,12 @@ from fullshard.program.data import (
 from fullshard.program.models import Objective, add_tokens, blocks_of, resolve_model
 from fullshard.program.models.float8 import Float8Layers
 from fullshard.program.models.hub import reads_one_sequence
-from fullshard.program.speed import WAYS
 from fullshard.program.train.around_steps import AT_ONCE, AroundSteps, HeldOutBatches, assumed
+from fullshard.program.train.first_numbers import GPU_KERNELS, uncompiled
 from fullshard.program.train.run.step import StepSpec, issue_step
 from fullshard.program.train.setup.activation_offload import ActivationOffload
 from fullshard.program.train.setup.choices import choices
-from fullshard.program.train.setup.devices import (
-    Choice,
-    Devices,
-    for_devices,
-    may_accumulate_unsharded,
-    with_precision,
-    with_unsharded,
-)
+from fullshard.program.train.setup.devices import Choice, Devices, for_devices, with_precision, with_unsharded
 from fullshard.program.train.setup.model import (
     UnreadWeights,
     outline_model,
@@ -259,32 +254,6 @@ class RunPlan(Plan):
         return f"{table}\n{run}{self.step_tokens / self.timing.step_s:,.0f} tokens a second"
 
 
-def plan_in(
-    memory_bytes: int | None,
-    config: RunConfig,
-    data: Prepared,
-    world_size: int,
-    device: Hardware | None,
-    sharded: RunPlan | None = None,
-    **how: Any,
-) -> RunPlan:
-    """Return the plan of a run in so much memory of each rank: with what it chooses by that.
-
-    These are ``training.accumulate: auto``, and whether evaluations gather all units once. ``memory_bytes`` is None if
-    it is not known. ``sharded`` is the plan of gradients that accumulate sharded, if it was made. The rest is
-    :func:`plan_prepared`'s.
-    """
-    outside = 0 if device is None else device.outside_bytes
-    most = 0 if memory_bytes is None else AUTO_SHARE * (memory_bytes - outside)
-    plan = None
-    if memory_bytes is not None and may_accumulate_unsharded(config, world_size):
-        plan = plan_prepared(with_unsharded(config), data, world_size, device, **how)
-    if plan is None or plan.highest_bytes > most:
-        plan = sharded or plan_prepared(config, data, world_size, device, **how)
-    once = plan.gathering_once()
-    return once if once.highest_bytes <= max(most, plan.highest_bytes) else plan
-
-
 def plan_prepared(  # noqa: PLR0913 (each caller needs another part)
     config: RunConfig,
     data: Prepared,
@@ -332,19 +301,21 @@ def plan_prepared(  # noqa: PLR0913 (each caller needs another part)
 
     def usual() -> list[Batch]:
         with real_tensors():
-            return largest_steps(config, data, world_size)[-1] if given else middle_step(config, data, epoch)
+            return middle_step(config, data, epoch)
 
     simulated = _Simulated(largest, STEPS - 1 if roughly is None else STEPS - 2)
-    if device is not None:
-        count = len(usual())
-        simulated = replace(simulated, usual=lambda: usual()[:most], times=max(count / most, 1))
+    if device is not None and given:  # a usual step is as large as the largest, which is timed
+        simulated = replace(simulated, times=max(times / most, 1))
+    elif device is not None:
+        simulated = replace(simulated, usual=lambda: usual()[:most], times=max(len(usual()) / most, 1))
     ranks = candidates(partial(_sharded, config, data), world_size) if roughly is None else [roughly]
     if roughly is None:  # of ranks that share rows the first have most tokens and heads
         ranks = sorted({one for rank in ranks for one in (rank, rank - rank % config.sharding.sequence_parallel)})
     told = _Told(progress, len(ranks) * len(simulated), partial(choices, asked, devices, before=before))
     held_out = _largest_held_out(config, data, world_size) if around else None
     phases = AroundSteps(config, data, held_out) if around else None
-    found = highest(partial(_build, config, data, simulated, phases, told), ranks, world_size, device)
+    with _without_warnings():
+        found = highest(partial(_build, config, data, simulated, phases, told), ranks, world_size, device)
     values = {one.name: getattr(found, one.name) for one in fields(Plan)}
     at_once = {name: size for name, size in found.phase_peaks.items() if name.endswith(AT_ONCE)}
     values["phase_peaks"] = {name: size for name, size in found.phase_peaks.items() if name not in at_once}
@@ -366,6 +337,17 @@ def plan_prepared(  # noqa: PLR0913 (each caller needs another part)
         sequence_parallel=config.sharding.sequence_parallel,
     )
     return _with_compiled(plan, told.block_bytes) if "compile" in asked.ways else plan
+
+
+@contextmanager
+def _without_warnings() -> Iterator[None]:
+    """Context in which transformers logs errors only: others are about values, such as padding, which no plan has."""
+    before = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(before)
 
 
 def _with_compiled(plan: RunPlan, block_bytes: int) -> RunPlan:
@@ -523,11 +505,12 @@ def _build(
 
 
 def middle_step(config: RunConfig, data: Prepared, epoch: BatchPlan) -> list[Batch]:
-    """Return rank 0's batches of :func:`middle_of` an epoch."""
-    return batches_of(config, data, epoch, middle_of(data, epoch))
+    """Return rank 0's batches of a step of usual length."""
+    spec = training_batches(config, collate_spec(data.tokenizer, causal=data.causal), epoch, data.train_set)
+    return next(steps(data.train_set, epoch, 0, spec, start=_middle_of(data, epoch)))
 
 
-def middle_of(data: Prepared, epoch: BatchPlan) -> int:
+def _middle_of(data: Prepared, epoch: BatchPlan) -> int:
     """Return the step whose padded length on rank 0 is nearest to the mean, of 200 or fewer of an epoch."""
     lengths = np.asarray(data.train_set.lengths)
     numbers = np.linspace(0, epoch.num_steps - 1, min(epoch.num_steps, 200)).astype(int).tolist()
@@ -535,12 +518,6 @@ def middle_of(data: Prepared, epoch: BatchPlan) -> int:
     padded = {n: sum(len(rows) * int(lengths[rows].max()) for rows in batches) for n, batches in places.items()}
     mean = sum(padded.values()) / len(padded)
     return min(numbers, key=lambda number: abs(padded[number] - mean))
-
-
-def batches_of(config: RunConfig, data: Prepared, epoch: BatchPlan, step: int, rank: int = 0) -> list[Batch]:
-    """Return a rank's batches of a step of an epoch, numbered from 0."""
-    spec = training_batches(config, collate_spec(data.tokenizer, causal=data.causal), epoch, data.train_set)
-    return next(steps(data.train_set, epoch, rank, spec, start=step))
 
 
 def at_limits(data: Prepared) -> Prepared:
@@ -690,26 +667,10 @@ def longest_rows(rows: TokenizedSet, count: int, *, causal: bool) -> Sequence[in
     return [run * each + row for run in chosen for row in range(each)]
 
 
-_GPU_KERNELS = ("flex", "varlen")
-"""Ways of attention that no CPU can train with."""
-
-
 def planned_by_masks(config: RunConfig, *, gpu: bool) -> str | None:
     """Return the run's way of attention if its plan holds masks and scores that the run on a GPU does not; or None."""
-    bounded = (*_GPU_KERNELS, "bias_sdpa") if gpu else _GPU_KERNELS
+    bounded = (*GPU_KERNELS, "bias_sdpa") if gpu else GPU_KERNELS
     return next((name for name in config.ways if name in bounded), None)
-
-
-def uncompiled(config: RunConfig, *, attention: bool = True) -> RunConfig:
-    """Return the settings without ways that a plan cannot follow: those of graphs, and of kernels for GPUs only.
-
-    ``attention``: False leaves out every way of attention, for a model that only shows where its parameters lie.
-    """
-    named = () if config.speed.ways == "auto" else config.speed.ways
-    ways = tuple(name for name in named if name not in ("compile", "liger", *_GPU_KERNELS))
-    ways = tuple(name for name in ways if attention or WAYS[name].part != "attention")
-    training = config.training.model_copy(update={"torch_compile": False})
-    return config.model_copy(update={"training": training, "speed": config.speed.model_copy(update={"ways": ways})})
 
 
 def step_spec(model: Any, config: RunConfig, data: Prepared) -> StepSpec:

@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from fullshard import save
 from fullshard.errors import ConfigError
 from fullshard.program.config import RunConfig
-from fullshard.program.train.dry_run import lay_out
+from fullshard.program.train.first_numbers import lay_out
 from fullshard.program.train.setup.model import outline_model, prepare_model
 from fullshard.program.train.setup.optimizers import expected_state_bytes
 from support.adapter_steps import config_of, load_base, steps_alone, train_sharded, weights_of

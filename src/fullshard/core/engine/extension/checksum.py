@@ -6,10 +6,11 @@ from collections.abc import Sequence
 
 import torch
 
+from fullshard.core.comm.memory import on_gpu
+
 _ROW = 1 << 16
 """Words of 8 bytes whose products with the weights are added up first."""
-_ROWS = {"cpu": 4}
-_ROWS_ELSEWHERE = 64
+_ROWS_ON_CPU, _ROWS_ON_GPU = 4, 64
 """Rows at once: a core keeps 2 MiB in its cache, a GPU needs 32 MiB for its bandwidth."""
 
 _FACTOR = 0x1E3779B97F4A7C15
@@ -45,9 +46,9 @@ class _Checksums:
 
     def __init__(self, device: torch.device, most: int) -> None:
         """Take memory for tensors of up to ``most`` words."""
-        self._on_cpu = device.type == "cpu"
+        self._on_gpu = on_gpu(device)  # also in a plan for one
         self._weights = _weights(min(_ROW, most), device)
-        rows = _ROWS.get(device.type, _ROWS_ELSEWHERE)
+        rows = _ROWS_ON_GPU if self._on_gpu else _ROWS_ON_CPU
         self._mixed = torch.empty(min(rows * _ROW, most), dtype=torch.int64, device=device)
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -72,7 +73,7 @@ class _Checksums:
     def _products(self, rows: torch.Tensor) -> torch.Tensor:
         weights = self._weights[: rows.shape[1]]
         # A GPU has no matrix product of integers; a core's makes no second copy.
-        return torch.mv(rows, weights) if self._on_cpu else (rows * weights).sum(1)
+        return (rows * weights).sum(1) if self._on_gpu else torch.mv(rows, weights)
 
 
 def _mix(words: torch.Tensor, out: torch.Tensor) -> torch.Tensor:

@@ -10,9 +10,18 @@ import pytest
 from fullshard.errors import ConfigError, ModelError, UserError
 from fullshard.planner import Timing, hardware
 from fullshard.program.config import load_run
-from fullshard.program.train import fit, run_plan
-from fullshard.program.train.fit import MOST_PLANS, Need, fewest_blocks, find_remedies, plan_chosen
+from fullshard.program.train import search as room
 from fullshard.program.train.run_plan import RunPlan, plan_prepared
+from fullshard.program.train.search import (
+    MOST_PLANS,
+    Chooser,
+    Need,
+    RankPlan,
+    Telling,
+    fewest_blocks,
+    find_remedies,
+    plan_chosen,
+)
 from fullshard.program.train.setup import activation_offload
 from fullshard.program.train.setup.devices import Choice
 from fullshard.program.train.setup.prepare import prepare
@@ -49,6 +58,10 @@ def of_formula(config, _data, world_size, gpu, *, roughly=None, around=True):
     )  # fmt: skip
 
 
+def first_of_formula(config, *_, gpu):
+    return SimpleNamespace(nbytes=KEPT[config.sharding.strategy])
+
+
 @pytest.fixture
 def run_file(tmp_path):
     return write_run(tmp_path, training__per_device_train_batch_size=8, training__gradient_accumulation_steps=1)
@@ -56,11 +69,14 @@ def run_file(tmp_path):
 
 @pytest.fixture
 def search(run_file, monkeypatch):
-    monkeypatch.setattr(run_plan, "plan_prepared", of_formula)
-    monkeypatch.setattr(fit, "prepare", lambda config: SimpleNamespace())
+    monkeypatch.setattr(room, "plan_prepared", of_formula)
+    monkeypatch.setattr(room, "first_numbers", first_of_formula)
 
-    def run(memory, *overrides):
-        return fit.search(lambda more: load_run(run_file, [*overrides, *more]), 2, device(memory))
+    def run(memory, *overrides, tell=lambda line: None):
+        def load(more):
+            return load_run(run_file, [*overrides, *more])
+
+        return room.search(load, 2, device(memory), SimpleNamespace(tokenizer=None), Telling(tell))
 
     return run
 
@@ -101,18 +117,32 @@ def test_a_setting_of_the_run_file_is_kept(search):
     assert all("strategy" not in str(tried.overrides) for tried in search(1000, "sharding.strategy=full_shard"))
 
 
-def test_a_strategy_that_keeps_too_much_is_tried_once(search):
-    found = search(60)
-    assert sum("sharding.strategy=no_shard" in tried.overrides for tried in found) == 1
+def test_what_its_first_numbers_refuse_is_not_planned(search):
+    """80 bytes and 5 % more: 24 are missing, whatever the rows are."""
+    told = []
+    found = search(60, tell=told.append)
+    (refused,) = [tried for tried in found if "sharding.strategy=no_shard" in tried.overrides]
+    assert (refused.plan, refused.needed_bytes, refused.why) == (None, 84, "at least 24 B too large")
+    assert "sharding.strategy=no_shard: at least 24 B too large; the best so far: " in "\n".join(told)
     assert found[0].plan.parts["shards"] < 60
+
+
+def test_settings_that_keep_more_than_what_does_not_fit_begin_with_the_smallest_micro_batches(search):
+    """Full shards do not fit with 8 rows; the other strategies are not planned with 8."""
+    found = search(95, "training.gradient_checkpointing=false")
+    others = [one.plan for one in found if "sharding.strategy=shard_grad_op" in one.overrides]
+    assert sorted(plan.parts["activations_and_temporaries"] for plan in others if plan) == [10, 40]
 
 
 def test_the_exact_plan_decides(search, monkeypatch):
     monkeypatch.setitem(KEPT, "no_shard", 1000)
-    best, *others = search(126)  # 120 bytes and 5 % more: enough for shard_grad_op by the rough plan alone
+    # 120 bytes and 5 % more: enough for shard_grad_op by the rough plan alone.
+    best, *others = search(126, "training.gradient_checkpointing=false")
     assert best.overrides == ()
     fallen = next(tried for tried in others if tried.overrides == ("sharding.strategy=shard_grad_op",))
     assert fallen.why == "2 B too large"
+    best, *_ = search(126)  # a run that chooses recomputes a block
+    assert (best.overrides, best.plan.recomputed) == (("sharding.strategy=shard_grad_op",), 1)
 
 
 def test_no_settings_are_planned_twice_and_the_run_files_own_come_first(run_file, monkeypatch):
@@ -128,11 +158,12 @@ def test_no_settings_are_planned_twice_and_the_run_files_own_come_first(run_file
         chosen = (Choice("training.fused_cross_entropy", "true", ""),)
         return replace(of_formula(plain, *run, **how), chosen=chosen)
 
-    monkeypatch.setattr(run_plan, "plan_prepared", noted)
+    monkeypatch.setattr(room, "plan_prepared", noted)
+    monkeypatch.setattr(room, "first_numbers", first_of_formula)
     load = partial(load_run, run_file)
     config = load(["model.adapter.r=4", "training.gradient_checkpointing=false"])
-    fit.search(lambda more: load(["model.adapter.r=4", "training.gradient_checkpointing=false", *more]), 2,
-               device(1000), SimpleNamespace(), fit.Telling(told.append))  # fmt: skip
+    room.search(lambda more: load(["model.adapter.r=4", "training.gradient_checkpointing=false", *more]), 2,
+               device(1000), SimpleNamespace(tokenizer=None), Telling(told.append))  # fmt: skip
     assert config.sharding.frozen == "shard"
     assert planned[0] == ("full_shard", "shard", "auto")
     assert len(planned) == len(set(planned)) == 5
@@ -167,7 +198,7 @@ def test_a_real_run_finds_micro_batches_that_fit(tmp_path):
     )
     load = partial(load_run, run_file)
     needed = plan_run(load([]), 2, device(1 << 40)).needed_bytes
-    best, *others = fit.search(load, 2, device(needed - 1))
+    best, *others = room.search(load, 2, device(needed - 1))
     assert best.overrides == ("training.per_device_train_batch_size=2", "training.gradient_accumulation_steps=2")
     assert best.plan.needed_bytes < needed
     assert best.plan.steps == 2 * 4  # two epochs of 25 rows, 8 a step
@@ -212,6 +243,128 @@ def test_without_a_plan_for_all_blocks_none_is_recomputed():
     assert fewest_blocks(lambda n: math.inf if n else 5, 24) == 0
 
 
+# What the plans of ranks choose
+
+TRAINING = {"blocks": "training.gradient_checkpointing", "adding": "training.accumulate"}
+
+
+def rank_plan(size, *, free, snapshots=0, unplanned=(), once=None, number=0):
+    """A rank that needs ``size`` bytes in a step, of six blocks; ``once``: in evaluations that gather once."""
+    none = {"account": {}, "sent_bytes": {}, "collectives": {}}
+    at_once = {} if once is None else {"generation": once}
+    plan = RunPlan(2, 0, 1, size, {}, {}, {"backward": size, "generation": 1}, **none, blocks=6, recomputed=number,
+                   host={"snapshots": snapshots}, unplanned=unplanned, at_once=at_once)  # fmt: skip
+    return RankPlan(plan, free)
+
+
+@pytest.fixture
+def choose(run_file):
+    """What two ranks choose that need 100 bytes, ten less with each recomputed block, and 60 more unsharded."""
+
+    def choose(free, *, before=None, snapshots=0, strategy="full_shard", fails=(), times=2, **more):
+        overrides = [f"{TRAINING[name]}={value}" for name, value in more.items()]
+        config = load_run(run_file, [f"{STEPS}={times}", f"sharding.strategy={strategy}", *overrides])
+
+        def make(chosen):
+            values = {one.setting: one.value for one in chosen}
+            if values.get(TRAINING["adding"]) in fails or values.get(TRAINING["blocks"]) in fails:
+                return [RankPlan("not possible", free), rank_plan(1, free=free)]
+            asked = values.get(TRAINING["blocks"], "false")
+            number = {"true": 6, "false": 0}.get(asked) if asked in ("true", "false") else int(asked)
+            size = 100 - 10 * number + 60 * (values.get(TRAINING["adding"]) == "unsharded")
+            return [rank_plan(size, free=free, snapshots=snapshots, number=number), rank_plan(size, free=free)]
+
+        found = Chooser(config, 2, make, lambda plan: plan.peak_bytes, 1.0, lambda name: (before or {}).get(name),
+                        snapshots=snapshots > 0).choose()  # fmt: skip
+        return {one.setting: one for one in found}
+
+    return choose
+
+
+HERE = "machine: here"
+
+
+@pytest.mark.parametrize(
+    ("free", "how", "blocks", "adding"),
+    [
+        ({HERE: 1000}, {}, "false", "unsharded"),
+        ({HERE: 200}, {}, "false", "sharded"),  # what fits to the byte
+        ({HERE: 199}, {}, "1", "sharded"),
+        ({HERE: 161}, {}, "2", "sharded"),
+        ({HERE: 80}, {}, "true", "sharded"),
+        ({HERE: 10}, {}, "true", "sharded"),  # does not fit, and needs least
+        ({}, {}, "false", "sharded"),  # the system does not say what is free
+        ({HERE: 199}, {"blocks": "false"}, None, "sharded"),
+        ({HERE: 1000}, {"adding": "sharded"}, "false", None),
+        ({HERE: 1000}, {"times": 1}, "false", None),
+        ({HERE: 1000}, {"strategy": "no_shard"}, "false", "sharded"),  # would send no less
+        ({HERE: 1000}, {"fails": ["unsharded"]}, "false", "sharded"),
+        ({HERE: 161}, {"fails": ["true"]}, "false", "sharded"),  # the model does not support it
+        ({HERE: 356}, {}, "false", "unsharded"),  # nine tenths are 320.4
+        ({HERE: 355}, {}, "false", "sharded"),
+        ({HERE: 355}, {"before": {TRAINING["adding"]: "unsharded"}}, "false", "unsharded"),
+        ({HERE: 1000}, {"before": {TRAINING["adding"]: "sharded"}}, "false", "sharded"),
+        ({HERE: 1000}, {"before": {TRAINING["blocks"]: 3}}, "3", "unsharded"),
+        ({HERE: 100}, {"before": {TRAINING["blocks"]: 3}}, "5", "sharded"),  # it does not fit any more
+        ({HERE: 1000}, {"before": {TRAINING["blocks"]: True}}, "true", "unsharded"),
+        ({HERE: 1000, "control group: x": 199}, {}, "1", "sharded"),
+        ({HERE: 356}, {"snapshots": 20}, "false", "sharded"),
+    ],
+)
+def test_the_plans_of_ranks_choose(choose, free, how, blocks, adding):
+    found = choose(free, **how)
+    values = [None if (one := found.get(setting)) is None else one.value for setting in TRAINING.values()]
+    assert values == [blocks, adding]
+
+
+def test_a_choice_says_the_numbers_behind_it(choose):
+    found = choose({HERE: 161})
+    assert "2 of 6 blocks: a rank needs 100 B without, 80 B with it, and may take 80 B" in str(
+        found[TRAINING["blocks"]]
+    )
+    assert (
+        "unsharded needs 280 B, more than 90% of the 161 B that are free in its machine"
+        in found[TRAINING["adding"]].why
+    )
+    assert choose({HERE: 1000}, before={TRAINING["blocks"]: 3})[TRAINING["blocks"]].why.endswith(
+        "as at this run's start"
+    )
+
+
+def test_a_run_with_room_takes_one_plan_of_each_rank(run_file):
+    made = []
+
+    def make(chosen):
+        made.append([one.override for one in chosen])
+        return [rank_plan(160, free={HERE: 1000})] * 2
+
+    chosen = Chooser(load_run(run_file, [f"{STEPS}=2"]), 2, make, lambda plan: plan.peak_bytes, 1.0).choose()
+    assert [one.value for one in chosen] == ["false", "unsharded"]
+    assert made == [["training.accumulate=unsharded"]]
+
+
+def test_ranks_count_where_they_are(run_file):
+    chooser = Chooser(load_run(run_file), 3, lambda chosen: [], lambda plan: plan.peak_bytes, 1.0)
+    ranks = [rank_plan(10, free={"machine: a": 20, "control group: b": 10}), rank_plan(10, free={"machine: a": 20})]
+    assert chooser.shortage(ranks) is None
+    assert chooser.shortage([*ranks, rank_plan(10, free={"machine: c": 9})]) == ("machine: c", 10, 9)
+    assert chooser.shortage([*ranks, rank_plan(10, free={"machine: a": 30})]) == ("machine: a", 30, 20)
+    kept = [rank_plan(10, free={"machine: a": 10}, snapshots=3)]
+    assert chooser.shortage(kept) is None
+    assert chooser.shortage(kept, snapshots=True) == ("machine: a", 13, 10)
+
+
+@pytest.mark.parametrize(
+    ("size", "once", "free", "gathers"),
+    [(10, 18, 20, True), (10, 19, 20, False), (19, 19, 19, True), (10, None, 20, False)],
+)
+def test_evaluations_gather_once_in_nine_tenths_or_where_steps_need_as_much(run_file, size, once, free, gathers):
+    chooser = Chooser(load_run(run_file), 1, lambda chosen: [], lambda plan: max(plan.phase_peaks.values()), 1.0)
+    (found,) = chooser.gathering_once([rank_plan(size, free={HERE: free}, once=once)])
+    assert found.plan.gathers_once is gathers
+    assert found.plan.phase_peaks["generation"] == (once if gathers else 1)
+
+
 # Of a planned_run
 
 
@@ -236,7 +389,7 @@ def chosen(planned_run, monkeypatch):
             peaks = {"before_first_step": 10**9, "backward": needs(number)}
             return replace(real, blocks=24, recomputed=number, host={}, phase_peaks=peaks, device=how.get("device"))
 
-        monkeypatch.setattr(fit, "plan_prepared", planned)
+        monkeypatch.setattr(room, "plan_prepared", planned)
         plan, config = plan_chosen(limit, load(overrides), data, 1, **how)
         return plan.recomputed, config.training.gradient_checkpointing
 
@@ -312,7 +465,7 @@ def found(tmp_path, monkeypatch):
         def planned(config, *_, **__):
             return SimpleNamespace(needs=needs(config.training), unplanned=(), blocks=24)
 
-        monkeypatch.setattr(fit, "plan_prepared", planned)
+        monkeypatch.setattr(room, "plan_prepared", planned)
         need = Need(
             load=lambda more: load_run(path, [*overrides, *more]),
             data=None,

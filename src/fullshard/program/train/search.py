@@ -1,34 +1,32 @@
-"""Searches among plans: the fewest blocks to recompute, the fastest settings that fit, and settings that need less."""
+"""One search over plans: what a run chooses by its memory, the fastest settings that fit, and those that need less."""
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import product
 from operator import attrgetter
 from typing import Any
 
+from fullshard.core.comm import demands, lacking
 from fullshard.core.policy import ShardingStrategy
 from fullshard.errors import ConfigError, UserError
 from fullshard.planner import Hardware, work_limit
+from fullshard.planner.plan import needed_on
 from fullshard.program.config import RunConfig, options
 from fullshard.program.config.section import Searched
-from fullshard.program.train.run_plan import (
-    ACCUMULATE,
-    AUTO_SHARE,
-    BLOCKS,
-    RunPlan,
-    needed_bytes,
-    plan_in,
-    plan_prepared,
-)
+from fullshard.program.train.first_numbers import first_numbers
+from fullshard.program.train.run_plan import ACCUMULATE, AUTO_SHARE, BLOCKS, RunPlan, needed_bytes, plan_prepared
 from fullshard.program.train.setup.devices import (
+    KEPT,
     Choice,
     Devices,
+    for_devices,
     may_accumulate_unsharded,
     with_precision,
-    with_unsharded,
 )
 from fullshard.program.train.setup.prepare import Prepared, prepare
 from fullshard.sizes import format_bytes, format_duration
@@ -83,6 +81,158 @@ def blocks_choice(number: int, blocks: int, why: str = "") -> Choice:
     return Choice(BLOCKS, str(value_of(number, blocks)).lower(), f"{number} of {blocks} blocks: {why}")
 
 
+@dataclass(frozen=True)
+class RankPlan:
+    """A rank's plan, or why there is none, and the bytes that it may take of each pool of memory."""
+
+    plan: RunPlan | str
+    free: Mapping[str, int]
+
+    @property
+    def unplanned(self) -> tuple[str, ...] | None:
+        """The phases that were too much work to plan; None without a plan."""
+        return None if isinstance(self.plan, str) else tuple(self.plan.unplanned)
+
+    def snapshots(self) -> int:
+        """Return the bytes of its snapshots for restarts."""
+        return 0 if isinstance(self.plan, str) else self.plan.host.get("snapshots", 0)
+
+
+@dataclass
+class Chooser:
+    """What a run chooses by the plans of its ranks; each rank calls each method alike, or one process all of them.
+
+    Attributes:
+        config: The run's settings.
+        world_size: Number of ranks.
+        make: Plans each rank with these choices; called once for each.
+        needs: Returns the bytes that the rank of a plan needs.
+        share: Share of the free memory that a run with recomputed blocks may fill.
+        before: Returns what the run that continues chose at its start for a setting; None if there is none.
+        snapshots: Whether snapshots count against full gradients and evaluations that gather once.
+    """
+
+    config: RunConfig
+    world_size: int
+    make: Callable[[Sequence[Choice]], list[RankPlan]]
+    needs: Callable[[RunPlan], int]
+    share: float
+    before: Callable[[str], Any] = lambda setting: None
+    snapshots: bool = False
+    _made: dict[tuple[str, ...], list[RankPlan]] = field(default_factory=dict)
+
+    def of(self, chosen: Sequence[Choice]) -> list[RankPlan]:
+        """Return the plans with these choices."""
+        key = tuple(one.override for one in chosen if one.value not in ("false", "sharded"))  # auto's in a plan
+        if key not in self._made:
+            self._made[key] = self.make(chosen)
+        return self._made[key]
+
+    def needs_of(self, rank: RankPlan) -> int:
+        """Return what a rank needs, 0 without a plan."""
+        return 0 if isinstance(rank.plan, str) else self.needs(rank.plan)
+
+    def shortage(
+        self, ranks: Sequence[RankPlan], *, snapshots: bool = False, share: float = 1.0
+    ) -> tuple[str, int, int] | None:
+        """Return a pool too small for its ranks, what they need and what it has; None if a ``share`` is enough."""
+        return lacking([(self.needs_of(rank) + snapshots * rank.snapshots(), rank.free) for rank in ranks], share)
+
+    def choose(self) -> list[Choice]:
+        """Return how many blocks are recomputed, and how gradients add up, where the run asks for it and has plans."""
+        training = self.config.training
+        several = training.accumulate == "auto" and training.gradient_accumulation_steps > 1
+        recomputes = training.gradient_checkpointing == "auto"
+        if several and recomputes and (full := self._with_room()):
+            return full
+        blocks = self._blocks() if recomputes else None
+        chosen = [] if blocks is None else [blocks]
+        return [*chosen, self._accumulation(chosen)] if several and self._is_planned(chosen) else chosen
+
+    def gathering_once(self, everyone: list[RankPlan]) -> list[RankPlan]:
+        """Return plans whose evaluations gather all units once, if that fits or no rank needs more."""
+        plans = [rank.plan.gathering_once() for rank in everyone if isinstance(rank.plan, RunPlan)]
+        if len(plans) < len(everyone) or not all(plan.gathers_once for plan in plans):
+            return everyone
+        once = [RankPlan(plan, rank.free) for plan, rank in zip(plans, everyone, strict=True)]
+        fits = self.shortage(once, snapshots=self.snapshots, share=AUTO_SHARE) is None
+        needs_no_more = all(self.needs_of(a) <= self.needs_of(b) for a, b in zip(once, everyone, strict=True))
+        return once if (fits and all(rank.free for rank in once)) or needs_no_more else everyone
+
+    def _with_room(self) -> list[Choice]:
+        """Return the choices of a run that fits with full gradients, by no other plan; empty if it does not."""
+        if not may_accumulate_unsharded(self.config, self.world_size) or self.before(BLOCKS):
+            return []
+        adding = self._accumulation(())
+        if adding.value != "unsharded":
+            return []
+        plan = self.of((adding,))[0].plan
+        assert isinstance(plan, RunPlan), "it fits"
+        return [blocks_choice(0, plan.blocks, "the run fits without"), adding]
+
+    def _blocks(self) -> Choice | None:
+        """Choose the fewest blocks to recompute with which all ranks fit; None without a plan."""
+        if not self._is_planned(()):
+            return None
+        first: RunPlan = self.of(())[0].plan  # type: ignore[assignment]
+
+        def missing(number: int) -> float:
+            tried = (blocks_choice(number, first.blocks),) if number else ()
+            if not self._is_planned(tried):
+                return math.inf
+            pools = demands([(self.needs_of(rank), rank.free) for rank in self.of(tried)])
+            return max((needed - self.share * there for _, needed, there in pools), default=0)
+
+        before = self.before(BLOCKS)
+        kept = before * first.blocks if isinstance(before, bool) else min(before or 0, first.blocks)
+        if kept and missing(kept) <= 0:
+            return blocks_choice(kept, first.blocks, KEPT)
+        number = fewest_blocks(missing, first.blocks)
+        if not number:
+            why = "the run fits without" if missing(0) <= 0 else "recomputing more does not need less"
+            return blocks_choice(0, first.blocks, why)
+        chosen = (blocks_choice(number, first.blocks),)
+        without, needs = (max(map(self.needs_of, self.of(one))) for one in ((), chosen))
+        there = int(self.share * min(limit_of(self.of(()), rank) for rank in range(len(self.of(())))))
+        sizes = f"{format_bytes(without)} without, {format_bytes(needs)} with it, and may take {format_bytes(there)}"
+        return blocks_choice(number, first.blocks, f"a rank needs {sizes}")
+
+    def _accumulation(self, chosen: Sequence[Choice]) -> Choice:
+        """Choose full gradients where they send less and fit; in a run that continues, if they fit at all."""
+        if not may_accumulate_unsharded(self.config, self.world_size):
+            return Choice(ACCUMULATE, "sharded", "unsharded sends no less")
+        before = self.before(ACCUMULATE)
+        if before == "sharded":
+            return Choice(ACCUMULATE, before, KEPT)
+        unsharded = Choice(ACCUMULATE, "unsharded", "")
+        everyone = self.of([*chosen, unsharded])
+        if not self._is_planned([*chosen, unsharded]):
+            return Choice(ACCUMULATE, "sharded", "unsharded could not be planned")
+        if not all(rank.free for rank in everyone):
+            return Choice(ACCUMULATE, "sharded", "the system does not report its free memory")
+        share = 1.0 if before == "unsharded" else AUTO_SHARE
+        short = self.shortage(everyone, snapshots=self.snapshots, share=share)
+        if short is None:
+            why = KEPT if share == 1.0 else f"it sends less, and its plan fits in {share:.0%} of the free memory"
+            return replace(unsharded, why=why)
+        pool, needed, there = short
+        limit = f"{share:.0%} of the {format_bytes(there)} that are free in its {pool.partition(':')[0]}"
+        return Choice(ACCUMULATE, "sharded", f"unsharded needs {format_bytes(needed)}, more than {limit}")
+
+    def _is_planned(self, chosen: Sequence[Choice]) -> bool:
+        """Return whether all ranks have a plan, whole or of the phases that there are without choices."""
+        phases = [rank.unplanned for rank in self.of(chosen)]
+        if None in phases:
+            return False
+        return not any(phases) or phases == [rank.unplanned for rank in self.of(())]  # others cannot be compared
+
+
+def limit_of(everyone: Sequence[RankPlan], rank: int) -> int:
+    """Return the bytes that a rank may take: an equal share of its fullest pool."""
+    shares = [size // sum(pool in other.free for other in everyone) for pool, size in everyone[rank].free.items()]
+    return min(shares, default=sys.maxsize)
+
+
 def plan_chosen(
     memory_bytes: int | None,
     config: RunConfig,
@@ -99,46 +249,40 @@ def plan_chosen(
     Raises:
         UserError: See :func:`~fullshard.program.train.run_plan.plan_prepared`.
     """
-    first = plan_prepared(config, data, world_size, device, **how)
     if memory_bytes is None:
-        return first, config
-    plan, chosen, plans = first, [], {0: first}
-    if config.training.gradient_checkpointing == "auto":
-        limit = memory_bytes if device is None else AUTO_SHARE * (memory_bytes - device.outside_bytes)
+        return plan_prepared(config, data, world_size, device, **how), config
+    limit = memory_bytes if device is None else memory_bytes - device.outside_bytes
 
-        def needs(plan: RunPlan) -> int:
-            return plan.needed_bytes if device is None else needed_bytes(plan, "cuda")
+    def make(chosen: Sequence[Choice]) -> list[RankPlan]:
+        try:
+            plan = plan_prepared(with_choices(config, chosen), data, world_size, device, **how)
+        except UserError as error:  # the model or its adapter does not support it
+            if not chosen:
+                raise
+            return [RankPlan(str(error), {})]
+        return [RankPlan(plan, {"memory of a rank": limit})]
 
-        def missing(number: int) -> float:
-            if number not in plans:
-                try:
-                    tried = with_blocks(config, number, first.blocks)
-                    plans[number] = plan_prepared(tried, data, world_size, device, **how)
-                except UserError:  # the model or its adapter does not support it
-                    return math.inf
-            return needs(plans[number]) - limit
+    def needs(plan: RunPlan) -> int:
+        return plan.needed_bytes if device is None else needed_bytes(plan, "cuda")
 
-        number = fewest_blocks(missing, first.blocks)
-        why = "the run fits without" if missing(0) <= 0 else "recomputing more does not need less"
-        why = f"a rank needs {format_bytes(needs(first))} without" if number else why
-        plan, config = plans[number], with_blocks(config, number, first.blocks)
-        chosen.append(blocks_choice(number, first.blocks, why))
-    plan = plan_in(memory_bytes, config, data, world_size, device, sharded=plan, **how)
-    if config.training.accumulate == "auto" and plan.accumulate is not None:
-        may = "unsharded does not fit" if may_accumulate_unsharded(config, world_size) else "unsharded sends no less"
-        why = "it sends less and fits" if plan.accumulate == "unsharded" else may
-        chosen.append(Choice(ACCUMULATE, plan.accumulate, why))
-        config = with_unsharded(config) if plan.accumulate == "unsharded" else config
-    return replace(plan, chosen=(*plan.chosen, *chosen)), config
+    chooser = Chooser(config, world_size, make, needs, 1.0 if device is None else AUTO_SHARE)
+    chosen = chooser.choose()
+    (found,) = chooser.gathering_once(chooser.of(chosen))
+    assert isinstance(found.plan, RunPlan), "nothing is chosen that has no plan"
+    return replace(found.plan, chosen=(*found.plan.chosen, *chosen)), with_choices(config, chosen)
 
 
-def with_blocks(config: RunConfig, number: int, blocks: int) -> RunConfig:
-    """Return the settings with so many recomputed blocks of ``blocks``."""
-    training = config.training.model_copy(update={"gradient_checkpointing": value_of(number, blocks)})
-    return config.model_copy(update={"training": training})
+def with_choices(config: RunConfig, chosen: Sequence[Choice]) -> RunConfig:
+    """Return the settings with these choices in them."""
+    for one in chosen:
+        section, _, name = one.setting.partition(".")
+        value = one.value if one.setting == ACCUMULATE else json.loads(one.value)
+        config = config.model_copy(update={section: getattr(config, section).model_copy(update={name: value})})
+    return config
 
 
 ROWS = "training.per_device_train_batch_size"
+TIMES = "training.gradient_accumulation_steps"
 
 Load = Callable[[Sequence[str]], RunConfig]
 """Reads the run file with further overrides."""
@@ -150,22 +294,30 @@ class Tried:
 
     Attributes:
         overrides: Overrides to type after the run file's name.
-        plan: Its plan; None if it cannot be planned.
+        plan: Its plan; None if it cannot be planned, or its first numbers are too large already.
         why: Why it does not fit; empty if it does.
+        needed_bytes: What a GPU must have for it, by its plan or at least by its first numbers; None: not known.
     """
 
     overrides: tuple[str, ...]
     plan: RunPlan | None
     why: str = ""
+    needed_bytes: int | None = None
 
     @property
     def step_s(self) -> float:
         """Seconds of a step; infinite if the setting does not fit."""
         return float("inf") if self.why or self.plan is None or self.plan.timing is None else self.plan.timing.step_s
 
+    @property
+    def is_refused(self) -> bool:
+        """True if its first numbers do not fit: with no batch, however small, it would."""
+        return self.plan is None and self.needed_bytes is not None
+
     def as_dict(self) -> dict[str, Any]:
         """Return JSON-able values."""
-        return {"overrides": list(self.overrides), "why": self.why, "plan": self.plan and self.plan.as_dict()}
+        plan = self.plan and self.plan.as_dict()
+        return {"overrides": list(self.overrides), "why": self.why, "needed_bytes": self.needed_bytes, "plan": plan}
 
 
 class Watch:
@@ -215,7 +367,7 @@ def search(
     with at most two micro-batches, whose gradients accumulate sharded; the fastest is then planned exactly, with
     evaluations, saving and resuming, also with ``training.accumulate`` as a run would choose it. Where nothing fits,
     all of them are tried once more with the options of scope ``last`` (``sharding.cpu_offload``), on a device that has
-    a host: the copies between the two are not timed.
+    a host: the copies between the two are not timed. What is too large by its first numbers is not planned at all.
 
     Without ``data``, the run's own is read.
 
@@ -297,34 +449,43 @@ class Search:
             if like is not None and self._is_slower(like | own):
                 self._begun += len(owns) - number
                 break  # settings of a rank come fastest first
-            last = self.fit_rows(shared | own)
+            last = self.fit_rows(shared | own, None if like is None else like | own)
             if number == 1 and last.why and not self._may_be_best(last):
                 self._begun += len(owns) - number
                 break
             if not last.why and own.get(BLOCKS) is True:
                 self.fewer_blocks(last)
-            kept = last.plan is not None and _keeps_too_much(last.plan, self._device)
             original = not any(one.startswith(ROWS) for one in last.overrides)
             # Settings of a rank do not change what it keeps, and smaller micro-batches are slower.
-            if kept or (not last.why and original):
+            if last.is_refused or (not last.why and original):
                 self._begun += len(owns) - number
                 break
 
-    def fit_rows(self, values: dict[str, Any]) -> Tried:
+    def fit_rows(self, values: dict[str, Any], like: dict[str, Any] | None) -> Tried:
         """Try the largest micro-batches, then the most rows that should fit, until no larger ones do.
 
-        How many should is read off a line, first that of the activations, then through the last two.
+        How many should is read off a line, first that of the activations, then through the last two. The smallest come
+        first where settings that keep less, ``like`` these, do not fit with the largest.
 
         Returns:
             The last setting that was tried, or the one that fits.
         """
-        tried, rows = self._try(values), self._load(()).training.per_device_train_batch_size
-        if not tried.why or tried.plan is None or _keeps_too_much(tried.plan, self._device):
-            return tried
+        rows, sizes = self._load(()).training.per_device_train_batch_size, micro_batches(self._load(()))
+        other = None if like is None else self._found.get(_key(like))
+        if other is not None and other.why and other.needed_bytes is not None and sizes:
+            *sizes, least = [{ROWS: rows, TIMES: self._load(()).training.gradient_accumulation_steps}, *sizes]
+            tried, rows = self._try({**values, **least}), least[ROWS]
+            if tried.why:
+                return tried
+            fitting = tried
+        else:
+            tried, fitting = self._try(values), None
+            if not tried.why or tried.plan is None:
+                return tried
+            if not self._may_be_best(tried):
+                return tried  # smaller micro-batches are slower than these
+        assert tried.plan is not None, "it was planned"
         each = tried.plan.parts.get("activations_and_temporaries", 0) / rows
-        # Smaller micro-batches are slower than these.
-        sizes = micro_batches(self._load(())) if self._may_be_best(tried) else []
-        fitting = None
         while sizes and tried.plan is not None:
             before, most = tried.plan, rows + (self._device.memory_bytes - tried.plan.needed_bytes) / max(each, 1)
             size = next((one for one in sizes if one[ROWS] <= most), None if fitting else sizes[-1])
@@ -363,7 +524,7 @@ class Search:
             if tried.why:
                 break
             self._watch.begins("the next" if place else "the fastest, in full", tried.overrides)
-            found[place] = self._plan(tried.overrides, None, self._device.memory_bytes)
+            found[place] = self._plan(tried.overrides, None)
             if not found[place].why:
                 break
         return sorted(found, key=lambda tried: tried.step_s)
@@ -391,9 +552,9 @@ class Search:
         return plan is not None and plan.timing is not None and plan.timing.compute_s >= WORTH * best.step_s
 
     def _try(self, values: dict[str, Any]) -> Tried:
-        typed = {name: str(value).lower() for name, value in values.items()}
-        if (found := self._found.get(frozenset(typed.items()))) is not None:
+        if (found := self._found.get(_key(values))) is not None:
             return found
+        typed = dict(_key(values))
         given = self._load(()).as_flat()
         overrides = tuple(f"{name}={typed[name]}" for name, value in values.items() if given[name] != value)
         self._watch.begins(self._place, overrides)
@@ -401,7 +562,7 @@ class Search:
         # What is chosen where a setting is auto is known by both names.
         chosen = {} if tried.plan is None else {one.setting: one.value for one in tried.plan.chosen}
         for names in (typed, {name: chosen.get(name, value) for name, value in typed.items()}):
-            self._found[frozenset(names.items())] = tried
+            self._found[_key(names)] = tried
         return self._note(tried)
 
     @property
@@ -413,22 +574,35 @@ class Search:
         self._watch.ends(tried, self._best())
         return tried
 
-    def _plan(self, overrides: tuple[str, ...], roughly: int | None, memory_bytes: int | None = None) -> Tried:
-        run = self._data, self._world_size, self._device
+    def _plan(self, overrides: tuple[str, ...], roughly: int | None) -> Tried:
+        """Plan settings, if their first numbers fit; unless ``roughly``, exactly and with what a run would choose."""
+        run, memory = (self._data, self._world_size, self._device), self._device.memory_bytes
         try:
             config = self._load(overrides)
-            plan = plan_in(memory_bytes, config, *run, roughly=roughly, around=roughly is None)
+            if roughly is None:
+                plan, _ = plan_chosen(memory, config, *run)
+            else:
+                least = self._least(config)
+                if least > memory:
+                    overrides = tuple(one for one in overrides if not one.startswith((ROWS, TIMES)))  # whatever these
+                    return Tried(overrides, None, f"at least {format_bytes(least - memory)} too large", least)
+                plan = plan_prepared(config, *run, roughly=roughly, around=False)
         except ConfigError as error:
             return Tried(overrides, None, str(error))
-        missing = plan.needed_bytes - self._device.memory_bytes
+        missing = plan.needed_bytes - memory
         least = "" if roughly is None else "at least "  # as planned without what is around the steps
-        return Tried(overrides, plan, "" if missing <= 0 else f"{least}{format_bytes(missing)} too large")
+        why = "" if missing <= 0 else f"{least}{format_bytes(missing)} too large"
+        return Tried(overrides, plan, why, plan.needed_bytes)
+
+    def _least(self, config: RunConfig) -> int:
+        """Return the memory that the device must have by the plan's first numbers."""
+        config = for_devices(config, Devices.of_sheet(self._device))  # as a plan does
+        found = first_numbers(config, self._data.tokenizer, self._world_size, gpu=self._device.has_host)
+        return needed_on(self._device, found.nbytes)
 
 
-def _keeps_too_much(plan: RunPlan, device: Hardware) -> bool:
-    """Return True if the part that does not depend on the batch is already too large."""
-    kept = replace(plan, phase_peaks={"kept": plan.parts["shards"] + plan.parts["optimizer_state"]})
-    return not kept.fits(device.memory_bytes)
+def _key(values: Mapping[str, Any]) -> frozenset[tuple[str, str]]:
+    return frozenset((name, str(value).lower()) for name, value in values.items())
 
 
 def micro_batches(config: RunConfig) -> list[dict[str, int]]:
@@ -437,7 +611,7 @@ def micro_batches(config: RunConfig) -> list[dict[str, int]]:
     if config.training.per_device_train_batch_tokens is not None:
         return []
     sizes = [size for size in range(rows - 1, 0, -1) if rows % size == 0]
-    return [{ROWS: size, "training.gradient_accumulation_steps": times * (rows // size)} for size in sizes]
+    return [{ROWS: size, TIMES: times * (rows // size)} for size in sizes]
 
 
 MOST = 3
@@ -484,7 +658,7 @@ def find_remedies(need: Need) -> list[Remedy]:
     found: list[Remedy] = []
     begun = with_precision(need.load(()), Devices.of_sheet(need.device))
     with work_limit(OPERATORS):
-        for overrides in dict.fromkeys(_settings(begun)):
+        for overrides in dict.fromkeys(settings_that_need_less(begun)):
             try:
                 config = need.load(overrides)
                 plan = plan_prepared(config, need.data, need.world_size, need.device, roughly=need.rank)
@@ -520,7 +694,7 @@ def _with_fewest(remedy: Remedy, plan: RunPlan, need: Need) -> Remedy:
     return Remedy((override_of(number, plan.blocks),), need.before - needs[number], fits=True) if number else remedy
 
 
-def _settings(config: RunConfig) -> Iterator[tuple[str, ...]]:
+def settings_that_need_less(config: RunConfig) -> Iterator[tuple[str, ...]]:
     """Yield overrides, the cheapest first: those that train the same, alone and together, then those that round."""
     training, same = config.training, []
     if training.fused_cross_entropy is not True:
