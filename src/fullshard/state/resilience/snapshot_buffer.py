@@ -79,6 +79,11 @@ class SnapshotBuffer:
         self._views: dict[str, torch.Tensor] = {}
         self._buffer: torch.Tensor | None = None
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its file that this process maps as a tensor."""
+        return 0 if self._buffer is None else self._buffer.nbytes
+
     def write(
         self, tensors: Mapping[str, torch.Tensor], copy: Callable[[Pairs], Callable[[], None]]
     ) -> Callable[[SnapshotHeader], None]:

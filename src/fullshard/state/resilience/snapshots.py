@@ -92,6 +92,11 @@ class Snapshots:
         self._ticked: float | None = None
         self._steps_s: list[float] = []
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of snapshots that this process maps as tensors."""
+        return sum(buffer.nbytes for buffer in self._buffers)
+
     def due(self, step: int) -> bool:
         """Return whether a snapshot follows step ``step``; the same on every rank, without communication."""
         return not self._off and (self._next is None or step >= self._next)

@@ -9,7 +9,7 @@ from typing import Any
 
 from fullshard.errors import CheckpointError
 from fullshard.state.storage import rules
-from fullshard.state.storage.digest import content_of, same_content
+from fullshard.state.storage.digest import content_of
 
 
 @dataclass(frozen=True)
@@ -69,10 +69,10 @@ def require_base(directory: Path, facts: Mapping[str, str], owner: str, remedy: 
             f"{owner} goes with the base model {name} ({expected}), and {directory} is not there. {remedy}"
         )
     try:
-        found = None if same_content(directory, expected) else content_of(directory)
+        found = content_of(directory)
     except OSError as error:
         raise CheckpointError(f"The base model {directory} cannot be read: {error}.") from error
-    if found is not None:
+    if found != expected:
         raise CheckpointError(
             f"{owner} goes with the base model {name} ({expected}), and {directory} has other files ({found}). {remedy}"
         )
