@@ -8,7 +8,7 @@ import pytest
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, T5Tokenizer
 
-from fullshard.program.data import TokenizeSpec, Unwritten, find_unwritten, written_forms
+from fullshard.program.data import TokenizeSpec, Unwritten, find_unwritten, references_of, written_forms
 from fullshard.program.metrics import score
 from fullshard.program.models.new_tokens import add_tokens
 
@@ -82,3 +82,12 @@ def test_a_model_that_repeats_what_the_tokenizer_writes_is_right(t5):
     references = [(forms[text],) for text in TARGETS]
     assert score(["exact_match"], written, references).values["exact_match"] == 1.0
     assert score(["exact_match"], written, [(text,) for text in TARGETS]).values["exact_match"] < 0.5
+
+
+def test_a_target_of_which_nothing_is_written_is_counted_and_an_empty_prediction_is_not_right(t5):
+    targets = ["{}", "{}", "a", "²{"]
+    forms, values = found(t5, targets)
+    assert (forms["{}"], values["rows"], values["nothing"]) == ("", 3, 2)
+    assert "of 2 nothing is left" in Unwritten(**values).note("training")
+    references = [(references_of(forms)[text],) for text in targets]
+    assert score(["exact_match"], ["", "", "a", "2"], references).values["exact_match"] == 0.5

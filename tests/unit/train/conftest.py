@@ -29,7 +29,7 @@ def unmetered():
     class FakeMeter(contextlib.nullcontext):
         peak_bytes, start_bytes, timeline = 1, 0, ()
 
-        def __init__(self, device):
+        def __init__(self, device, beside_bytes=0):
             super().__init__()
 
     with pytest.MonkeyPatch.context() as patch:

@@ -204,6 +204,22 @@ def test_a_run_that_continues_keeps_its_precision(run_file, tmp_path, by_name, m
     assert precision(run_file, Devices(), "resume=never", monkeypatch=monkeypatch)[0] == "fp32"
 
 
+@pytest.mark.parametrize("by_name", [False, True])
+def test_what_was_decided_is_read_from_the_checkpoint_without_the_record_beside_it(
+    run_file, tmp_path, by_name, monkeypatch
+):
+    place = tmp_path / "elsewhere" / "step-3"
+    (tmp_path / "run.json").write_text(json.dumps({"config": {"training": {"gradient_checkpointing": 1}}}))
+    decided = {"training.gradient_checkpointing": 2, "training.accumulate": "unsharded"}
+    monkeypatch.setattr(auto, "find_checkpoints", lambda directory: [] if directory == place else [place])
+    monkeypatch.setattr(auto, "read_index", lambda path: SimpleNamespace(values={"decided": decided}))
+    asks = [f"{setting}=auto" for setting in decided] + ["training.gradient_accumulation_steps=2"]
+    resume = [f"resume={place}"] if by_name else []
+    config = load_run(run_file, [f"output_dir={tmp_path}", "sharding.auto=false", *asks, *resume])
+    (found,) = run_ranks(1, lambda comm: auto.choices_without_plan(config, comm))
+    assert [(one.setting, one.value) for one in found] == [(key, str(value)) for key, value in decided.items()]
+
+
 def test_previous_keeps_the_precision_of_the_checkpoint_before_a_damaged_one(run_file, tmp_path, monkeypatch):
     places = [tmp_path / "checkpoints" / name for name in ("step-3", "step-6")]
 

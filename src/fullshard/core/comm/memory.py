@@ -103,9 +103,10 @@ class MemoryMeter:
             count.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        """Measure tensors on ``device``."""
+    def __init__(self, device: torch.device, beside_bytes: int = 0) -> None:
+        """Measure tensors on ``device``; on CPU all but ``beside_bytes``, which are there all along."""
         self.device = device
+        self._beside_bytes = beside_bytes
         self.start_bytes = 0
         self.peak_bytes = 0
         self.timeline: list[tuple[float, int]] = []
@@ -117,7 +118,7 @@ class MemoryMeter:
             torch.cuda.reset_peak_memory_stats(self.device)
             self.start_bytes = torch.cuda.memory_allocated(self.device)
             return self
-        self.start_bytes = live_tensor_bytes()
+        self.start_bytes = live_tensor_bytes() - self._beside_bytes
         self._epoch_s = time.time() - time.perf_counter()  # the profiler's clock is the wall clock
         # Not torch.profiler's: under torch 2.11 it warns once of lost events, although none are lost here.
         self._profile = profile(profile_memory=True, use_kineto=True)

@@ -94,5 +94,6 @@ from fullshard.program.data.tokenizing.tokenize import (
 from fullshard.program.data.tokenizing.written import (
     Unwritten as Unwritten,
     find_unwritten as find_unwritten,
+    references_of as references_of,
     written_forms as written_forms,
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -174,14 +174,19 @@ def choices_without_plan(config: RunConfig, comm: Comm) -> tuple[Choice, ...]:
 
 def precision_before(config: RunConfig) -> str | None:
     """Return the precision of the checkpoint that the run continues from, as far as it has one."""
+    return _values_before(config).get("settings", {}).get("training.precision")
+
+
+def _values_before(config: RunConfig) -> Mapping[str, Any]:
+    """Return the values of the checkpoint that the run continues from, empty if there is none."""
     if config.resume == "never":
-        return None
+        return {}
     place = checkpoints_directory(config) if config.resume in ("auto", "previous") else as_place(config.resume)
     complete = find_checkpoints(place)[::-1] or [place]
     for path in complete if config.resume == "previous" else complete[:1]:
         with contextlib.suppress(UserError, OSError, LookupError, TypeError):  # resuming reports it later
-            return read_index(path).values["settings"]["training.precision"]
-    return None
+            return read_index(path).values
+    return {}
 
 
 def gpu_sheet(device: torch.device) -> Hardware | None:
@@ -231,11 +236,15 @@ def has_begun(config: RunConfig, comm: Comm) -> bool:
 
 
 def recorded(config: RunConfig, setting: str, before: Any = None, *, begun: bool) -> Any:
-    """Return the recorded setting of the run in ``output_dir``; None if it starts from scratch. On rank 0.
+    """Return the recorded setting of the run that continues; None if it starts from scratch. On rank 0.
 
-    An attempt after one that has ``begun`` never starts from scratch: with other settings the snapshots would not fit.
-    ``before`` is what runs of earlier versions did, which have not recorded it.
+    Its checkpoint has it, wherever that lies, and ``run.json`` in ``output_dir`` before the first one. An attempt after
+    one that has ``begun`` never starts from scratch: with other settings the snapshots would not fit. ``before`` is
+    what runs of earlier versions did, which have not recorded it.
     """
+    decided = {} if begun else _values_before(config).get("decided", {})
+    if isinstance(decided, Mapping) and setting in decided:
+        return decided[setting]
     path = Path(config.output_dir, RUN_NAME)
     if (config.resume == "never" and not begun) or not path.exists():
         return None

@@ -105,6 +105,13 @@ class InMemory:
         self._made: str | None = None
         self._frozen: str | None = None  # digest that replaces frozen parameters; None: these are kept
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the file of the last snapshot, which this process maps as tensors until the next one."""
+        pieces = () if self._save is None else self._save.job.plan.pieces
+        storages = [piece.tensor.untyped_storage() for piece in pieces]
+        return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
     def begun(self) -> int:
         """Return the number of ranks that the run began on, if an earlier attempt passed its start somewhere, else 0.
 

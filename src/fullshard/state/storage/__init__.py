@@ -25,11 +25,7 @@ from fullshard.state.storage.contents import (
     kind_of as kind_of,
     verify as verify,
 )
-from fullshard.state.storage.digest import (
-    content_of as content_of,
-    directory_content as directory_content,
-    same_content as same_content,
-)
+from fullshard.state.storage.digest import content_of as content_of, directory_content as directory_content
 from fullshard.state.storage.disk import DirectoryLock as DirectoryLock
 from fullshard.state.storage.index import (
     Index as Index,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fullshard.errors import CheckpointError
-from fullshard.state.storage.digest import content_of, same_content
+from fullshard.state.storage.digest import content_of
 from fullshard.state.storage.rules import Name
 
 
@@ -52,10 +52,10 @@ def require_base(directory: Path, facts: Mapping[str, str], owner: str, remedy: 
             f"{owner} goes with the base model {name} ({expected}), and {directory} is not there. {remedy}"
         )
     try:
-        found = None if same_content(directory, expected) else content_of(directory)
+        found = content_of(directory)
     except OSError as error:
         raise CheckpointError(f"The base model {directory} cannot be read: {error}.") from error
-    if found is not None:
+    if found != expected:
         raise CheckpointError(
             f"{owner} goes with the base model {name} ({expected}), and {directory} has other files ({found}). {remedy}"
         )

@@ -17,8 +17,8 @@ from fullshard.sizes import format_bytes
 from fullshard.state.storage.atomic import write_text
 from fullshard.user_cache import default_directory
 
-_MODEL_FILES = ("*.safetensors", "*.bin", "*.model", "*.txt", "*config.json", "*token*.json", "*vocab*.json")
-_MORE_FILES = ("*.index.json", "*.tiktoken", "*.jinja")  # not in digests of earlier versions
+_MODEL_FILES = ("*.safetensors", "*.bin", "*.model", "*.txt", "*.tiktoken", "*.jinja")
+_MODEL_FILES += ("*.index.json", "*config.json", "*token*.json", "*vocab*.json")
 
 _BLOCK = 64 << 20
 """Bytes that one thread hashes; the digest of a larger file is that of its blocks' digests."""
@@ -32,7 +32,6 @@ _SETTLED_NS = 2_000_000_000
 """Age of a file from which on its digest is kept: another write in the same tick leaves its times as they are."""
 
 _SAID_AFTER_S = 2.0
-_EARLIER_SAMPLES = 64
 
 
 def content_of(path: Path) -> str:
@@ -45,7 +44,7 @@ def content_of(path: Path) -> str:
         OSError: It cannot be read.
     """
     if path.is_dir():
-        return directory_content(path, (*_MODEL_FILES, *_MORE_FILES))
+        return directory_content(path, _MODEL_FILES)
     [digest] = _digests(path, [path], in_blocks=False)
     return f"{path.stat().st_size:,} bytes, hash {digest[:16]}"
 
@@ -62,37 +61,6 @@ def directory_content(path: Path, patterns: Sequence[str]) -> str:
     lines = [f"{f.relative_to(path)} {size} {one}" for f, size, one in zip(files, sizes, digests, strict=True)]
     digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
     return f"{len(files)} files, {sum(sizes):,} bytes, sha256 {digest[:16]}"
-
-
-def same_content(path: Path, recorded: object) -> bool:
-    """Return whether a file or directory has the content that was recorded of it, by this version or an earlier one.
-
-    Raises:
-        OSError: It cannot be read.
-    """
-    if path.is_dir() and ", hash " in str(recorded):
-        return _earlier_content(path) == recorded
-    return content_of(path) == recorded
-
-
-def _earlier_content(path: Path) -> str:
-    """Return the digest that versions recorded which read 64 samples of a file over 64 MiB."""
-    files = sorted({file for pattern in _MODEL_FILES for file in path.glob(pattern)})
-    parts = [f"{file.name} {file.stat().st_size} {_earlier_hash(file)}" for file in files]
-    digest = hashlib.sha256("\n".join(parts).encode()).hexdigest()
-    return f"{len(files)} files, {sum(file.stat().st_size for file in files):,} bytes, hash {digest[:16]}"
-
-
-def _earlier_hash(path: Path) -> str:
-    size, digest = path.stat().st_size, hashlib.sha256()
-    with path.open("rb") as file:
-        if size <= _EARLIER_SAMPLES * _READ:
-            digest.update(file.read())
-        else:
-            for sample in range(_EARLIER_SAMPLES):
-                file.seek(sample * (size - _READ) // (_EARLIER_SAMPLES - 1))
-                digest.update(file.read(_READ))
-    return digest.hexdigest()
 
 
 def _digests(path: Path, files: Sequence[Path], *, in_blocks: bool) -> list[str]:

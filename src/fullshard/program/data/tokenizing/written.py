@@ -26,6 +26,7 @@ class Unwritten:
     total: int  # all rows
     examples: tuple[tuple[str, str], ...]  # the most frequent ones, each with what it becomes
     lost: str  # characters that none of them keeps, the most frequent first
+    nothing: int  # rows with a target of which nothing is left
 
     def note(self, name: str) -> str:
         """Return a message for the user about the rows of ``name``, such as training."""
@@ -35,6 +36,10 @@ class Unwritten:
             f"decoding, so a model cannot write them: {shown}.",
             "  metrics compare with the target as the tokenizer writes it.",
         ]
+        if self.nothing:
+            lines.append(
+                f"  of {self.nothing:,} nothing is left: no prediction is right for them, also not an empty one"
+            )
         if self.lost:
             # JSON's escapes are YAML's
             words = json.dumps(list(self.lost), ensure_ascii=False)
@@ -76,7 +81,16 @@ def find_unwritten(targets: Sequence[str], forms: Mapping[str, str]) -> dict[str
     frequent = [text for text, _ in counts.most_common(_SHOWN)]
     kept = sorted(lost, key=lambda one: (-lost[one], one))[:_MOST_LOST]
     examples = tuple((text, forms[text]) for text in frequent)
-    return asdict(Unwritten(counts.total(), len(targets), examples, "".join(kept)))
+    nothing = sum(rows for text, rows in counts.items() if not forms[text])
+    return asdict(Unwritten(counts.total(), len(targets), examples, "".join(kept), nothing))
+
+
+def references_of(forms: Mapping[str, str]) -> dict[str, str]:
+    """Return what metrics compare with: each text as it is written; itself if nothing of it is.
+
+    An empty prediction is no right answer where the tokenizer knows none of a target's characters.
+    """
+    return {text: written or text for text, written in forms.items()}
 
 
 def _is_same(text: str, written: str) -> bool:

@@ -32,7 +32,7 @@ from fullshard.program.train.setup.devices import Devices, smallest_memory, usab
 from fullshard.program.train.setup.model import prepare_model, shard_model
 from fullshard.program.train.setup.prepare import Prepared, collate_spec
 from fullshard.program.train.setup.resume import deciding_settings
-from fullshard.state.storage import content_of, read_json, same_content
+from fullshard.state.storage import content_of, read_json
 from fullshard.user_cache import default_directory
 
 if TYPE_CHECKING:
@@ -154,7 +154,7 @@ def _require_unchanged(config: RunConfig) -> None:
     if config.model.adapter is not None:
         places["model.adapter.path"] = (config.model.adapter.path, resolve_adapter)
     for key, (place, resolve) in places.items():
-        if place is not None and key in content and not same_content(resolve(place), content[key]):
+        if place is not None and key in content and content_of(resolve(place)) != content[key]:
             raise ModelError(
                 f"{key}: {place} has changed since the run started with it, and is no longer the reference of "
                 f"training.objective: {config.training.objective}. It was {content[key]}."

@@ -36,11 +36,11 @@ from fullshard.program.train.reporting.reports import CheckpointReport, Evaluati
 from fullshard.program.train.reporting.sinks import Sink
 from fullshard.program.train.run.assemble import Assembly
 from fullshard.program.train.run.record import Record
-from fullshard.program.train.setup.devices import recorded_choices
+from fullshard.program.train.setup.devices import decided_settings, recorded_choices
 from fullshard.program.train.setup.resume import EVALUATION_NAME, StartingPoint
 from fullshard.state.saving import Checkpoints, SaveReport, save
 from fullshard.state.saving.full import write_assets
-from fullshard.state.storage import Place, add_small_file, read_completion, read_index, same_content, survey, write_text
+from fullshard.state.storage import Place, add_small_file, read_completion, read_index, survey, write_text
 
 
 class PromptedTokenizer:
@@ -285,9 +285,6 @@ class RunCheckpoints:
             theirs = read_index(path).base
             if theirs is None or ours is None or theirs.content == ours.content:
                 return
-            # An earlier version may have recorded the same files in another way.
-            if comm.rank or same_content(Path(ours.directory), theirs.content):
-                return
             raise CheckpointError(
                 f"{path} is of an adapter over {theirs.name} ({theirs.content}), and {ours.directory} has other files "
                 f"({ours.content}). Set model.path to the model that the run began with, or start with resume=never."
@@ -365,11 +362,18 @@ class RunCheckpoints:
             "max_new_tokens": _longest_text(parts.config.as_flat()),
             "rules": asdict(self._start.rules),
             "chosen": recorded_choices(parts.chosen),
+            "decided": decided_settings(parts.config),
             "division": asdict(self._start.began),
             "total_steps": parts.schedule.total_steps,
             "scaler": None if parts.scaler is None else parts.scaler.state_dict(),
             "record": record.as_values(train_seconds=train_seconds, peaks=peaks),
         }
+
+    @property
+    def snapshot_bytes(self) -> int:
+        """Bytes of snapshots in this process's memory, which a plan has apart from a step's tensors."""
+        kept = self._checkpoints.in_memory
+        return 0 if kept is None else kept.nbytes
 
     def snapshot_is_due(self, step: int) -> bool:
         """Return True if a launcher keeps snapshots and one follows this step; no communication."""

@@ -400,7 +400,8 @@ class TrainingRun:
 
         if traced:
             stops = self._read_step()
-            report, trace = traced_step(parts.model, parts.optimizer, parts.comm, lambda: take().report())
+            beside = self._checkpoints.snapshot_bytes
+            report, trace = traced_step(parts.model, parts.optimizer, parts.comm, lambda: take().report(), beside)
             record.peak_bytes = trace.ranks[parts.comm.rank].peak_bytes
             for sink in self._sinks:
                 sink.trace(trace)

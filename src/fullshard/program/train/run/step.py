@@ -332,11 +332,16 @@ TIMELINE_POINTS = 400
 
 
 def traced_step(
-    model: torch.nn.Module, optimizer: torch.optim.Optimizer, comm: Comm, take: Callable[[], StepReport]
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    comm: Comm,
+    take: Callable[[], StepReport],
+    beside_bytes: int = 0,
 ) -> tuple[StepReport, StepTrace]:
     """Take a step and record it. Every rank calls it, and each rank must be a process.
 
-    On the CPU the allocator's events are recorded, which slows the step down. Returns the report of ``take``, and the
+    On the CPU the allocator's events are recorded, which slows the step down; ``beside_bytes`` of tensors in its memory
+    are not the step's. Returns the report of ``take``, and the
     trace of all ranks, the same on every rank.
     """
     # Gradients of earlier steps that are freed while the meter runs would count as held until the end.
@@ -345,7 +350,7 @@ def traced_step(
     shards = [p.data.untyped_storage() for p in model.parameters() if p.device == comm.device]  # they include padding
     parameters = sum({one.data_ptr(): one.nbytes() for one in shards}.values())
     before = held_state_bytes(optimizer, comm.device)
-    meter = MemoryMeter(comm.device) if comm.device.type == "cpu" else None
+    meter = MemoryMeter(comm.device, beside_bytes) if comm.device.type == "cpu" else None
     with meter or nullcontext(), record(model) as recorder, _optimizer_recorded(optimizer, recorder):
         report = take()
     totals = _totals(recorder, meter)

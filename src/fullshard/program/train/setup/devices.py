@@ -85,6 +85,16 @@ _CHOSEN_AGAIN = ("sharding.frozen", "sharding.tables")
 """Settings that say where rows lie, which follows from the number of ranks; the values of weights do not."""
 
 
+_DECIDED = ("sharding.auto", "speed.ways", "training.accumulate", "training.gradient_checkpointing", "training.speed")
+"""Settings that are decided before a run is assembled, so that its own settings no longer say ``auto``."""
+
+
+def decided_settings(config: RunConfig) -> dict[str, Any]:
+    """Return what a checkpoint records of settings that were decided before the run was assembled, by dotted key."""
+    flat = config.as_flat()
+    return {key: flat[key] for key in _DECIDED}
+
+
 def recorded_choices(chosen: Sequence[Choice]) -> dict[str, str]:
     """Return what a checkpoint records of a run's choices."""
     return {one.setting: one.value for one in chosen if one.setting not in _CHOSEN_AGAIN}

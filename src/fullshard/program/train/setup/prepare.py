@@ -52,6 +52,7 @@ from fullshard.program.data import (
     open_stream,
     open_tokens,
     read_split,
+    references_of,
     row_tokens,
     sample_lengths,
     sample_notes,
@@ -82,7 +83,7 @@ if TYPE_CHECKING:
 MOST_LABELS = 1000
 """Maximum number of distinct targets of a label set."""
 
-_FORMAT = 7
+_FORMAT = 8
 """Version of the cache entries; increase it when the same inputs give different entries."""
 
 EXAMPLES_NAME = "examples.json"
@@ -270,6 +271,7 @@ def set_tokens(
         if texts_are_rows:
             forms = written_forms((text for row in rows for text in row.references), tokenizer, spec)
             kept["unwritten"] = find_unwritten([row.target for row in rows], forms)
+            forms = references_of(forms)
         if split == "train":
             counted = _count_targets(rows, forms) if texts_are_rows else {"labels": None, "majority": ""}
             return kept | counted | about
@@ -321,13 +323,13 @@ def _written_labels(kept: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase,
     """
     labels: Mapping[str, int] = kept["labels"] or {}
     forms = written_forms([kept["majority"], *labels], tokenizer, spec)
-    counts: Counter[str] = Counter()
+    references, counts = references_of(forms), Counter[str]()
     for label, rows in labels.items():
-        counts[forms[label]] += rows
+        counts[references[label]] += rows
     every = [label for label, rows in labels.items() for _ in range(rows)] or [kept["majority"]]
     return {
         "labels": dict(counts) if kept["labels"] is not None else None,
-        "majority": forms[kept["majority"]],
+        "majority": references[kept["majority"]],
         "unwritten": find_unwritten(every, forms),
     }
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from math import ceil, isfinite
 from pathlib import Path
 from typing import Any, Literal
@@ -33,7 +32,6 @@ from fullshard.state.storage import (
     read_completion,
     read_index,
     read_json,
-    same_content,
     shown,
     survey,
 )
@@ -160,7 +158,6 @@ class StartingPoint:
     damaged: tuple[Place, ...] = ()  # damaged checkpoints to rename before the first step: later runs ignore them
     notes: tuple[str, ...] = ()  # notes for the user
     step: int = 0  # optimizer steps taken before
-    places: Mapping[str, Path] = field(default_factory=dict)  # of settings that are compared by the content there
     in_memory: bool = False  # whether ``path`` is this rank's snapshot
 
     @property
@@ -237,7 +234,7 @@ def choose_starting_point(
         DataError: A file that the settings name cannot be read.
     """
     asked = BatchPartition.of(config, world_size)
-    fresh = StartingPoint(deciding_settings(config, world_size), asked, asked, places=_named_places(config))
+    fresh = StartingPoint(deciding_settings(config, world_size), asked, asked)
     found = survey(checkpoints_directory(config), parse_newest=True)
     complete = [path for _, path in found.complete]
     # The first attempt started from a checkpoint in another directory and none was saved since: start there again.
@@ -497,7 +494,7 @@ def _differences(start: StartingPoint, then: Mapping[str, Any]) -> dict[str, str
     return {
         key: f"{key}: {_value_text(now.get(key))}; in the checkpoint {_value_text(then.get(key))}"
         for key in [*now, *(key for key in then if key not in now)]
-        if now.get(key) != then.get(key) and not _is_same(start.places.get(key), then.get(key))
+        if now.get(key) != then.get(key)
     }
 
 
@@ -511,19 +508,3 @@ def _content(key: str, path: Path) -> str:
         return directory_content(path, _DATASET_FILES) if is_dataset else content_of(path)
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error}.") from error
-
-
-def _is_same(path: Path | None, recorded: object) -> bool:
-    """Return whether what a setting names now has the content that a checkpoint of an earlier version recorded."""
-    try:
-        if path is None or not path.is_dir():
-            return False
-        return same_content(path, recorded) or _earlier_dataset_content(path) == recorded
-    except OSError as error:
-        raise DataError(f"{path} cannot be read: {error}.") from error
-
-
-def _earlier_dataset_content(directory: Path) -> str:
-    """Return the digest that versions recorded which read only the files with fingerprints of ``save_to_disk``."""
-    noted = [file.read_bytes() for file in sorted(directory.glob("**/state.json"))]
-    return f"{len(noted)} splits, hash {hashlib.sha256(b''.join(noted)).hexdigest()[:16]}"
