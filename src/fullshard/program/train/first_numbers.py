@@ -23,7 +23,7 @@ from fullshard.program.train.setup.optimizers import expected_state_bytes
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-GPU_KERNELS = ("flex", "varlen", "flash")
+GPU_KERNELS = ("flex", "varlen")
 """Ways of attention that no CPU can train with."""
 
 _TABLES = {"Embedding", "Linear"}

@@ -1,4 +1,4 @@
-"""Refuses a run that has too little memory: by its plan: its first numbers, then all of it."""
+"""Refuses a run that has too little memory, by the first numbers of its plan and then by all of it."""
 
 from __future__ import annotations
 
