@@ -118,13 +118,19 @@ class GlooComm:
     collectives.
     """
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        """Communicate with the ranks of ``group``, to which this process belongs, with CPU tensors."""
+    def __init__(self, group: dist.ProcessGroup, *, direct: bool = True) -> None:
+        """Communicate with the ranks of ``group`` with CPU tensors.
+
+        Args:
+            group: The group; this process belongs to it.
+            direct: Whether ranks of one machine read each other's memory, if they can; the same on every rank.
+        """
         self.group = group
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
         self.device = torch.device("cpu")
         self._announced = ""
+        self._direct = direct
         self._timeout_s = timeout_s(group, self.device)
         self._watch = _watch_of(group)
         # Starting with the next rank spreads the first messages over all pairs of ranks.
@@ -304,7 +310,7 @@ class GlooComm:
 
         The first call asks all ranks, each of which makes it: it is part of a collective.
         """
-        if self.size == 1:
+        if not self._direct or self.size == 1:
             return None
         group = _GROUPS.setdefault(self.group, _Group())
         if not group.asked:
