@@ -33,7 +33,8 @@ def runs(tmp_path_factory):
     apart = can_unshare()
     endpoint = f"{ADDRESSES[0]}:29500" if apart else f"127.0.0.2:{free_port()}"
     env = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
-    env |= {"PYTHONPATH": str(SOURCE), "OMP_NUM_THREADS": "1"}
+    # torch warns of addresses without a name, which namespaces may have.
+    env |= {"PYTHONPATH": str(SOURCE), "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
     file = tmp_path_factory.mktemp("machines") / "accelerate.yaml"
     file.write_text(FILE.format(*endpoint.split(":")))
     first = ["--nnodes", "2", "--node_rank", "0", "--nproc_per_node", "1", "--rdzv_endpoint", endpoint]

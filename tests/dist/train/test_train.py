@@ -33,7 +33,7 @@ def joined_ranks(tmp_path_factory):
     """The same run, its ranks started with torchrun's variables, with the same files in another place."""
     directory = tmp_path_factory.mktemp("joined")
     run_file = write_run_file(directory, **QUICK_MUON)
-    program = SOURCE / "fullshard" / "cli" / "main.py"
+    program = SOURCE / "fullshard" / "__main__.py"
     return directory / "out", [out for out, _ in run_ranks(2, program, "train", str(run_file), "--no-plan")]
 
 

@@ -85,7 +85,7 @@ _CHOSEN_AGAIN = ("sharding.frozen", "sharding.tables")
 """Settings that say where rows lie, which follows from the number of ranks; the values of weights do not."""
 
 
-_DECIDED = ("sharding.auto", "speed.ways", "training.accumulate", "training.gradient_checkpointing", "training.speed")
+_DECIDED = ("sharding.auto", "speed.ways", "training.accumulate", "training.gradient_checkpointing")
 """Settings that are decided before a run is assembled, so that its own settings no longer say ``auto``."""
 
 
