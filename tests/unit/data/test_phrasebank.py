@@ -3,7 +3,7 @@
 import pytest
 
 from fullshard.errors import DataError
-from fullshard.program.data import Example, SourceSpec, fingerprint, read_split
+from fullshard.program.data import Example, SourceSpec, read_split
 
 TEXT = "Sales rose @ 5 % in Jyväskylä .@positive\r\nIt is flat .@neutral\r\n\r\nProfit fell .@negative\r\n"
 ROWS = [
@@ -60,6 +60,5 @@ def test_a_text_file_without_the_format_is_refused(tmp_path):
     path = tmp_path / "Sentences_AllAgree.txt"
     path.write_text(TEXT)
     spec = SourceSpec(train_file=path)
-    for read_or_hash in (read_split, fingerprint):
-        with pytest.raises(DataError, match=r"got '\.txt'. Set data.format"):
-            read_or_hash(spec, "train")
+    with pytest.raises(DataError, match=r"data.format: phrasebank"):
+        read_split(spec, "train")

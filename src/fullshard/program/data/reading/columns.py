@@ -385,7 +385,8 @@ def _undecided(spec: SourceSpec, columns: Sequence[str], where: str, candidates:
     if set(columns) >= _WIKIHOW_COLUMNS:
         return DataError(f"{question} These are WikiHow's: set data.format: wikihow.")
     if len(columns) < 2:
-        return DataError(f"{question} At least two columns are needed; plain text is data.text_column.")
+        labelled = "; sentences that end in @label are data.format: phrasebank" if list(columns) == ["text"] else ""
+        return DataError(f"{question} At least two columns are needed; plain text is data.text_column{labelled}.")
     source, target = (candidates[0][0][0], candidates[0][1]) if candidates else _suggested(spec, columns)
     lines = [f"  source_column: {_as_yaml(spec.source_column or source)}"] if spec.template is None else []
     lines.append(f"  target_column: {_as_yaml(spec.target_column or target)}")
