@@ -8,13 +8,13 @@ SOURCE = Path(__file__).parents[2] / "src" / "fullshard"
 TESTS = Path(__file__).parents[1]
 # Each is what there was when it was written, and room for a few hundred. Lower them after a cut.
 LINES = {
-    SOURCE / "core": 25_600,
+    SOURCE / "core": 24_700,
     SOURCE / "core" / "engine" / "step": 3_000,
-    SOURCE / "state": 11_100,
+    SOURCE / "state": 10_400,
     SOURCE / "planner": 2_400,
     SOURCE / "compat": 6_900,
-    SOURCE / "program": 38_400,
-    TESTS: 84_000,
+    SOURCE / "program": 35_700,
+    TESTS: 80_800,
 }
 
 

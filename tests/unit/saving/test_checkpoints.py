@@ -293,7 +293,7 @@ def test_a_background_save_holds_the_moment_it_was_called_at(tmp_path):
 def test_a_slow_save_is_given_up_for_its_silence_alone(written, given_up, tmp_path, monkeypatch):
     """Four parts of 100 s each, of a limit of 150 s without progress."""
     clock, moved, go = SimpleNamespace(now=0.0), Queue(), Queue()
-    monkeypatch.setattr(writer, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    monkeypatch.setattr(writer, "time", SimpleNamespace(monotonic=lambda: clock.now, thread_time=lambda: 0.0))
     write = writer.write_part
 
     def slow(job, count):
