@@ -10,6 +10,8 @@ import pytest
 import torch
 
 from fullshard import Checkpoints, ShardingStrategy, fully_shard
+from fullshard.core.comm import SoloComm
+from fullshard.core.comm.memory import live_tensor_bytes
 from fullshard.core.engine import local_tensors
 from fullshard.core.optim import AdamW8bit, Muon, step_in_backward
 from fullshard.core.optim.average import ExponentialMovingAverage
@@ -82,6 +84,20 @@ def snapshots_of(keep, rank):
     """A rank's complete snapshots, by step."""
     directory = ScratchDirectory.of(keep.parent / "run").directory / f"rank-{rank:05d}"
     return {int(path.name.removeprefix("step-")): path for path in find_checkpoints(directory)}
+
+
+def test_what_it_maps_is_counted_until_the_next_one(tmp_path):
+    solo = SoloComm(torch.device("cpu"))
+    model = fully_shard(TinyLM(), solo)
+    optimizer = adamw(model)
+    step(model, optimizer, batches(1, ROWS)[0], solo)
+    with Checkpoints(tmp_path / "run", ranks=solo, in_memory=1) as checkpoints:
+        assert checkpoints.in_memory.nbytes == 0
+        before = live_tensor_bytes()
+        for number in (1, 2, 3):
+            assert checkpoints.snapshot(model, optimizer, step=number, values={})
+            checkpoints.in_memory.wait()
+            assert checkpoints.in_memory.nbytes == live_tensor_bytes() - before > 0
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])

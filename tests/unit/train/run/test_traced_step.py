@@ -7,13 +7,11 @@ import torch
 
 from fullshard import fully_shard, memory_summary
 from fullshard.core.comm import SoloComm
-from fullshard.core.comm.memory import live_tensor_bytes
 from fullshard.core.engine.setup import wrap
 from fullshard.core.engine.step.recorder import StepRecorder
 from fullshard.program.train.reporting.reports import StepReport, StepTrace
 from fullshard.program.train.run import step as step_module
 from fullshard.program.train.run.step import TIMELINE_POINTS, traced_step
-from fullshard.state.resilience.snapshot_buffer import SnapshotBuffer
 from support.models import TinyLM, batches, lm_loss
 
 PARTS = ("parameters", "gradients", "optimizer", "gathered", "activations", "other")
@@ -124,14 +122,6 @@ def test_what_the_step_raises_comes_through_and_recording_ends(run):
         traced_step(model, optimizer, SoloComm(torch.device("cpu")), fail)
     assert type(model.__dict__["_fullshard_runtime"].recorder) is StepRecorder
     lm_loss(model, batches(1, 2)[0]).backward()
-
-
-def test_a_snapshot_says_how_much_it_maps(tmp_path):
-    buffer = SnapshotBuffer(tmp_path / "0")
-    assert buffer.nbytes == 0
-    before = live_tensor_bytes()
-    buffer.write({"weight": torch.zeros(1000)}, lambda pairs: lambda: None)
-    assert buffer.nbytes == live_tensor_bytes() - before >= 4000
 
 
 def test_memory_beside_the_step_is_left_out(run):

@@ -208,7 +208,7 @@ def losses(settings, size):
 def untraced(monkeypatch):
     """Leave out the traced step: torch's profiler is one for all threads."""
     nothing = SimpleNamespace(ranks=[SimpleNamespace(peak_bytes=0)] * 4)
-    monkeypatch.setattr(loop, "traced_step", lambda model, optimizer, comm, take: (take(), nothing))
+    monkeypatch.setattr(loop, "traced_step", lambda model, optimizer, comm, take, *_: (take(), nothing))
 
 
 @pytest.mark.parametrize("strategy", ["hybrid_shard", "hybrid_shard_zero2"])
