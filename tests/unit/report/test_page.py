@@ -197,7 +197,7 @@ def test_the_planned_peak_is_beside_the_measured_one(finished, tmp_path):
     (tmp_path / "run.json").write_text(json.dumps({**RUN, "plan": plan}))
     found = made(tmp_path).text()
     assert "planned for the largest batch" in found
-    assert "with all copies for restarts and saving" in found
+    assert "with the copies of a save" in found
     assert "63.0 MiB" in found
     assert "65.0 MiB" in found
 

@@ -146,7 +146,7 @@ def _memory_ranks(files: RunFiles) -> list[dict[str, int]]:
 def _rank_memory(files: RunFiles) -> list[dict[str, str]]:
     """Return each rank's memory, next to its planned peak if there is a plan, each with the same contents.
 
-    The plan has the bytes of ``peak``, and of ``copies`` for checkpoints and snapshots where the measured tensors
+    The plan has the bytes of ``peak``, and of ``copies`` of a save where the measured tensors
     include them.
     """
     ranks = _memory_ranks(files)
@@ -164,7 +164,7 @@ def _rank_memory(files: RunFiles) -> list[dict[str, str]]:
     if not any(rank.get("reserved") for rank in ranks):
         there.pop("reserved", None)
     copies = any(of_rank.get("copies") for of_rank in planned.values())
-    title = f"planned for the largest batch{', with all copies for restarts and saving' * copies}"
+    title = f"planned for the largest batch{', with the copies of a save' * copies}"
     rows = []
     for rank in ranks:
         row = {"": f"rank {rank['rank']}", **{there[key]: format_bytes(rank.get(key, 0)) for key in there}}

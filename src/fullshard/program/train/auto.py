@@ -6,6 +6,7 @@ import contextlib
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -165,11 +166,15 @@ def choices_without_plan(config: RunConfig, comm: Comm) -> tuple[Choice, ...]:
     }
     for setting, (value, otherwise) in asked.items():
         if value == "auto":
-            mine = recorded(config, setting, otherwise, begun=begun) if comm.rank == 0 else None
+            mine = together(comm, partial(_of_rank_0, comm, config, setting, otherwise, begun=begun))
             before = comm.all_gather_object(mine)[0]
             taken, why = (otherwise, least) if before in (None, "auto") else (before, KEPT)
             found.append(Choice(setting, str(taken).lower(), why))
     return tuple(found)
+
+
+def _of_rank_0(comm: Comm, config: RunConfig, setting: str, otherwise: Any, *, begun: bool) -> Any:
+    return recorded(config, setting, otherwise, begun=begun) if comm.rank == 0 else None
 
 
 def precision_before(config: RunConfig) -> str | None:

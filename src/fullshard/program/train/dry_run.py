@@ -6,7 +6,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -50,9 +50,6 @@ from fullshard.program.train.setup.ways import ways_choice
 from fullshard.sizes import format_bytes
 from fullshard.state.saving.full import check_saving
 from fullshard.state.storage import file_system
-
-if TYPE_CHECKING:
-    pass
 
 DRY_RUN_OPERATORS = 500_000
 """Operators that the plans of a dry run may take: some twenty seconds of processor time."""

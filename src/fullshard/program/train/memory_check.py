@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from fullshard.core.comm import Comm, free_memory, lacking
+from fullshard.core.comm import Comm, free_memory, lacking, together
 from fullshard.errors import MemoryLimitError, UserError
 from fullshard.planner import TooMuchWorkError, work_limit
 from fullshard.planner.plan import LABELS, PHASE_LABELS
@@ -296,7 +296,7 @@ def _chooser(
     def before(setting: str) -> Any:
         old = "sharded" if setting == ACCUMULATE else None  # runs of earlier versions reduced every micro-batch
         begun = has_begun(config, comm)
-        mine = recorded(config, setting, old, begun=begun) if comm.rank == 0 else None
+        mine = together(comm, lambda: recorded(config, setting, old, begun=begun) if comm.rank == 0 else None)
         found = comm.all_gather_object(mine)[0]
         return None if found == "auto" else found
 
@@ -388,8 +388,8 @@ def _values(everyone: Sequence[RankPlan], fullest: int) -> dict[str, Any]:
             "gathered_peak": plan.account["gathered"],
             "gradient_buffer_peak": plan.account["gradients"],
             "peak": plan.peak_bytes,
-            # Tensors measured on the CPU include the copies in the host's memory.
-            "copies": sum(plan.host.values()) if plan.device is None else 0,
+            # Tensors measured on the CPU include the copies of a save; those of snapshots are left out.
+            "copies": plan.host.get("checkpoint_copies", 0) if plan.device is None else 0,
         }
         for plan in plans
     ]

@@ -595,7 +595,12 @@ class Search:
         return Tried(overrides, plan, why, plan.needed_bytes)
 
     def _least(self, config: RunConfig) -> int:
-        """Return the memory that the device must have by the plan's first numbers."""
+        """Return the memory that the device must have by the plan's first numbers, with any batch.
+
+        Gradients may accumulate unsharded only where a step has several micro-batches, so that it is taken to have one.
+        """
+        training = config.training.model_copy(update={"gradient_accumulation_steps": 1})
+        config = config.model_copy(update={"training": training})
         config = for_devices(config, Devices.of_sheet(self._device))  # as a plan does
         found = first_numbers(config, self._data.tokenizer, self._world_size, gpu=self._device.has_host)
         return needed_on(self._device, found.nbytes)
