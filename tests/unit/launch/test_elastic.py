@@ -1,10 +1,13 @@
 """The options that torch's elastic agent gets from a plan, as torchrun's own parser reads them, and what came of it."""
 
+import time
+
 import pytest
 from torch.distributed import run as torchrun
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from fullshard.program.launch.failure import Failure
-from fullshard.program.launch.script.elastic import _failure, _options
+from fullshard.program.launch.script.elastic import _failure, _options, in_order
 from fullshard.program.launch.script.machines import MachinePlan, Nodes
 
 
@@ -31,6 +34,25 @@ def test_machines_that_torch_numbers(tmp_path, number, host):
     assert config.rdzv_endpoint == "[::1]:29511"
     assert config.rdzv_configs["join_timeout"] == config.rdzv_configs["read_timeout"] == "9"
     assert config.rdzv_configs.get("is_host") == host
+
+
+def test_the_cause_is_first_and_what_the_agent_ended_or_what_has_saved_is_last(tmp_path):
+    def told(rank, code, failure=None):
+        path = tmp_path / str(rank)
+        if failure is not None:
+            failure.write(path)
+        return ProcessFailure(rank, 100 + rank, code, str(path))
+
+    raised = Failure(1, "ValueError", "the cause", "trace", 1, time.time() + 5)
+    saved = Failure(2, "RunStopped", "Stopped after step 3.", None, 75, 1.0, {"stopped": True})
+    # The agent's own times are whole seconds, before the report's.
+    found = in_order({0: told(0, -15), 1: told(1, 1, raised), 2: told(2, 75, saved), 3: told(3, -9)})
+    assert [failure.rank for failure in found] == [3, 1, 2, 0]
+    assert [failure.rank for failure in in_order({0: told(0, -15), 1: told(1, 1, raised)})] == [1, 0]
+
+
+def test_a_script_that_recorded_its_error_and_crashed_has_the_shells_code():
+    assert _failure(0, -6, {"message": {"message": "ValueError: x"}}, 2.0).exit_code == 134
 
 
 def test_the_failure_of_a_rank_is_what_it_wrote_or_what_its_exit_code_says():

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from fullshard import Checkpoints, ShardingStrategy, fully_shard
+from fullshard import Checkpoints, ShardingStrategy, fully_shard, load_checkpoint
 from fullshard.core.comm import SoloComm
 from fullshard.core.comm.memory import live_tensor_bytes
 from fullshard.core.engine import local_tensors
@@ -98,6 +98,24 @@ def test_what_it_maps_is_counted_until_the_next_one(tmp_path):
             assert checkpoints.snapshot(model, optimizer, step=number, values={})
             checkpoints.in_memory.wait()
             assert checkpoints.in_memory.nbytes == live_tensor_bytes() - before > 0
+
+
+def test_an_attempt_that_does_not_ask_for_snapshots_leaves_none_of_those_before(tmp_path, keep, monkeypatch):
+    attempt(2, tmp_path / "run", 3)
+    monkeypatch.setenv("FULLSHARD_ATTEMPT", "1")
+    model, optimizer = fully_shard(TinyLM(), SoloComm(torch.device("cpu"))), None
+    with Checkpoints(tmp_path / "run", ranks=SoloComm(torch.device("cpu")), in_memory=1) as checkpoints:
+        assert checkpoints.snapshot(model, optimizer, step=2, values={})
+        checkpoints.in_memory.wait()
+    assert list(snapshots_of(keep, 0)) == [2]
+    assert list(snapshots_of(keep, 1)) == [2, 3]  # another rank's
+
+
+def test_what_another_rank_wrote_alone_is_refused(tmp_path, keep):
+    attempt(2, tmp_path / "run", 2)
+    model = fully_shard(TinyLM(), SoloComm(torch.device("cpu")))
+    with pytest.raises(CheckpointError, match=r"rank 1 of 2 .* rank 0 of 1"):
+        load_checkpoint(model, None, snapshots_of(keep, 1)[2])
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])

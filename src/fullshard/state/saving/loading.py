@@ -96,6 +96,7 @@ def load_checkpoint(
     index = together_in_background(ranks, lambda: read_index(path))
     if index.part is None:
         require_one_state(model)
+    together(ranks, lambda: _require_own(index, ranks.rank, ranks.size, path))
     target = together(ranks, lambda: Target(model, optimizer, index, average))
     device = device_of(ranks.device)
     together_in_background(ranks, device.for_thread(lambda: target.compare(CheckpointReader(path, index))))
@@ -117,6 +118,15 @@ def load_checkpoint(
     if rng is not None:
         together(ranks, lambda: restore_rng(rng, ranks.device))
     return Restored(path, index.step, index.world_size, index.values, index.metric, rng_restored=rng is not None)
+
+
+def _require_own(index: Index, rank: int, size: int, path: Place) -> None:
+    """Refuse what another rank, or one of another number of ranks, wrote alone."""
+    if index.part is not None and (index.part.rank, index.world_size) != (rank, size):
+        raise CheckpointError(
+            f"{path} is what rank {index.part.rank} of {index.world_size} wrote alone, and this is rank {rank} of "
+            f"{size}. Load a checkpoint of all ranks."
+        )
 
 
 class _Unread(CheckpointReader):

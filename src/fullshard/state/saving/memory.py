@@ -100,6 +100,7 @@ class InMemory:
         self._written_s = 0.0  # how long its thread took
         self._next: int | None = None
         self._problem: str | None = None
+        self._continued = False  # whether the snapshots that are there are those that this attempt goes on from
         self._ticked: float | None = None
         self._steps_s: list[float] = []
         self._made: str | None = None
@@ -176,6 +177,8 @@ class InMemory:
         if self._off:
             return False
         started = time.monotonic()
+        if not self._continued:
+            self._forget()
         self._join()
         job: SaveJob | None = None
         try:
@@ -208,6 +211,7 @@ class InMemory:
         Damaged ones count as missing. Later ones are deleted: no other attempt's may be mixed with them.
         """
         self.wait()
+        self._continued = True
         rank, size = self._ranks.rank, self._ranks.size
         listed = together_in_background(self._ranks, lambda: find_completions(self._directory))
         # Of a world size: the name of the rank's file has it.
@@ -269,6 +273,13 @@ class InMemory:
         room = mapped_file(file, list(specs_of(job.plan.pieces).values()))
         pairs = [(room[piece.name], piece.tensor) for piece in job.plan.pieces]
         return replace(copied(self._ranks, job, pairs), mapped=True)
+
+    def _forget(self) -> None:
+        """Delete what earlier attempts left, of which this one has not asked: moments of two must not be mixed."""
+        self._continued = True
+        with contextlib.suppress(OSError, CheckpointError):
+            for _, path in find_completions(self._directory):
+                backend_of(path).remove(path)
 
     def _join(self) -> None:
         """Wait for the previous snapshot, and record its cost."""

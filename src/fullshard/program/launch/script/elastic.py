@@ -11,7 +11,7 @@ from typing import Any
 
 from torch.distributed import DistError, run as torchrun  # type: ignore[attr-defined]
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, LogsDest, SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousError, RendezvousTimeoutError
 from torch.distributed.launcher.api import elastic_launch
 
@@ -25,7 +25,7 @@ from fullshard.program.launch.script.outcome import Ended
 from fullshard.variables import ATTEMPT_VARIABLE
 
 SAVE_SECONDS = 300
-"""Time that ranks have to save after a request to stop, and to end after another one has failed."""
+"""Time that ranks have to save after a signal to this launcher. Torch gives them 30 s after another one has ended."""
 
 
 def run_elastic(
@@ -43,25 +43,24 @@ def run_elastic(
     Raises:
         ProcessGroupError: Not all machines came in time, or the connection to them was lost.
     """
-    for number in heard_signals():  # torch's agent hears them once it has started ranks
-        signal.signal(number, _stop)
-    options = torchrun.parse_args([*_options(plan, directory, max_restarts, timeout_s), *command])
-    config, program, arguments = torchrun.config_from_args(options)
-    config.logs_specs = starts = _Starts(str(directory))
-    ended = Ended()
+    numbers, starts, ended = heard_signals(), _Starts(str(directory)), Ended()
     try:
+        for number in numbers:  # torch's agent hears them once it has started ranks
+            signal.signal(number, _stop)
+        options = torchrun.parse_args([*_options(plan, directory, max_restarts, timeout_s), *command])
+        config, program, arguments = torchrun.config_from_args(options)
+        config.logs_specs = starts
         elastic_launch(config, program)(*arguments)
     except ChildFailedError as error:
-        causes = [
-            _failure(rank, failure.exitcode, failure.error_file_data, failure.timestamp)
-            for rank, failure in error.failures.items()
-        ]
-        ended.failures = sorted(causes, key=lambda failure: failure.time_s)
+        ended.failures = in_order(error.failures)
     except SignalException as error:
         ended.signal = signal.Signals(error.sigval)
         ended.failures = starts.failures()
     except (RendezvousError, DistError) as error:
         raise ProcessGroupError(_rendezvous_text(plan, error, timeout_s)) from error
+    finally:
+        for number in numbers:  # a request that comes now is too late, and would leave files behind
+            signal.signal(number, signal.SIG_IGN)
     ended.ranks = starts.ranks
     return ended
 
@@ -127,6 +126,21 @@ class _Starts(DefaultLogsSpecs):
         return sorted(filter(None, found), key=lambda failure: failure.time_s)
 
 
+def in_order(failures: Mapping[int, ProcessFailure]) -> list[Failure]:
+    """Return what torch's agent says of ranks, by rank, as failures: the cause first, and ranks that have saved last.
+
+    The agent counts the ranks that it has ended by SIGTERM as failed, and their times are of whole seconds.
+    """
+
+    def place(pair: tuple[ProcessFailure, Failure]) -> tuple[bool, bool, float]:
+        its, failure = pair
+        ended_by_agent = its.exitcode == -signal.SIGTERM and its.error_file_data["message"] == "<NONE>"
+        return ended_by_agent, failure.stopped is not None, failure.time_s
+
+    found = [(its, _failure(rank, its.exitcode, its.error_file_data, its.timestamp)) for rank, its in failures.items()]
+    return [failure for _, failure in sorted(found, key=place)]
+
+
 def _failure(rank: int, code: int, content: Mapping[str, Any], ended_s: float) -> Failure:
     """Return the failure of a rank: what is in its error file, or what its exit code says."""
     own = content.get("fullshard")
@@ -134,7 +148,7 @@ def _failure(rank: int, code: int, content: Mapping[str, Any], ended_s: float) -
         return Failure(**own)
     if content["message"] == "<NONE>":
         return silent_failure(rank, code, ended_s, reports=False)
-    return Failure.recorded(content["message"], rank, code)
+    return Failure.recorded(content["message"], rank, code if code > 0 else 128 - code)
 
 
 def _rendezvous_text(plan: MachinePlan, error: Exception, timeout_s: float) -> str:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
@@ -16,7 +18,7 @@ from fullshard.program.launch.attempts import Restarts, scratch_directory
 from fullshard.program.launch.local import default_variables, run_attempts
 from fullshard.program.launch.output import Output, Stream, terminal_columns
 from fullshard.program.launch.processes import LAUNCHER_VARIABLE, Interpreters
-from fullshard.program.launch.ranks import Ranks, StopAsked, listening
+from fullshard.program.launch.ranks import Ranks, StopAsked, heard_signals, listening
 from fullshard.program.launch.script.machines import MachinePlan
 from fullshard.program.launch.script.network import interface_to
 from fullshard.program.launch.script.outcome import Ended, Outcome, outcome_of, print_outcome
@@ -59,7 +61,11 @@ def run_script(job: Job) -> Outcome:
         "stderr": sys.stderr.buffer,
     }
     output = Output(standard, columns=terminal_columns(sys.stderr.buffer))
-    with tempfile.TemporaryDirectory(prefix="fullshard-") as directory, scratch_directory() as scratch:
+    with (
+        _handlers_restored(),  # by then files are removed, which a signal would cut short
+        tempfile.TemporaryDirectory(prefix="fullshard-") as directory,
+        scratch_directory() as scratch,
+    ):
         environment = {
             **default_variables(job.plan.nproc),
             **job.environment,
@@ -73,6 +79,17 @@ def run_script(job: Job) -> Outcome:
     outcome = outcome_of(ended, time.monotonic() - started)
     print_outcome(outcome, ended.failures, output)
     return outcome
+
+
+@contextmanager
+def _handlers_restored() -> Iterator[None]:
+    """Context after which the signals that ask to stop have the handlers of before."""
+    before = {number: signal.getsignal(number) for number in heard_signals()}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _here(job: Job, environment: Mapping[str, str], directory: Path, scratch: Path, output: Output) -> Ended:
