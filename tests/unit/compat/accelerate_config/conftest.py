@@ -1,10 +1,20 @@
 """Fixtures of the tests of Accelerate's configuration files."""
 
+import os
+
 import pytest
 import yaml
 
 from fullshard.compat.accelerate_config.file import read_accelerate_file
 from support.accelerate_files import VERSION_1
+
+
+@pytest.fixture(autouse=True)
+def without_variables(monkeypatch):
+    """Accelerate's launcher takes over the variables of its own process, and its plugin sets some in any test's."""
+    for name in list(os.environ):
+        if name.startswith(("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_")):
+            monkeypatch.delenv(name)
 
 
 @pytest.fixture
