@@ -133,7 +133,9 @@ class Machines:
         self.switch.stdout.close()
 
     def start(self, number, command):
-        """Start a machine and plug it in; what it says is in :meth:`said`."""
+        """Start a machine and plug it in, also one whose command has ended; what it says is in :meth:`said`."""
+        if number in self.running:
+            self.lose(number)
         self.starts += 1
         ends = [f"{self.name}{side}{self.starts}" for side in "ms"]
         address = f"{ADDRESSES[0].rpartition('.')[0]}.{number + 1}"
