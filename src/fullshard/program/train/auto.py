@@ -6,7 +6,6 @@ import contextlib
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -158,7 +157,7 @@ def choices_without_plan(config: RunConfig, comm: Comm) -> tuple[Choice, ...]:
 
     Every rank calls it.
     """
-    found, begun, least = [], has_begun(config, comm), "no plan shows what fits"
+    found, least = [], "no plan shows what fits"
     training = config.training
     asked = {
         "training.gradient_checkpointing": (training.gradient_checkpointing, False),
@@ -166,15 +165,10 @@ def choices_without_plan(config: RunConfig, comm: Comm) -> tuple[Choice, ...]:
     }
     for setting, (value, otherwise) in asked.items():
         if value == "auto":
-            mine = together(comm, partial(_of_rank_0, comm, config, setting, otherwise, begun=begun))
-            before = comm.all_gather_object(mine)[0]
+            before = recorded_on_rank_0(config, comm, setting, otherwise)
             taken, why = (otherwise, least) if before in (None, "auto") else (before, KEPT)
             found.append(Choice(setting, str(taken).lower(), why))
     return tuple(found)
-
-
-def _of_rank_0(comm: Comm, config: RunConfig, setting: str, otherwise: Any, *, begun: bool) -> Any:
-    return recorded(config, setting, otherwise, begun=begun) if comm.rank == 0 else None
 
 
 def precision_before(config: RunConfig) -> str | None:
@@ -238,6 +232,13 @@ def has_begun(config: RunConfig, comm: Comm) -> bool:
     """Return whether an earlier attempt of the same launcher has passed its start; every rank calls it."""
     scratch = ScratchDirectory.of(checkpoints_directory(config))
     return any(comm.all_gather_object(scratch is not None and scratch.begun() > 0))
+
+
+def recorded_on_rank_0(config: RunConfig, comm: Comm, setting: str, before: Any = None) -> Any:
+    """Return what :func:`recorded` finds on rank 0; every rank calls it, and raises what rank 0 raises."""
+    begun = has_begun(config, comm)
+    mine = together(comm, lambda: None if comm.rank else recorded(config, setting, before, begun=begun))
+    return comm.all_gather_object(mine)[0]
 
 
 def recorded(config: RunConfig, setting: str, before: Any = None, *, begun: bool) -> Any:

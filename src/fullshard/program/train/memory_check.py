@@ -13,12 +13,12 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from fullshard.core.comm import Comm, free_memory, lacking, together
+from fullshard.core.comm import Comm, free_memory, lacking
 from fullshard.errors import MemoryLimitError, UserError
 from fullshard.planner import TooMuchWorkError, work_limit
 from fullshard.planner.plan import LABELS, PHASE_LABELS
 from fullshard.program.config import RunConfig, option_of
-from fullshard.program.train.auto import gpu_sheet, has_begun, recorded
+from fullshard.program.train.auto import gpu_sheet, recorded_on_rank_0
 from fullshard.program.train.first_numbers import FirstNumbers, first_numbers
 from fullshard.program.train.run.record import Planned
 from fullshard.program.train.run_plan import (
@@ -295,9 +295,7 @@ def _chooser(
 
     def before(setting: str) -> Any:
         old = "sharded" if setting == ACCUMULATE else None  # runs of earlier versions reduced every micro-batch
-        begun = has_begun(config, comm)
-        mine = together(comm, lambda: recorded(config, setting, old, begun=begun) if comm.rank == 0 else None)
-        found = comm.all_gather_object(mine)[0]
+        found = recorded_on_rank_0(config, comm, setting, old)
         return None if found == "auto" else found
 
     chooser = Chooser(
